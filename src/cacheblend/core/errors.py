@@ -1,0 +1,45 @@
+"""Every error this package raises on purpose. A message names the value, the limit and the way out."""
+
+from cacheblend.core.naming import BlockName
+
+
+class CacheBlendError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InvalidInputError(CacheBlendError, ValueError):
+    """A prompt, a ratio or another argument that cannot be served as given."""
+
+
+class ModelNotBlendableError(CacheBlendError):
+    """The model's keys cannot be moved or its layers cannot be walked; the message says which and why."""
+
+
+class BlockLostError(CacheBlendError):
+    """Blocks that the store listed could not be read: gone, or damaged. Their rows must be recomputed.
+
+    Attributes:
+        names: the blocks that are lost.
+        reason: one line for the report.
+    """
+
+    def __init__(self, names: list[BlockName], reason: str) -> None:
+        super().__init__(f"{len(names)} block(s) lost: {reason}")
+        self.names = names
+        self.reason = reason
+
+
+class StoreError(CacheBlendError):
+    """The store cannot do what was asked."""
+
+
+class StoreFormatError(StoreError):
+    """The folder was written in a format that this version does not read."""
+
+
+class StoreReadOnlyError(StoreError):
+    """The store cannot be written to."""
+
+
+class StoreFullError(StoreError):
+    """No room, and nothing unpinned left to evict."""

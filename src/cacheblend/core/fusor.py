@@ -1,0 +1,256 @@
+"""The fusor: one prefill over an engine's own layers, loaded KV fused with fresh, as a re-entrant stepper.
+
+For each layer: load, check (drop rows), compute the active rows, write their fresh KV over the loaded, attend over
+the fused KV causally by true position. Rows go through a layer in tiles, in order of position: a row attends only
+to rows in front of it, and those are done. No global state; several passes may be under way in one process.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from cacheblend.core.attention import AttentionSpec, attend_rows
+from cacheblend.core.deviation import kv_deviation
+from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.loader import LayerKV, LayerLoader
+from cacheblend.core.plan import BlendPlan
+from cacheblend.core.selection import Candidates, Selector
+from cacheblend.core.walk import Attend, LayerWalk
+
+ReduceDeviation = Callable[[torch.Tensor], torch.Tensor]
+"""Sums deviations [n] over tensor-parallel ranks, so that all of them choose the same rows."""
+
+
+@dataclass
+class Prefill:
+    """What a pass leaves behind.
+
+    Attributes:
+        logits: [vocab] of the last position.
+        kv: the request's fused KV cache, a layer each.
+        plan: the plan that was carried out in the end.
+        recomputed_tokens: loaded rows that were still active behind the last selection.
+        row_layers: rows times layers that were computed, projections for checks not counted.
+        load_s, wait_s: time the loader read, and time the pass waited for it.
+        fallbacks: why the pass was restarted, a line each.
+    """
+
+    logits: torch.Tensor
+    kv: list[LayerKV]
+    plan: BlendPlan
+    recomputed_tokens: int
+    row_layers: int
+    load_s: float
+    wait_s: float
+    fallbacks: list[str] = field(default_factory=list)
+
+
+class FusedPrefill:
+    """One pass; `advance` it a few layers at a time, then read `result`.
+
+    Args:
+        plan: of the prompt.
+        walk: over the rows from `plan.prefix_length` on: row i stands at position prefix_length + i.
+        loader: of the same plan.
+        selector: which loaded rows are recomputed.
+        reduce_deviation: see `ReduceDeviation`; None on a single rank.
+        tile_rows: rows that go through a layer at once.
+    """
+
+    def __init__(
+        self,
+        plan: BlendPlan,
+        walk: LayerWalk,
+        loader: LayerLoader,
+        selector: Selector,
+        *,
+        reduce_deviation: ReduceDeviation | None = None,
+        tile_rows: int = 1024,
+    ) -> None:
+        check_selector(selector, walk.num_layers)
+        self._plan, self._walk, self._loader, self._selector = plan, walk, loader, selector
+        self._reduce, self._tile_rows = reduce_deviation, tile_rows
+        self._kv: list[LayerKV] = []
+        self._row_layers = 0
+        self._start()
+
+    @property
+    def layer(self) -> int:
+        """The next layer to be computed."""
+        return len(self._kv)
+
+    @property
+    def done(self) -> bool:
+        """All layers are computed."""
+        return self.layer == self._walk.num_layers
+
+    def advance(self, layers: int = 1) -> bool:
+        """Computes up to so many layers; True when all are done.
+
+        Raises:
+            BlockLostError: a block could not be read. The pass is spent: plan without it and start anew.
+        """
+        for _ in range(layers):
+            if self.done:
+                break
+            self._compute_layer()
+        return self.done
+
+    def result(self) -> Prefill:
+        """Logits and KV cache; valid once `done`."""
+        if not self.done:
+            raise InvalidInputError(
+                f"the pass stands at layer {self.layer} of {self._walk.num_layers}; advance it"
+            )
+        return Prefill(
+            logits=self._walk.logits(self._hidden[-1:]),
+            kv=self._kv,
+            plan=self._plan,
+            recomputed_tokens=self._recomputed,
+            row_layers=self._row_layers,
+            load_s=self._loader.load_s,
+            wait_s=self._loader.wait_s,
+        )
+
+    def _start(self) -> None:
+        self._hidden = self._walk.embed()
+        device = self._hidden.device
+        self._rows = torch.arange(len(self._hidden), device=device)
+        first = self._plan.prefix_length
+        candidates = torch.from_numpy(self._plan.candidate_rows - first).to(device)
+        self._chunk_offsets = torch.from_numpy(self._plan.chunk_offsets[first:]).to(device)
+        self._is_candidate = torch.zeros(len(self._rows), dtype=torch.bool, device=device)
+        self._is_candidate[candidates] = True
+        self._total = self._recomputed = len(candidates)
+        if not self._selector.check_layers:
+            self._keep(self._selector.select(self._candidates()))
+
+    def _compute_layer(self) -> None:
+        layer = self.layer
+        kv = self._loader.layer(layer)
+        if layer in self._selector.check_layers and self._is_candidate.any():
+            self._check(layer, kv)
+        if layer == self._walk.num_layers - 1:
+            self._finish_all_but_last_row(layer, kv)
+        for tile in self._tiles():
+            rows = self._rows[tile]
+            self._hidden[tile] = self._walk.run(
+                layer, self._hidden[tile], rows, self._fuse_and_attend(kv, rows)
+            )
+        self._row_layers += len(self._rows)
+        self._kv.append(kv)
+
+    def _check(self, layer: int, kv: LayerKV) -> None:
+        """Measures the deviation of every candidate and drops those that are not selected."""
+        parts = []
+        for tile in self._tiles():
+            rows, candidates = self._rows[tile], self._is_candidate[tile]
+            fresh = self._walk.project(layer, self._hidden[tile], rows)
+            at = rows[candidates] + self._plan.prefix_length
+            loaded = (kv.keys[:, at], kv.values[:, at])
+            parts.append(
+                kv_deviation(
+                    (fresh[0][:, candidates], fresh[1][:, candidates]), loaded, self._selector.measure
+                )
+            )
+        deviation = torch.cat(parts)
+        if self._reduce is not None:
+            deviation = self._reduce(deviation)
+        self._keep(self._selector.select(self._candidates(layer, deviation)))
+
+    def _finish_all_but_last_row(self, layer: int, kv: LayerKV) -> None:
+        """In the last layer nobody reads the other rows' output, only their keys and values."""
+        for tile in self._tiles():
+            at = self._rows[tile] + self._plan.prefix_length
+            fresh = self._walk.project(layer, self._hidden[tile], self._rows[tile])
+            _write(kv, at, *fresh)
+        self._hidden, self._rows = self._hidden[-1:].clone(), self._rows[-1:]
+
+    def _fuse_and_attend(self, kv: LayerKV, rows: torch.Tensor) -> Attend:
+        positions = rows + self._plan.prefix_length
+
+        def attend(
+            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
+        ) -> torch.Tensor:
+            _write(kv, positions, keys, values)
+            return attend_rows(query, kv.keys, kv.values, positions, spec)
+
+        return attend
+
+    def _candidates(self, layer: int | None = None, deviation: torch.Tensor | None = None) -> Candidates:
+        rows = self._rows[self._is_candidate]
+        return Candidates(
+            positions=rows + self._plan.prefix_length,
+            chunk_offsets=self._chunk_offsets[rows],
+            total=self._total,
+            layer=layer,
+            deviation=deviation,
+        )
+
+    def _keep(self, selected: torch.Tensor) -> None:
+        """Drops the candidates that are not selected; all other rows stay active."""
+        active = ~self._is_candidate
+        active[self._is_candidate] = selected
+        self._recomputed = int(selected.sum())
+        if bool(active.all()):
+            return
+        self._hidden, self._rows = self._hidden[active], self._rows[active]
+        self._is_candidate = self._is_candidate[active]
+
+    def _tiles(self) -> Iterator[slice]:
+        for start in range(0, len(self._rows), self._tile_rows):
+            yield slice(start, min(start + self._tile_rows, len(self._rows)))
+
+
+def check_selector(selector: Selector, num_layers: int) -> None:
+    """Raises `InvalidInputError` if the selector checks at a layer that the model does not have."""
+    if selector.check_layers and selector.check_layers[-1] >= num_layers:
+        raise InvalidInputError(
+            f"check layer {selector.check_layers[-1]} does not exist: the model has layers 0..{num_layers - 1}"
+        )
+
+
+def first_reused_layer(selector: Selector) -> int:
+    """First layer in which loaded rows may be dropped, so that their loaded KV is needed."""
+    return selector.check_layers[0] if selector.check_layers else 0
+
+
+def prefill(
+    plan: BlendPlan,
+    open_walk: Callable[[BlendPlan], LayerWalk],
+    open_loader: Callable[[BlendPlan, int], LayerLoader],
+    selector: Selector,
+    *,
+    tile_rows: int = 1024,
+) -> Prefill:
+    """One prompt, start to first logits.
+
+    A block that fails to load is a miss, and the pass restarts once without it: rows that were dropped cannot be
+    brought back. If that pass loses a block too, everything is recomputed.
+
+    Args:
+        plan: of the prompt.
+        open_walk: an engine's walk over the plan's rows.
+        open_loader: a loader of the plan, with the first layer whose loaded rows are needed.
+        selector: which loaded rows are recomputed.
+        tile_rows: rows that go through a layer at once.
+    """
+    fallbacks: list[str] = []
+    while True:
+        try:
+            with open_loader(plan, first_reused_layer(selector)) as loader:
+                run = FusedPrefill(plan, open_walk(plan), loader, selector, tile_rows=tile_rows)
+                while not run.advance():
+                    pass
+                result = run.result()
+            result.fallbacks = fallbacks
+            return result
+        except BlockLostError as error:
+            fallbacks.append(str(error))
+            plan = plan.without("all" if len(fallbacks) > 1 else error.names)
+
+
+def _write(kv: LayerKV, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    kv.keys.index_copy_(1, positions, keys)
+    kv.values.index_copy_(1, positions, values)

@@ -1,0 +1,159 @@
+"""Streams layers from the store ahead of the layer loop.
+
+The loader owns the request's KV cache: one pair of buffers a layer, as long as the prompt. It fills in what is
+loaded (keys already re-positioned); the fusor writes the fresh rows over it. Knows plans, block sources and
+rotations; knows neither engines nor files.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from cacheblend.core.blocks import BlockSource, KVLayout
+from cacheblend.core.errors import BlockLostError
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan import BlendPlan, Source, Span
+from cacheblend.core.rope import KeyRotation, Turn, reposition_keys, turn_by
+
+ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
+
+
+class LayerKV(NamedTuple):
+    """One layer of a request's KV cache, each [kv_heads, length, head_dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class LayerLoader:
+    """One request's layers, loaded in order, at most `read_ahead` ahead of the one last asked for.
+
+    Args:
+        plan: what to load.
+        source: where from.
+        layout: of the buffers (and of the records).
+        rotations: one a layer; None where keys carry no position.
+        first_reused_layer: LOADED rows are left out before this layer, since there all of them are computed.
+        device: of the buffers.
+        read_ahead: 0 loads in the caller's thread.
+        heads: the KV heads to read (a tensor-parallel rank's); `layout` is that of those heads.
+    """
+
+    def __init__(
+        self,
+        plan: BlendPlan,
+        source: BlockSource,
+        layout: KVLayout,
+        rotations: Sequence[KeyRotation | None],
+        *,
+        first_reused_layer: int = 0,
+        device: torch.device | str = "cpu",
+        read_ahead: int = 2,
+        heads: slice | None = None,
+    ) -> None:
+        self._plan, self._source, self._layout, self._rotations = plan, source, layout, rotations
+        self._first_reused_layer, self._device, self._heads = first_reused_layer, torch.device(device), heads
+        self._read_ahead = read_ahead
+        self._spans = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
+        self._runs = _moved_runs(self._spans)
+        self._turns: dict[tuple[int, int], Turn] = {}
+        self._pending: dict[int, Future[LayerKV]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self.load_s = 0.0
+        self.wait_s = 0.0
+
+    def layer(self, index: int) -> LayerKV:
+        """Buffers of layer `index`, loaded rows in place, all others undefined. Ask for each layer once, in order.
+
+        Raises:
+            BlockLostError: names every block of this layer that could not be read.
+        """
+        started = time.perf_counter()
+        try:
+            if self._read_ahead == 0 or not self._spans:
+                return self._load(index)
+            self._schedule(index)
+            return self._pending.pop(index).result()
+        finally:
+            self.wait_s += time.perf_counter() - started
+
+    def __enter__(self) -> "LayerLoader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops reading ahead and waits for the read under way. Idempotent."""
+        for future in self._pending.values():
+            future.cancel()
+        self._pending.clear()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
+
+    def _schedule(self, index: int) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-loader")
+        for ahead in range(index, min(index + self._read_ahead, len(self._layout.layers) - 1) + 1):
+            if ahead not in self._pending:
+                self._pending[ahead] = self._thread.submit(self._load, ahead)
+
+    def _load(self, index: int) -> LayerKV:
+        started = time.perf_counter()
+        shape = self._layout.layers[index]
+        size = (shape.kv_heads, len(self._plan), shape.head_dim)
+        kv = LayerKV(*(torch.empty(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
+        reused = index >= self._first_reused_layer
+        lost: list[BlockName] = []
+        reason = ""
+        for span in self._spans:
+            if span.source is Source.LOADED and not reused:
+                continue
+            try:
+                record = self._source.read(span.name, index, self._heads)
+            except BlockLostError as error:
+                lost.append(span.name)
+                reason = error.reason
+                continue
+            kv.keys[:, span.start : span.stop] = record[:, 0]
+            kv.values[:, span.start : span.stop] = record[:, 1]
+        if lost:
+            raise BlockLostError(lost, f"layer {index}: {reason}")
+        if reused:
+            self._reposition(index, kv.keys)
+        self.load_s += time.perf_counter() - started
+        return kv
+
+    def _reposition(self, index: int, keys: torch.Tensor) -> None:
+        rotation = self._rotations[index]
+        if rotation is None:
+            return
+        for start, offsets in self._runs:
+            key = (start, id(rotation))
+            if key not in self._turns:
+                self._turns[key] = turn_by(rotation, offsets, self._device)
+            rows = keys[:, start : start + len(offsets)]
+            rows.copy_(reposition_keys(rows, self._turns[key]))
+
+
+def _moved_runs(spans: Sequence[Span]) -> list[tuple[int, torch.Tensor]]:
+    """Runs of adjacent rows whose keys must move: (first position, [rows] offsets)."""
+    runs: list[tuple[int, list[torch.Tensor], int]] = []
+    for span in spans:
+        offset = span.start - span.stored_start
+        if span.source is not Source.LOADED or offset == 0:
+            continue
+        offsets = torch.full((len(span),), offset, dtype=torch.int64)
+        if runs and runs[-1][0] + runs[-1][2] == span.start and runs[-1][2] + len(span) <= ROWS_AT_ONCE:
+            start, parts, rows = runs[-1]
+            runs[-1] = (start, [*parts, offsets], rows + len(span))
+        else:
+            runs.append((span.start, [offsets], len(span)))
+    return [(start, torch.cat(parts)) for start, parts, _ in runs]

@@ -1,0 +1,76 @@
+"""Names of blocks: hash chains over token ids (algorithm: a name says which tokens stand before a block).
+
+    root   = H(format, model fingerprint, KV dtype and codec, tenant salt)
+    name_0 = H(root, tokens_0)
+    name_i = H(name_{i-1}, tokens_i)
+
+So the KV stored under a name is what a plain prefill of that chain gives, no more and no less. This module
+knows hashes and token ids; it does not know models, files or tensors.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+BlockName = NewType("BlockName", bytes)
+"""32 bytes (SHA-256). `name.hex()` is how it is written in files and messages."""
+
+TokenIds = npt.NDArray[np.uint32]
+"""Token ids, shape [tokens], little-endian uint32: the form in which they are hashed, stored and compared."""
+
+NAME_FORMAT = 1
+"""Raised when the meaning of a name changes; names of different formats never meet."""
+
+
+def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
+    """Token ids as a contiguous uint32 array [tokens]; raises `OverflowError` on a negative or huge id."""
+    array = np.asarray(ids)
+    if array.size == 0:
+        return np.empty(0, dtype="<u4")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"token ids must be integers, not {array.dtype}")
+    if int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF:
+        raise OverflowError(f"token ids must lie in 0..{0xFFFFFFFF}, got {array.min()}..{array.max()}")
+    return np.ascontiguousarray(array, dtype="<u4")
+
+
+def join_ids(parts: Iterable[TokenIds]) -> TokenIds:
+    """The parts one behind the other; empty for no parts."""
+    return np.concatenate([np.empty(0, dtype="<u4"), *parts]).astype("<u4", copy=False)
+
+
+def root_name(fingerprint: str, kv_dtype: str, codec: str = "raw", salt: str = "") -> BlockName:
+    """The start of every chain of one model, dtype, codec and tenant.
+
+    Args:
+        fingerprint: identifies the weights and the config fields that shape K and V.
+        kv_dtype: e.g. ``"bfloat16"``.
+        codec: ``"raw"`` for lossless records; a lossy codec's records have names of their own.
+        salt: separates tenants who must not share a store's contents.
+    """
+    parts = (str(NAME_FORMAT), fingerprint, kv_dtype, codec, salt)
+    # Length-prefixed, so that no two tuples of parts give the same bytes.
+    framed = b"".join(len(p.encode()).to_bytes(4, "little") + p.encode() for p in parts)
+    return BlockName(hashlib.sha256(b"cacheblend-root\0" + framed).digest())
+
+
+def block_name(parent: BlockName, token_ids: TokenIds) -> BlockName:
+    """Name of the block that holds `token_ids` right behind the chain named `parent`."""
+    return BlockName(hashlib.sha256(parent + token_ids.tobytes()).digest())
+
+
+def split_blocks(token_ids: TokenIds, block_size: int) -> list[TokenIds]:
+    """One segment's blocks: `block_size` tokens each, the last one shorter; none for an empty segment."""
+    return [token_ids[start : start + block_size] for start in range(0, len(token_ids), block_size)]
+
+
+def chain_names(parent: BlockName, blocks: Sequence[TokenIds]) -> list[BlockName]:
+    """Names of consecutive blocks behind `parent`."""
+    names = []
+    for tokens in blocks:
+        parent = block_name(parent, tokens)
+        names.append(parent)
+    return names

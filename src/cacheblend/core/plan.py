@@ -1,0 +1,289 @@
+"""BlendPlan: for every row of a prompt, where its KV comes from and whether it is computed. No tensors of the model.
+
+    prompt   | BOS | system | chunk A     | chunk B | chunk C     | question |
+    segment  |  0  |   1    |      2      |    3    |      4      |    5     |
+    blocks   | b0  | b1     | b2     | b3 | b4      | b5     | b6 | b7       |
+    source   | PREFIX       | LOADED      | MISS    | LOADED|MISS | TEXT     |
+    computed | nothing      | selection   | all     | sel.  | all | all      |
+             0             prefix_length                                      len(prompt)
+             0 ................ exact_length (first LOADED row)
+
+Blocks are cut at segment boundaries, so a passage has the same blocks wherever it stands. A chunk's chain starts at
+its anchor; the prompt's own chain is the anchor's chain extended, and its leading hits are exact.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheblend.core.blocks import BlockEntry, BlockSource
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
+from cacheblend.core.prompt import Prompt, Segment
+
+
+class Source(Enum):
+    """Where a row's KV comes from."""
+
+    PREFIX = "prefix"  # stored and exact for this prompt: never computed
+    LOADED = "loaded"  # stored for the chunk alone: re-positioned, some rows recomputed
+    MISS = "miss"  # a chunk's block that the store does not hold: computed in context
+    TEXT = "text"  # plain text: computed
+
+
+@dataclass(frozen=True)
+class Span:
+    """One block's rows in the prompt.
+
+    Attributes:
+        start: first position; stop: one behind the last.
+        source: see `Source`.
+        name: the block's name: in the chunk's chain for chunks, in the prompt's chain for text.
+        parent: name of the block in front of it in that chain.
+        in_prompt_chain: `name` is also its name in the prompt's own chain.
+        storable: its KV may be published under `name` when everything in front of it is exact.
+        stored_start: position at which the stored keys were rotated.
+        segment: index of the segment it belongs to.
+        chunk_offset: place of its first token inside that segment.
+        tier: where the store would read it from; empty if it is not held.
+    """
+
+    start: int
+    stop: int
+    source: Source
+    name: BlockName
+    parent: BlockName
+    in_prompt_chain: bool
+    storable: bool
+    stored_start: int
+    segment: int
+    chunk_offset: int
+    tier: str = ""
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """What a prefill of one prompt loads and computes.
+
+    Attributes:
+        prompt: cut behind the anchor.
+        anchor_ids: tokens in front of each chunk in its chain.
+        anchor_name: name of that chain.
+        spans: all blocks in order, without gaps.
+    """
+
+    prompt: Prompt
+    anchor_ids: TokenIds
+    anchor_name: BlockName
+    spans: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        return self.spans[-1].stop
+
+    @cached_property
+    def prefix_length(self) -> int:
+        """Leading rows that are not computed. The last row always is: its logits are the answer's first."""
+        stop = 0
+        for span in self.spans:
+            if span.source is not Source.PREFIX:
+                break
+            stop = span.stop
+        return min(stop, len(self) - 1)
+
+    @cached_property
+    def exact_length(self) -> int:
+        """Leading rows whose KV is exact after the pass: nothing in front of them was reused inexactly."""
+        return next((span.start for span in self.spans if span.source is Source.LOADED), len(self))
+
+    @cached_property
+    def publishable(self) -> tuple[Span, ...]:
+        """Spans not yet stored whose KV, computed in this prompt, is what their name promises."""
+        return tuple(
+            span
+            for span in self.spans
+            if span.stop <= self.exact_length
+            and span.source in (Source.MISS, Source.TEXT)
+            and span.storable
+            and span.in_prompt_chain
+        )
+
+    @cached_property
+    def candidate_rows(self) -> npt.NDArray[np.int64]:
+        """Positions that a selector may drop, ascending: LOADED rows except the prompt's last."""
+        runs = [np.arange(s.start, s.stop) for s in self.spans if s.source is Source.LOADED]
+        rows = np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+        return rows[rows < len(self) - 1]
+
+    @cached_property
+    def chunk_offsets(self) -> npt.NDArray[np.int64]:
+        """[len(prompt)] each row's place inside its segment."""
+        return np.concatenate([np.arange(s.chunk_offset, s.chunk_offset + len(s)) for s in self.spans])
+
+    def missed_chunks(self) -> list[Segment]:
+        """Chunks with a block that the store lacks, each once, in order."""
+        missed: dict[BlockName, Segment] = {}
+        for span in self.spans:
+            segment = self.prompt.segments[span.segment]
+            if segment.is_chunk and span.source is Source.MISS and not self._publishes(span):
+                missed.setdefault(block_name(self.anchor_name, segment.token_ids), segment)
+        return list(missed.values())
+
+    def tokens_by_source(self) -> dict[str, int]:
+        """Tokens of each source; loaded ones by tier."""
+        counts = {"prefix": 0, "memory": 0, "disk": 0, "miss": 0, "text": 0}
+        for span in self.spans:
+            key = span.tier if span.source is Source.LOADED else span.source.value
+            counts[key] = counts.get(key, 0) + len(span)
+        return counts
+
+    def without(self, lost: Iterable[BlockName] | Literal["all"]) -> "BlendPlan":
+        """The plan after blocks were lost: their rows are misses, or text.
+
+        A PREFIX span behind a lost one still holds exact KV; it is kept as LOADED with nothing to move.
+        """
+        gone = {s.name for s in self.spans} if lost == "all" else set(lost)
+        spans, in_prefix = [], True
+        for span in self.spans:
+            if span.name in gone and span.source in (Source.PREFIX, Source.LOADED):
+                is_chunk = self.prompt.segments[span.segment].is_chunk
+                span = replace(span, source=Source.MISS if is_chunk else Source.TEXT, tier="")
+            in_prefix = in_prefix and span.source is Source.PREFIX
+            if span.source is Source.PREFIX and not in_prefix:
+                span = replace(span, source=Source.LOADED)
+            spans.append(span)
+        return BlendPlan(self.prompt, self.anchor_ids, self.anchor_name, tuple(spans))
+
+    def _publishes(self, span: Span) -> bool:
+        return span.in_prompt_chain and span.stop <= self.exact_length
+
+
+AnchorRule = Literal["none", "bos", "system"]
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """What stands in front of a chunk when it is computed alone.
+
+    Attributes:
+        rule: nothing, the BOS token, or the prompt's plain text in front of its first chunk.
+        bos_id: needed by ``bos``.
+    """
+
+    rule: AnchorRule = "none"
+    bos_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule == "bos" and self.bos_id is None:
+            raise InvalidInputError(
+                "the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'"
+            )
+
+    def segments(self, prompt: Prompt) -> list[TokenIds]:
+        """The anchor's tokens for chunks of this prompt, segment by segment."""
+        if self.rule == "system":
+            segments = cut_bos(prompt, self.bos_id).segments
+            first_chunk = next((i for i, s in enumerate(segments) if s.is_chunk), 0)
+            return [segment.token_ids for segment in segments[:first_chunk]]
+        return [np.array([self.bos_id], dtype="<u4")] if self.rule == "bos" else []
+
+
+def cut_bos(prompt: Prompt, bos_id: int | None) -> Prompt:
+    """The prompt with a leading BOS token as a segment of its own, so that its chain starts as the anchor's does."""
+    first = prompt.segments[0]
+    if bos_id is None or first.is_chunk or len(first) == 1 or int(first.token_ids[0]) != bos_id:
+        return prompt
+    head, rest = replace(first, token_ids=first.token_ids[:1]), replace(first, token_ids=first.token_ids[1:])
+    return Prompt((head, rest, *prompt.segments[1:]))
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans prompts for one model, dtype, codec and tenant.
+
+    Attributes:
+        root: of all chains.
+        anchor: of the chunks.
+        block_size: tokens of a block at most.
+    """
+
+    root: BlockName
+    anchor: Anchor = field(default_factory=Anchor)
+    block_size: int = 256
+
+    def plan(self, prompt: Prompt, source: BlockSource) -> BlendPlan:
+        """Looks every block up once and decides each row's source.
+
+        A hit counts only if the token ids stored with the block are the prompt's own.
+        """
+        prompt = cut_bos(prompt, self.anchor.bos_id)
+        anchor_segments = self.anchor.segments(prompt)
+        anchor_name = self.chain_of(anchor_segments)
+        anchor_ids = join_ids(anchor_segments)
+        blocks = self._blocks(prompt, anchor_name, len(anchor_ids))
+        wanted = list({name: None for span, _, chain in blocks for name in (chain, span.name)})
+        entries = dict(zip(wanted, source.find(wanted), strict=True))
+
+        spans, in_prefix = [], True
+        for span, tokens, chain in blocks:
+            in_prefix = in_prefix and _holds(entries[chain], tokens)
+            if in_prefix:
+                span = replace(
+                    span, source=Source.PREFIX, name=chain, stored_start=span.start, in_prompt_chain=True
+                )
+                span = replace(span, tier=_tier(entries[chain]))
+            elif span.source is Source.MISS and _holds(entries[span.name], tokens):
+                span = replace(span, source=Source.LOADED, tier=_tier(entries[span.name]))
+            spans.append(span)
+        return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans))
+
+    def chain_of(self, segments: Sequence[TokenIds]) -> BlockName:
+        """Name of the chain that consists of these segments."""
+        name = self.root
+        for tokens in segments:
+            name = ([name, *chain_names(name, split_blocks(tokens, self.block_size))])[-1]
+        return name
+
+    def _blocks(
+        self, prompt: Prompt, anchor_name: BlockName, anchor_length: int
+    ) -> list[tuple[Span, TokenIds, BlockName]]:
+        """Every block as if nothing were stored, its tokens, and its name in the prompt's own chain."""
+        first_chunk = next((i for i, s in enumerate(prompt.segments) if s.is_chunk), 0)
+        blocks, position, chain = [], 0, self.root
+        for index, segment in enumerate(prompt.segments):
+            offset, parent = 0, anchor_name
+            for tokens in split_blocks(segment.token_ids, self.block_size):
+                above, chain = chain, block_name(chain, tokens)
+                # A chunk right behind its anchor has the same chain either way: no second hash.
+                same = not segment.is_chunk or parent == above
+                name = chain if same else block_name(parent, tokens)
+                span = Span(
+                    start=position,
+                    stop=position + len(tokens),
+                    source=Source.MISS if segment.is_chunk else Source.TEXT,
+                    name=name,
+                    parent=parent if segment.is_chunk else above,
+                    in_prompt_chain=same,
+                    storable=segment.is_chunk or index < first_chunk,
+                    stored_start=anchor_length + offset if segment.is_chunk else position,
+                    segment=index,
+                    chunk_offset=offset,
+                )
+                blocks.append((span, tokens, chain))
+                parent, offset, position = name, offset + len(tokens), position + len(tokens)
+        return blocks
+
+
+def _holds(entry: BlockEntry | None, tokens: TokenIds) -> bool:
+    return entry is not None and np.array_equal(entry.token_ids, tokens)
+
+
+def _tier(entry: BlockEntry | None) -> str:
+    return entry.tier if entry else ""

@@ -1,0 +1,212 @@
+"""Selectors: which of the loaded rows are recomputed.
+
+A selector is a frozen dataclass with one method. It says when it decides: at the entrance of its `check_layers`,
+or, with none, before the first layer. Nobody branches on its type.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from cacheblend.core.errors import InvalidInputError
+
+Measure = Literal["kv", "k", "v"]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Rows with loaded KV that are still active, ascending by position; misses, suffix and prefix hits are not
+    among them.
+
+    Attributes:
+        positions: [n] int64, in the prompt.
+        chunk_offsets: [n] int64, the row's place inside its chunk.
+        total: candidates before any selection; ratios refer to it.
+        layer: the check layer, None before the first layer.
+        deviation: [n] fp32 squared KV deviation at that layer, summed over all KV heads (and ranks).
+    """
+
+    positions: torch.Tensor
+    chunk_offsets: torch.Tensor
+    total: int
+    layer: int | None = None
+    deviation: torch.Tensor | None = None
+
+
+class Selector(Protocol):
+    """Chooses the rows that stay active."""
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Ascending; at the entrance of each, `select` is asked with deviations. Empty: once, before layer 0."""
+        ...
+
+    @property
+    def measure(self) -> Measure:
+        """What the deviation is taken over."""
+        ...
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Boolean [n] on the candidates' device: True stays active."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hkvd:
+    """The rows of highest KV deviation (paper section 4.3); several check layers are gradual filtering.
+
+    Attributes:
+        check_layers: ascending, each at least 1 (layer 0's deviation is zero by construction).
+        ratios: for each check layer, the share of all candidates that stays active behind it.
+        measure: deviation over K and V, or one of them.
+    """
+
+    check_layers: tuple[int, ...] = (1,)
+    ratios: tuple[float, ...] = (0.15,)
+    measure: Measure = "kv"
+
+    def __post_init__(self) -> None:
+        _check_layers(self.check_layers)
+        if len(self.ratios) != len(self.check_layers):
+            raise InvalidInputError(
+                f"{len(self.check_layers)} check layers {self.check_layers} need as many ratios, got {self.ratios}"
+            )
+        if any(not 0 <= ratio <= 1 for ratio in self.ratios):
+            raise InvalidInputError(f"recompute ratios lie in 0..1, got {self.ratios}")
+        if list(self.ratios) != sorted(self.ratios, reverse=True):
+            raise InvalidInputError(
+                f"ratios must not rise from one check layer to the next, got {self.ratios}"
+            )
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """The top share by deviation."""
+        deviation, layer = _measured(candidates)
+        ratio = self.ratios[self.check_layers.index(layer)]
+        count = min(row_count(ratio, candidates.total), len(deviation))
+        keep = torch.zeros_like(deviation, dtype=torch.bool)
+        keep[deviation.topk(count).indices] = True
+        return keep
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Every row whose squared deviation exceeds a bound (the paper's definition before it fixes a share)."""
+
+    bound: float
+    check_layers: tuple[int, ...] = (1,)
+    measure: Measure = "kv"
+
+    def __post_init__(self) -> None:
+        _check_layers(self.check_layers)
+        if not (math.isfinite(self.bound) and self.bound >= 0):
+            raise InvalidInputError(f"a deviation bound is finite and at least 0, got {self.bound}")
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """The rows above the bound."""
+        return _measured(candidates)[0] > self.bound
+
+
+@dataclass(frozen=True)
+class Head:
+    """The first tokens of each chunk (EPIC, LegoLink): those that became attention sinks when computed alone.
+
+    The share of rows is spent evenly: the k first tokens of every chunk, k as large as the ratio allows.
+    """
+
+    ratio: float
+    check_layers: tuple[int, ...] = field(default=(), init=False)
+    measure: Measure = field(default="kv", init=False)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """The rows nearest to their chunk's start; of equally near ones the first in the prompt."""
+        count = row_count(self.ratio, candidates.total)
+        order = torch.argsort(candidates.chunk_offsets, stable=True)
+        keep = torch.zeros_like(candidates.positions, dtype=torch.bool)
+        keep[order[:count]] = True
+        return keep
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """A baseline: rows drawn evenly, the same for the same seed."""
+
+    ratio: float
+    seed: int = 0
+    check_layers: tuple[int, ...] = field(default=(), init=False)
+    measure: Measure = field(default="kv", init=False)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Drawn on the CPU, so that every device draws the same."""
+        n = len(candidates.positions)
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.randperm(n, generator=generator)[: row_count(self.ratio, candidates.total)]
+        keep = torch.zeros(n, dtype=torch.bool)
+        keep[drawn] = True
+        return keep.to(candidates.positions.device)
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """Full recompute through the fused path."""
+
+    check_layers: tuple[int, ...] = field(default=(), init=False)
+    measure: Measure = field(default="kv", init=False)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Everything."""
+        return torch.ones_like(candidates.positions, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class NoRows:
+    """Full reuse: what is loaded stays as it is."""
+
+    check_layers: tuple[int, ...] = field(default=(), init=False)
+    measure: Measure = field(default="kv", init=False)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Nothing."""
+        return torch.zeros_like(candidates.positions, dtype=torch.bool)
+
+
+SELECTORS = ("hkvd", "threshold", "head", "random", "none", "all")
+
+
+def make_selector(
+    name: str, *, ratio: float, check_layers: tuple[int, ...], measure: Measure, threshold: float | None
+) -> Selector:
+    """The selector of that name; settings that it does not use are ignored."""
+    if name == "threshold" and threshold is None:
+        raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
+    makers = {
+        "hkvd": lambda: Hkvd(check_layers, (ratio,) * len(check_layers), measure),
+        "threshold": lambda: Threshold(float(threshold or 0), check_layers, measure),
+        "head": lambda: Head(ratio),
+        "random": lambda: RandomRows(ratio),
+        "none": NoRows,
+        "all": AllRows,
+    }
+    if name not in makers:
+        raise InvalidInputError(f"no selector is called {name!r}; there are {', '.join(SELECTORS)}")
+    selector: Selector = makers[name]()
+    return selector
+
+
+def row_count(ratio: float, total: int) -> int:
+    """Rows that a share of `total` comes to, rounded to the nearest."""
+    return round(ratio * total)
+
+
+def _measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
+    if candidates.deviation is None or candidates.layer is None:
+        raise InvalidInputError("this selector decides at check layers and was asked without deviations")
+    return candidates.deviation, candidates.layer
+
+
+def _check_layers(layers: tuple[int, ...]) -> None:
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1:
+        raise InvalidInputError(
+            f"check layers must be ascending and at least 1 (at layer 0 every deviation is zero), got {layers}"
+        )

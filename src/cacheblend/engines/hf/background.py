@@ -1,0 +1,99 @@
+"""Work behind the requests: runs only while no request is under way, bounded and deduplicated."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+logger = logging.getLogger("cacheblend.engine")
+
+
+class Background:
+    """A queue of small jobs, worked off by one thread between requests.
+
+    Args:
+        limit: jobs that wait at most; more are dropped and counted.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._jobs: OrderedDict[Hashable, Callable[[], Any]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._requests = 0
+        self._working = False
+        self._flushing = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self.dropped = 0
+        self.failed = 0
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """While inside, no further job is begun."""
+        with self._changed:
+            self._requests += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._requests -= 1
+                self._changed.notify_all()
+
+    def submit(self, key: Hashable, job: Callable[[], Any]) -> bool:
+        """Queues a job unless one of that key waits already; False if it was dropped."""
+        with self._changed:
+            if key in self._jobs:
+                return True
+            if self._closed or len(self._jobs) >= self._limit:
+                self.dropped += 1
+                return False
+            self._jobs[key] = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="cacheblend-background", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until every queued job is done, requests or not; False after `timeout` seconds."""
+        with self._changed:
+            self._flushing += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._jobs and not self._working, timeout)
+            finally:
+                self._flushing -= 1
+
+    def close(self) -> None:
+        """Drops what waits and ends the thread behind the job under way."""
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _may_work(self) -> bool:
+        return self._closed or bool(self._jobs and (self._requests == 0 or self._flushing))
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._may_work)
+                if self._closed:
+                    return
+                _, job = self._jobs.popitem(last=False)
+                self._working = True
+            try:
+                job()
+            except Exception:
+                self.failed += 1
+                logger.warning(
+                    "background work failed; the request it belongs to is not affected", exc_info=True
+                )
+            finally:
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()

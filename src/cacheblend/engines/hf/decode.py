@@ -1,0 +1,187 @@
+"""Decoding, a step at a time: transformers' own logits processors and cache classes, and a text stream with stops."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.loader import LayerKV
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an answer is drawn.
+
+    Attributes:
+        max_tokens: of the answer, at least 1.
+        temperature: 0 is greedy.
+        top_k, top_p, min_p: as transformers' processors of these names; 0, 1 and 0 switch them off.
+        repetition_penalty: 1 switches it off.
+        seed: the same seed draws the same answer; None: a new one each time.
+        stop: texts that end the answer and are cut off.
+        stop_token_ids: ids that end it, besides the model's own.
+        ignore_eos: go on to `max_tokens` whatever comes.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidInputError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature < 0 or self.top_k < 0 or self.repetition_penalty <= 0:
+            raise InvalidInputError("temperature and top_k must be at least 0, repetition_penalty above 0")
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise InvalidInputError(
+                f"top_p lies in 0..1 (above 0), min_p in 0..1, got {self.top_p} and {self.min_p}"
+            )
+        if any(not text for text in self.stop):
+            raise InvalidInputError("a stop text must not be empty")
+
+    def processors(self) -> LogitsProcessorList:
+        """Penalties first, then warpers, in transformers' own order."""
+        chosen = []
+        if self.repetition_penalty != 1:
+            chosen.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.temperature > 0:
+            chosen += [TemperatureLogitsWarper(self.temperature)] if self.temperature != 1 else []
+            chosen += [TopKLogitsWarper(self.top_k)] if self.top_k else []
+            chosen += [TopPLogitsWarper(self.top_p)] if self.top_p < 1 else []
+            chosen += [MinPLogitsWarper(self.min_p)] if self.min_p > 0 else []
+        return LogitsProcessorList(chosen)
+
+
+class Decoding:
+    """One sequence: the next token at each `step`.
+
+    Args:
+        model: the loaded model.
+        cache: transformers' cache, filled with the prompt.
+        prompt_ids: [tokens] int64 on the model's device.
+        logits: [vocab] of the prompt's last position.
+        params: how to draw.
+        eos_ids: ids that end the model's answers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: DynamicCache,
+        prompt_ids: torch.Tensor,
+        logits: torch.Tensor,
+        params: SamplingParams,
+        eos_ids: Sequence[int],
+    ) -> None:
+        self._model, self._cache, self._params, self._logits = model, cache, params, logits
+        self._processors = params.processors()
+        self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        self._generator = torch.Generator(device=logits.device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+        self._ids = prompt_ids[None]
+        self._prompt_length = len(prompt_ids)
+        self.finish_reason: str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer so far."""
+        return [int(i) for i in self._ids[0, self._prompt_length :]]
+
+    @torch.no_grad()
+    def step(self) -> int:
+        """Draws the next token; sets `finish_reason` to ``stop`` or ``length`` behind the last one."""
+        if self._ids.shape[1] > self._prompt_length:
+            self._logits = self._forward(self._ids[:, -1:])
+        token = self._draw(self._logits)
+        self._ids = torch.cat([self._ids, token[None, None]], dim=1)
+        if int(token) in self._stops:
+            self.finish_reason = "stop"
+        elif self._ids.shape[1] - self._prompt_length >= self._params.max_tokens:
+            self.finish_reason = "length"
+        return int(token)
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        position = torch.tensor([[self._ids.shape[1] - 1]], device=ids.device)
+        out = self._model(input_ids=ids, position_ids=position, past_key_values=self._cache, use_cache=True)
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        scores = self._processors(self._ids, logits[None].float())[0]
+        if self._params.temperature == 0:
+            return scores.argmax()
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
+
+
+def fill_cache(model: nn.Module, kv: list[LayerKV]) -> DynamicCache:
+    """transformers' own cache with a prompt's KV in it; empties `kv` on the way, so that no layer is held twice."""
+    cache = DynamicCache(config=model.config)
+    for layer in range(len(kv)):
+        keys, values = kv[layer]
+        kv[layer] = LayerKV(keys[:, :0], values[:, :0])
+        cache.update(keys[None], values[None], layer)
+    return cache
+
+
+class TextStream:
+    """Ids to text as they come: no half characters, no half stop texts.
+
+    Args:
+        decode: ids to text.
+        stop: texts that end the answer.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode, self._stop = decode, stop
+        self._ids: list[int] = []
+        self._sent = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Text that is new and certain."""
+        self._ids.append(token_id)
+        return self._advance(final=False)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        if self.stopped:
+            return ""
+        self.text = self._decode(self._ids)
+        found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+        certain = len(self.text) if final or self.stopped else len(self.text) - self._uncertain()
+        new = self.text[self._sent : certain]
+        self._sent = max(self._sent, certain)
+        return new
+
+    def _uncertain(self) -> int:
+        """Characters at the end that later tokens may change, or that may begin a stop text."""
+        broken = len(self.text) - len(self.text.rstrip("\ufffd"))
+        starts = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        return max(broken, max(starts, default=0))

@@ -1,0 +1,87 @@
+"""A model's fingerprint, from its files: the weights' bytes and the config fields that shape K and V.
+
+Every engine and process that opens the same folder gets the same fingerprint, and another one for any change of a
+weight. Hashing gigabytes takes seconds, so the hash of each weight file is remembered beside its size, time and inode.
+"""
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cacheblend.core.errors import InvalidInputError
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+# Fields that say how a model is loaded, run or sampled, but not what K and V are.
+IRRELEVANT = frozenset(
+    "_name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label "
+    "initializer_range label2id max_length output_attentions output_hidden_states pad_token_id "
+    "return_dict tie_word_embeddings tokenizer_class torch_dtype transformers_version use_cache".split()
+)
+
+
+def fingerprint_folder(folder: Path) -> str:
+    """Hex fingerprint of a model folder.
+
+    Raises:
+        InvalidInputError: the folder has no config or no weights.
+    """
+    config = folder / "config.json"
+    files = sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)})
+    if not config.is_file() or not files:
+        raise InvalidInputError(
+            f"{folder} is no model folder: it needs config.json and weights (*.safetensors)"
+        )
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(_file_digest, files))
+    return _join(json.loads(config.read_text()), zip((f.name for f in files), digests, strict=True))
+
+
+def fingerprint_model(model: nn.Module) -> str:
+    """Hex fingerprint of a model that has no folder, from its parameters."""
+    digests = []
+    for name, parameter in sorted(model.named_parameters()):
+        raw = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digests.append((name, hashlib.sha256(raw).hexdigest()))
+    return _join(model.config.to_dict(), digests)
+
+
+def _join(config: dict[str, Any], digests: Any) -> str:
+    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
+    parts = [
+        json.dumps(relevant, sort_keys=True, default=str),
+        *(f"{name} {digest}" for name, digest in digests),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> str:
+    """SHA-256 of a file's bytes, remembered in the user's cache folder."""
+    state = file.stat()
+    key = json.dumps([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
+    note = _cache_folder() / hashlib.sha256(key.encode()).hexdigest()
+    try:
+        return note.read_text()
+    except OSError:
+        pass
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        fresh = note.with_suffix(f".{os.getpid()}")
+        fresh.write_text(digest)
+        fresh.replace(note)
+    except OSError:
+        pass  # only a memory: without it the next start hashes again
+    return digest
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "cacheblend" / "digests"

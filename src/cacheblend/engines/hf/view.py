@@ -1,0 +1,206 @@
+"""A second view of a loaded transformers model: the same weights, but attention that this package answers.
+
+The user's model object stays as it is. The view is a twin of its module tree that shares every parameter and buffer
+and has a config of its own, whose attention implementation is ours. Embedding, masks, position embeddings, final
+norm and head are the model's own forward, run with its layers taken out ("shell"): what it hands each layer is
+recorded, and what the last layer would give back is put in. So there is no per-model code here.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from cacheblend.core.attention import AttentionSpec
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.walk import Attend
+
+ATTENTION = "cacheblend"
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """What stands where transformers would put a layer's attention mask.
+
+    Attributes:
+        window: sliding window, None for full attention.
+        chunked: attention within fixed chunks of `window` positions (Llama 4), which is not blendable.
+        attend: answers the layer's attention; None until a layer is run.
+    """
+
+    window: int | None = None
+    chunked: bool = False
+    attend: Attend | None = None
+
+
+def _make_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> LayerMask:
+    """Mask factory for our attention: keeps the window, materialises nothing."""
+    if local_size is None:
+        return LayerMask()
+    zero, edge, one = (torch.tensor(i) for i in (0, local_size, 1))
+    sees_across = bool(mask_function(zero, zero, edge, one))
+    return LayerMask(window=local_size, chunked=not sees_across)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: LayerMask,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Hands q, k, v [1, heads, n, head_dim] to the mask's `attend`; returns [1, n, heads, head_dim]."""
+    if not isinstance(attention_mask, LayerMask) or attention_mask.attend is None:
+        raise ModelNotBlendableError(
+            f"{type(module).__name__} attends outside a walk; use the model, not its view"
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    spec = AttentionSpec(scaling=scaling, window=attention_mask.window, softcap=softcap or None, sinks=s_aux)
+    return attention_mask.attend(query[0], key[0], value[0], spec)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _make_mask)
+
+
+@dataclass
+class LayerCall:
+    """How the model's own forward calls one of its layers, apart from the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _AllLayersSeen(Exception):
+    """Ends a shell's forward behind the last layer."""
+
+
+class _Stub(nn.Module):
+    """Stands in for a layer; everything but its forward is the layer's own."""
+
+    def __init__(self, layer: nn.Module, shell: "_Shell", index: int) -> None:
+        super().__init__()
+        self.__dict__.update({"_layer": layer, "_shell": shell, "_index": index})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shell.visit(self._index, args, kwargs)
+
+
+class _Shell:
+    """The model's forward with stubs for layers; one object a call, so that calls do not meet."""
+
+    def __init__(self, view: "ModelView", output: torch.Tensor | None, returns_tuple: bool) -> None:
+        self.calls: list[LayerCall] = []
+        self.first_hidden: torch.Tensor | None = None
+        self._output, self._returns_tuple = output, returns_tuple
+        self._num_layers = len(view.layers)
+        stubs = nn.ModuleList(_Stub(layer, self, i) for i, layer in enumerate(view.layers))
+        self.model = _with_child(view.model, view.layers_path, stubs)
+
+    def visit(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        self.first_hidden = hidden if self.first_hidden is None else self.first_hidden
+        self.calls.append(LayerCall(args[1:], kwargs))
+        if index == self._num_layers - 1 and self._output is None:
+            raise _AllLayersSeen
+        result = hidden if self._output is None else self._output
+        return (result,) if self._returns_tuple else result
+
+
+class ModelView:
+    """Twin of a causal language model, walked layer by layer.
+
+    Args:
+        model: a transformers causal language model.
+
+    Raises:
+        ModelNotBlendableError: its decoder layers cannot be found, or their forward is wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers_path = _find_layers(model)
+        memo: dict[int, Any] = {}
+        copy.deepcopy(model.config, memo)
+        self.model = _twin(model, memo)
+        self.config = self.model.config
+        self.config._attn_implementation = ATTENTION
+        self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
+        self.returns_tuple = False
+
+    def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
+        """The first layer's input [1, n, width] and how each layer would be called.
+
+        Args:
+            token_ids: [n] int64 on the model's device.
+            positions: [n] int64.
+        """
+        shell = _Shell(self, None, self.returns_tuple)
+        try:
+            shell.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        except _AllLayersSeen:
+            pass
+        if shell.first_hidden is None or len(shell.calls) != len(self.layers):
+            raise ModelNotBlendableError(
+                f"{type(self.model).__name__} called {len(shell.calls)} of its {len(self.layers)} decoder layers"
+            )
+        return shell.first_hidden, shell.calls
+
+    def close(self, hidden: torch.Tensor, token_id: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Logits [vocab] of one row whose last layer gave `hidden` [1, width]: the model's own norm and head."""
+        shell = _Shell(self, hidden[None], self.returns_tuple)
+        out = shell.model(input_ids=token_id[None], position_ids=position[None], use_cache=False)
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+
+def _find_layers(model: nn.Module) -> str:
+    """Path of the list of decoder layers."""
+    config = model.config.get_text_config(decoder=True)
+    count = getattr(config, "num_hidden_layers", None)
+    found = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    outermost = [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
+    if len(outermost) != 1:
+        raise ModelNotBlendableError(
+            f"{type(model).__name__} has {len(outermost)} lists of {count} decoder layers ({', '.join(outermost)}); "
+            "exactly one is needed"
+        )
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise ModelNotBlendableError(
+                f"the forward of {name or type(model).__name__} is wrapped (by accelerate's device_map, perhaps); "
+                "load the model on one device"
+            )
+    return outermost[0]
+
+
+def _twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of the module tree that shares parameters and buffers; configs are replaced by their copies."""
+    twin = copy.copy(module)
+    twin._modules = {
+        name: None if child is None else _twin(child, memo) for name, child in module._modules.items()
+    }
+    for name, value in list(vars(twin).items()):
+        if id(value) in memo and name != "_modules":
+            object.__setattr__(twin, name, memo[id(value)])
+    return twin
+
+
+def _with_child(module: nn.Module, path: str, child: nn.Module) -> nn.Module:
+    """A copy of the chain of modules down to `path`, with `child` there; everything beside it is shared."""
+    head, _, rest = path.partition(".")
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    twin._modules[head] = _with_child(module._modules[head], rest, child) if rest else child
+    return twin

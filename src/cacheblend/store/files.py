@@ -1,0 +1,325 @@
+"""The block files of a folder: headers and descriptors kept open, reading, and what to do about damage.
+
+Knows single files; does not know the bound, pins or eviction.
+
+A known block is a header together with the file it was read from (its stamp: inode, size and modification
+time). A descriptor is only kept with the header that was read from the same file, so a file that another
+process replaces or deletes is read whole as it was, or not at all.
+"""
+
+# System calls on strings, since this is the hot path:
+# ruff: noqa: PTH108, PTH116
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cacheblend.core.errors import BlockLostError
+from cacheblend.core.naming import BlockName
+from cacheblend.store.base import LOGGER_NAME, check_layer, head_range
+from cacheblend.store.folder import Folder
+from cacheblend.store.record_file import BlockHeader, DamagedError, check_heads, decode_header, header_bytes
+
+logger = logging.getLogger(LOGGER_NAME)
+
+Stamp = tuple[int, int, int]
+
+_FIRST_READ = 16 << 10  # covers most headers
+_TOUCH_EVERY_NS = 60 * 10**9
+_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+
+
+class BlockDamagedError(BlockLostError):
+    """The block's file is damaged; it has been reported, and removed where that is possible."""
+
+
+class Known:
+    """A block whose header has been read and checked.
+
+    Attributes:
+        name, path, header: which block it is.
+        stamp: the file that the header was read from.
+        fd: a descriptor of that very file, or -1.
+        users: threads reading through `fd` now.
+        used_ns: when this process last found it.
+    """
+
+    __slots__ = ("fd", "header", "name", "path", "stamp", "used_ns", "users")
+
+    def __init__(self, name: BlockName, path: str, stamp: Stamp, header: BlockHeader) -> None:
+        self.name = name
+        self.path = path
+        self.stamp = stamp
+        self.header = header
+        self.fd = -1
+        self.users = 0
+        self.used_ns = 0
+
+
+class BlockFiles:
+    """Finds and reads block files; safe to call from several threads.
+
+    Args:
+        folder: the store's folder.
+        max_known: headers to remember (about 4 KB each).
+        max_open: descriptors to keep; by default 512, or a quarter of what the process may have.
+
+    Attributes:
+        damaged: blocks found damaged so far.
+    """
+
+    def __init__(self, folder: Folder, max_known: int = 16384, max_open: int | None = None) -> None:
+        self._folder = folder
+        self._max_known = max_known
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_open = max(1, min(512, limit // 4)) if max_open is None else max_open
+        self._lock = threading.RLock()
+        self._known: OrderedDict[BlockName, Known] = OrderedDict()
+        self._open: OrderedDict[BlockName, Known] = OrderedDict()
+        self._bad: dict[BlockName, Stamp] = {}  # damaged, reported, and could not be removed
+        self.damaged = 0
+
+    # Finding
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockHeader | None]:
+        """Headers of the blocks that are there, checked against their files; marks them as used."""
+        headers: list[BlockHeader | None] = [None] * len(names)
+        now = time.time_ns()
+        # From the last to the first, so that of one call's blocks the first are evicted last.
+        for index in range(len(names) - 1, -1, -1):
+            known = self._current(names[index])
+            if known is not None:
+                headers[index] = known.header
+                known.used_ns = now - 1000 * index
+                if known.used_ns - known.stamp[2] > _TOUCH_EVERY_NS and not self._folder.read_only:
+                    self._touch(known)
+        return headers
+
+    def _current(self, name: BlockName) -> Known | None:
+        """The block, if its file is there and sound; reads the header if the file is not the known one."""
+        known = self._known.get(name)
+        if known is not None:
+            try:
+                status = os.stat(known.path)
+            except OSError:
+                self.forget(name)
+                return None
+            if known.stamp == (status.st_ino, status.st_size, status.st_mtime_ns):
+                return known
+        try:
+            with self._opened(name, fresh=True) as known:
+                return known
+        except BlockLostError:
+            return None
+
+    def _touch(self, known: Known) -> None:
+        """Tells other processes, at most once a minute, that the block is used."""
+        with contextlib.suppress(OSError):  # gone, or not ours to touch
+            os.utime(known.path, ns=(known.used_ns, known.used_ns))
+            status = os.stat(known.path)
+            if known.stamp[:2] == (status.st_ino, status.st_size):
+                known.stamp = (*known.stamp[:2], status.st_mtime_ns)
+
+    def used_ns(self, name: BlockName) -> int:
+        """When this process last found the block; 0 if it has not."""
+        known = self._known.get(name)
+        return 0 if known is None else known.used_ns
+
+    # Reading
+
+    def read(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor:
+        """See `KVStore.read`; one pread into the tensor's own memory."""
+        with self._opened(name) as known:
+            return self._read_record(known, layer, heads)
+
+    def verify(self, name: BlockName) -> str | None:
+        """What is wrong with the block's file, None if nothing is or it is gone; reads all of it."""
+        try:
+            with self._opened(name, fresh=True) as known:
+                for layer in range(len(known.header.entry.layout.layers)):
+                    self._read_record(known, layer, None)
+        except BlockDamagedError as error:
+            return error.reason
+        except BlockLostError:
+            return None
+        return None
+
+    def _read_record(self, known: Known, layer: int, heads: slice | None) -> torch.Tensor:
+        header = known.header
+        geometry = header.geometry
+        shape = check_layer(geometry.layout, layer)
+        start, stop = head_range(heads, shape.kv_heads)
+        size = geometry.head_bytes[layer]
+        data = torch.empty((stop - start) * size, dtype=torch.uint8)
+        view = data.numpy().data
+        try:
+            _pread_all(known.fd, view, header.data_at + geometry.offsets[layer] + start * size)
+            check_heads(header, layer, start, view)
+        except (DamagedError, OSError) as error:
+            self.report_damage(known.name, known.stamp, str(error))
+            raise BlockDamagedError([known.name], f"{known.path} is damaged: {error}") from error
+        tokens = len(header.entry.token_ids)
+        return data.view(geometry.layout.dtype).view(stop - start, 2, tokens, shape.head_dim)
+
+    @contextlib.contextmanager
+    def _opened(self, name: BlockName, fresh: bool = False) -> Iterator[Known]:
+        """The block with its descriptor open for as long as the context lasts; raises `BlockLostError`."""
+        known = None if fresh else self._acquire(name)
+        if known is None:
+            known = self._load(name, fresh)
+        try:
+            yield known
+        finally:
+            self._release(known)
+
+    def _acquire(self, name: BlockName) -> Known | None:
+        with self._lock:
+            known = self._open.get(name)
+            if known is not None:
+                known.users += 1
+                self._open.move_to_end(name)
+            return known
+
+    def _release(self, known: Known) -> None:
+        with self._lock:
+            known.users -= 1
+            if not known.users and self._open.get(known.name) is not known:
+                self._close_fd(known)
+
+    def _load(self, name: BlockName, fresh: bool) -> Known:
+        """Opens the file, with its header if that is not known: a new `Known` with one user."""
+        path = self._folder.block_path(name)
+        try:
+            fd = self._open_file(path)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
+                self.forget(name)
+            raise BlockLostError([name], f"{path} cannot be opened: {error.strerror}") from error
+        try:
+            known = self._checked(name, path, fd, None if fresh else self._known.get(name))
+        except BaseException:
+            os.close(fd)
+            raise
+        known.fd = fd
+        known.users = 1
+        self._remember(known)
+        return known
+
+    def _checked(self, name: BlockName, path: str, fd: int, old: Known | None) -> Known:
+        """The block with its header, which is `old`'s if that was read from this very file."""
+        status = os.fstat(fd)
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if old is not None and old.stamp == stamp:
+            return Known(name, path, stamp, old.header)
+        if self._bad.get(name) == stamp:
+            raise BlockDamagedError([name], f"{path} is damaged")
+        try:
+            return Known(name, path, stamp, _read_header(fd, status.st_size, name))
+        except (DamagedError, OSError) as error:
+            self.report_damage(name, stamp, str(error))
+            raise BlockDamagedError([name], f"{path} is damaged: {error}") from error
+
+    def _open_file(self, path: str) -> int:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _OUT_OF_DESCRIPTORS:
+                raise
+        self.close_idle(0)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    # What is remembered
+
+    def _remember(self, known: Known) -> None:
+        with self._lock:
+            old = self._known.get(known.name)
+            self.forget(known.name)
+            if old is not None:
+                known.used_ns = old.used_ns
+            self._known[known.name] = known
+            self._open[known.name] = known
+            while len(self._known) > self._max_known:
+                self.forget(next(iter(self._known)))
+            self.close_idle(self._max_open)
+
+    def close_idle(self, keep: int) -> None:
+        """Closes the descriptors that have not been used for longest, all but `keep`."""
+        with self._lock:
+            for name in list(self._open)[: max(0, len(self._open) - keep)]:
+                self._drop_fd(name)
+
+    def forget(self, name: BlockName) -> None:
+        """Drops what is remembered of a block; a thread that reads it now reads on."""
+        with self._lock:
+            self._known.pop(name, None)
+            self._drop_fd(name)
+
+    def forget_all_but(self, present: set[BlockName]) -> None:
+        """Drops what is remembered of blocks that are gone; their open files take disk space."""
+        with self._lock:
+            for name in [name for name in self._known if name not in present]:
+                self.forget(name)
+
+    def _drop_fd(self, name: BlockName) -> None:
+        known = self._open.pop(name, None)
+        if known is not None and not known.users:
+            self._close_fd(known)
+
+    def _close_fd(self, known: Known) -> None:
+        if known.fd >= 0:
+            os.close(known.fd)
+            known.fd = -1
+
+    def close(self) -> None:
+        """Closes all descriptors and forgets all headers."""
+        with self._lock:
+            for name in list(self._known):
+                self.forget(name)
+
+    # Damage
+
+    def report_damage(self, name: BlockName, stamp: Stamp, reason: str) -> None:
+        """Reports a damaged block once and removes its file, unless another has taken the file's place."""
+        path = self._folder.block_path(name)
+        with self._lock:
+            self.forget(name)
+            if self._bad.get(name) == stamp:
+                return
+            self._bad[name] = stamp
+            self.damaged += 1
+        removed = "left (the store is read-only)"
+        if not self._folder.read_only:
+            removed = "removed"
+            try:
+                if os.stat(path).st_ino == stamp[0]:
+                    os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                removed = f"could not be removed ({error.strerror})"
+        logger.warning("damaged block %s: %s; %s", path, reason, removed)
+
+
+def _read_header(fd: int, file_bytes: int, name: BlockName) -> BlockHeader:
+    first = os.pread(fd, _FIRST_READ, 0)
+    data_at = header_bytes(first, file_bytes)
+    if data_at > len(first):
+        first += os.pread(fd, data_at - len(first), len(first))
+    return decode_header(first[:data_at], file_bytes, name)
+
+
+def _pread_all(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            raise DamagedError("the file has been cut short")
+        view = view[count:]
+        offset += count

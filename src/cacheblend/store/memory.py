@@ -1,0 +1,276 @@
+"""A store in this process's memory.
+
+Keeps the very tensors it is given; knows nothing of files. Gone when the process ends.
+"""
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend.core.blocks import Block, BlockEntry, ChunkManifest, KVLayout
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
+from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.store.base import (
+    LOGGER_NAME,
+    Damage,
+    KVStore,
+    Progress,
+    StoreStats,
+    check_layer,
+    check_manifest,
+    head_range,
+    layout_of,
+)
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+def default_memory_bytes() -> int:
+    """4 GiB, or a quarter of the machine's memory where that is less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(4 << 30, physical // 4)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A block in memory; `records[i]` is None while layer i has not been offered yet."""
+
+    token_ids: TokenIds
+    layout: KVLayout
+    records: list[torch.Tensor | None]
+    nbytes: int = 0
+    missing: int = 0
+
+
+class MemoryStore(KVStore):
+    """Blocks in memory, at most `max_bytes` of records, least recently used evicted first.
+
+    Beside whole blocks (`write`) it takes single layers (`offer`), which is how a tiered store fills it;
+    a block is found once all its layers are there.
+
+    Args:
+        max_bytes: bound on the records' bytes; 4 GiB by default, or a quarter of the machine's memory where
+            that is less. 0 holds nothing.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.max_bytes = default_memory_bytes() if max_bytes is None else max_bytes
+        if self.max_bytes < 0:
+            raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
+        self._lock = threading.RLock()
+        self._held: OrderedDict[BlockName, _Held] = OrderedDict()  # least recently used first
+        self._bytes = 0
+        self._pinned: set[BlockName] = set()
+        self._manifests: dict[BlockName, ChunkManifest] = {}
+        self._hits = self._misses = self._evictions = self._write_failures = 0
+
+    # Blocks
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        """See `KVStore.find`. Of one call's blocks the first are evicted last."""
+        with self._lock:
+            entries = [self._entry(name) for name in names]
+            for name in reversed(names):
+                if name in self._held:
+                    self._held.move_to_end(name)
+            found = sum(entry is not None for entry in entries)
+            self._hits += found
+            self._misses += len(entries) - found
+            return entries
+
+    def _entry(self, name: BlockName) -> BlockEntry | None:
+        held = self._held.get(name)
+        return None if held is None or held.missing else BlockEntry(held.token_ids, held.layout, "memory")
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        """See `KVStore.read`. The result is the stored tensor itself, or a view of it."""
+        record = self.peek(name, layer)
+        if record is None:
+            raise BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)")
+        start, stop = head_range(heads, record.shape[0])
+        return record if heads is None else record[start:stop]
+
+    def peek(self, name: BlockName, layer: int) -> torch.Tensor | None:
+        """The record [kv_heads, 2, tokens, head_dim] of a whole or partial block, None if it is not here.
+
+        Raises:
+            InvalidInputError: the block has no such layer.
+        """
+        with self._lock:
+            held = self._held.get(name)
+            if held is None:
+                return None
+            check_layer(held.layout, layer)
+            return held.records[layer]
+
+    def write(self, block: Block) -> bool:
+        """See `KVStore.write`. Copies only records that are part of a larger tensor or not contiguous."""
+        layout = layout_of(block)
+        with self._lock:
+            old = self._held.get(block.name)
+            if old is not None and not old.missing:
+                self._held.move_to_end(block.name)
+                return False
+            if old is not None:
+                self._drop(block.name)
+            need = layout.bytes_per_token * len(block.token_ids)
+            if not self._make_room(need):
+                self._write_failures += 1
+                raise StoreFullError(
+                    f"block {block.name.hex()} needs {need} bytes; the memory store is bounded to "
+                    f"{self.max_bytes} bytes and what it holds is pinned: raise max_bytes or unpin"
+                )
+            records: list[torch.Tensor | None] = list(_own(block.records))
+            self._held[block.name] = _Held(block.token_ids, layout, records, need)
+            self._bytes += need
+            return True
+
+    def offer(self, name: BlockName, entry: BlockEntry, layer: int, record: torch.Tensor) -> bool:
+        """Keeps one layer's whole record [kv_heads, 2, tokens, head_dim]; False if there is no room.
+
+        The record must own its memory. The block counts as held when every layer has been offered.
+        """
+        with self._lock:
+            held = self._held.get(name)
+            whole = entry.layout.bytes_per_token * len(entry.token_ids)
+            if whole > self.max_bytes or (held is not None and held.records[layer] is not None):
+                return False
+            if held is None:
+                layers = len(entry.layout.layers)
+                held = _Held(entry.token_ids, entry.layout, [None] * layers, 0, layers)
+                self._held[name] = held
+            self._held.move_to_end(name)
+            if not self._make_room(record.nbytes, keep=name):
+                self._drop(name)
+                return False
+            held.records[layer] = record
+            held.missing -= 1
+            held.nbytes += record.nbytes
+            self._bytes += record.nbytes
+            return True
+
+    def delete(self, name: BlockName) -> bool:
+        """See `KVStore.delete`."""
+        with self._lock:
+            self._pinned.discard(name)
+            whole = self._entry(name) is not None
+            self._drop(name)
+            return whole
+
+    def _drop(self, name: BlockName) -> int:
+        held = self._held.pop(name, None)
+        if held is None:
+            return 0
+        self._bytes -= held.nbytes
+        return held.nbytes
+
+    def _make_room(self, need: int, keep: BlockName | None = None) -> bool:
+        """Evicts until `need` more bytes fit; False, with nothing evicted, if they cannot."""
+        excess = self._bytes + need - self.max_bytes
+        victims = []
+        for name, held in self._held.items():
+            if excess <= 0:
+                break
+            if name not in self._pinned and name != keep:
+                victims.append(name)
+                excess -= held.nbytes
+        if excess > 0:
+            return False
+        for name in victims:
+            self._evictions += not self._held[name].missing
+            self._drop(name)
+        return True
+
+    # Pins and manifests
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.pin`."""
+        with self._lock:
+            self._pinned.update(names)
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.unpin`."""
+        with self._lock:
+            self._pinned.difference_update(names)
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        """See `KVStore.put_manifest`."""
+        check_manifest(manifest)
+        with self._lock:
+            self._manifests[manifest.chunk_id] = manifest
+
+    def manifests(self) -> list[ChunkManifest]:
+        """See `KVStore.manifests`."""
+        with self._lock:
+            return [self._manifests[chunk_id] for chunk_id in sorted(self._manifests)]
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.delete_manifest`."""
+        with self._lock:
+            return self._manifests.pop(chunk_id, None) is not None
+
+    # The whole
+
+    def stats(self) -> StoreStats:
+        """See `KVStore.stats`."""
+        with self._lock:
+            whole = [name for name, held in self._held.items() if not held.missing]
+            return StoreStats(
+                tier="memory",
+                blocks=len(whole),
+                bytes=self._bytes,
+                max_bytes=self.max_bytes,
+                chunks=len(self._manifests),
+                pinned=len(self._pinned.intersection(whole)),
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictions,
+                damaged=0,
+                write_failures=self._write_failures,
+            )
+
+    def verify(self, progress: Progress | None = None) -> list[Damage]:
+        """See `KVStore.verify`. Memory keeps no checksums: nothing is ever found."""
+        if progress is not None:
+            progress(len(self._held), len(self._held))
+        return []
+
+    def prune(self, max_bytes: int) -> int:
+        """See `KVStore.prune`."""
+        if max_bytes < 0:
+            raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
+        freed = 0
+        with self._lock:
+            for name in [name for name in self._held if name not in self._pinned]:
+                if self._bytes <= max_bytes:
+                    break
+                self._evictions += not self._held[name].missing
+                freed += self._drop(name)
+            for chunk_id, manifest in list(self._manifests.items()):
+                if not any(name in self._held for name in manifest.block_names):
+                    del self._manifests[chunk_id]
+        return freed
+
+    def flush(self) -> None:
+        """Nothing to do: `write` returns when the block is held."""
+
+    def close(self) -> None:
+        """See `KVStore.close`: forgets everything."""
+        with self._lock:
+            self._held.clear()
+            self._manifests.clear()
+            self._bytes = 0
+
+
+def _own(records: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The records, copied where keeping them would keep a larger tensor alive than they need."""
+    records = [record.contiguous() for record in records]
+    storages = {record.untyped_storage().data_ptr(): record.untyped_storage().nbytes() for record in records}
+    if sum(storages.values()) > sum(record.nbytes for record in records) * 9 // 8:
+        return [record.clone() for record in records]
+    return records

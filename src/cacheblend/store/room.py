@@ -1,0 +1,165 @@
+"""Keeps a folder's blocks within their bound: who was used least recently, and evicting them.
+
+Knows sizes, times and pins of files; does not know what is in them.
+
+Recency is the file's modification time, which all processes see, or this process's own last use where that is
+later. Other processes' writes are noticed when the folder is listed: when this process's own count says that
+the bound is reached, and after every 1/32 of the bound written. So each further writing process can put the
+folder over its bound by at most 1/32, until its next listing.
+"""
+
+# System calls on strings, since this is the hot path:
+# ruff: noqa: PTH108, PTH116
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cacheblend.core.errors import InvalidInputError, StoreFullError
+from cacheblend.core.naming import BlockName
+from cacheblend.store.files import BlockFiles
+from cacheblend.store.folder import BLOCK_SUFFIX, Folder
+from cacheblend.store.manifests import name_of_file, named_files
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BlockFile:
+    """A block's file as the folder lists it; the least recently used compares lowest."""
+
+    used_ns: int
+    name: BlockName
+    nbytes: int
+    mtime_ns: int
+    pinned: bool
+
+
+class Room:
+    """The bytes that a folder's blocks take; safe to call from several threads.
+
+    Args:
+        folder: the store's folder.
+        files: told of what is evicted.
+        max_bytes: bound on the block files' sizes; None for no bound but the disk's.
+
+    Attributes:
+        evictions: blocks evicted so far.
+    """
+
+    def __init__(self, folder: Folder, files: BlockFiles, max_bytes: int | None) -> None:
+        if max_bytes is not None and max_bytes <= 0:
+            raise InvalidInputError(f"max_bytes must be above 0 (or None for no bound), got {max_bytes}")
+        self.max_bytes = max_bytes
+        self.evictions = 0
+        self._folder = folder
+        self._files = files
+        self._lock = threading.RLock()
+        self._total: int | None = None  # as last listed, with this process's writes since
+        self._since_listed = 0
+        self._in_flight = 0
+
+    def listed(self) -> list[BlockFile]:
+        """All blocks of the folder, least recently used first."""
+        pinned = set(named_files(str(self._folder.pins)))
+        blocks = []
+        for shard in _entries(self._folder.blocks):
+            for file in _entries(shard.path):
+                name = name_of_file(file.name, BLOCK_SUFFIX)
+                if name is None:
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    status = file.stat(follow_symlinks=False)
+                    used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
+                    blocks.append(
+                        BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned)
+                    )
+        return sorted(blocks)
+
+    @contextlib.contextmanager
+    def reserved(self, need: int) -> Iterator[None]:
+        """Room for `need` bytes while they are written; evicts for it.
+
+        Raises:
+            StoreFullError: there is no room, and nothing unpinned left to evict.
+        """
+        with self._lock:
+            if self.max_bytes is not None:
+                self._admit(need, self.max_bytes)
+            self._in_flight += need
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._in_flight -= need
+            raise
+        with self._lock:
+            self._in_flight -= need
+            self._since_listed += need
+            if self._total is not None:
+                self._total += need
+
+    def _admit(self, need: int, max_bytes: int) -> None:
+        if need > max_bytes:
+            raise StoreFullError(
+                f"a block file of {need} bytes, the store is bounded to {max_bytes}: raise max_bytes"
+            )
+        limit = max_bytes - need - self._in_flight
+        stale = self._total is None or self._since_listed > max_bytes // 32
+        if not stale and self._total is not None and self._total <= limit:
+            return
+        with self._folder.evicting():
+            blocks = self.listed()
+            total = sum(block.nbytes for block in blocks)
+            kept = sum(block.nbytes for block in blocks if block.pinned)
+            if kept > limit:
+                raise StoreFullError(
+                    f"{need} more bytes do not fit: {kept} of at most {max_bytes} bytes in "
+                    f"{self._folder.path} are pinned: unpin something, or raise max_bytes"
+                )
+            if total > limit:  # a little more than needed, so that not every write lists the folder
+                total -= self._evict(blocks, total - max(0, limit - max_bytes // 64))
+            self._total = total
+            self._since_listed = 0
+
+    def free(self, need: int) -> int:
+        """Evicts blocks of `need` bytes or more together, the bound notwithstanding; the bytes freed."""
+        self._files.close_idle(0)  # a deleted file takes space for as long as it is open
+        with self._lock, self._folder.evicting():
+            freed = self._evict(self.listed(), need)
+            self._total = None
+            return freed
+
+    def shrink(self, max_bytes: int) -> int:
+        """Evicts until at most `max_bytes` are held, pinned blocks apart; the bytes freed."""
+        with self._lock, self._folder.evicting():
+            blocks = self.listed()
+            self._total = None
+            return self._evict(blocks, sum(block.nbytes for block in blocks) - max_bytes)
+
+    def _evict(self, blocks: list[BlockFile], surplus: int) -> int:
+        """Removes unpinned blocks in order until `surplus` bytes are freed; the bytes freed."""
+        freed = 0
+        for block in blocks:
+            if freed >= surplus:
+                break
+            if block.pinned:
+                continue
+            path = self._folder.block_path(block.name)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_mtime_ns != block.mtime_ns:
+                    continue  # another process has used it since
+                os.unlink(path)
+                self.evictions += 1
+            self._files.forget(block.name)
+            freed += block.nbytes
+        self._files.forget_all_but({block.name for block in blocks})
+        return freed
+
+
+def _entries(folder: str | os.PathLike[str]) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

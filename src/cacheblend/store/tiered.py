@@ -1,0 +1,124 @@
+"""Memory in front of another store.
+
+What is read from the back is kept in front, so that the next read of it costs no I/O. Knows two stores; does
+not know what the back is made of.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from cacheblend.core.blocks import Block, BlockEntry, ChunkManifest
+from cacheblend.core.naming import BlockName
+from cacheblend.store.base import Damage, KVStore, Progress, StoreStats
+from cacheblend.store.memory import MemoryStore
+
+_ENTRIES = 16384  # blocks found in the back whose reads can still gather in front
+
+
+class TieredStore(KVStore):
+    """Memory in front of a store in a folder; each keeps its own bound.
+
+    The back holds everything, so it is the back that decides whether a write succeeds, and what is listed and
+    pinned; the front is a cache of it, evicted by recency alone. A whole record that is read from the back
+    (after a `find` of its block) is kept in front as it is, without a copy: a block's layers gather there one
+    read at a time, and the block is found in memory when all of them are there. Reads of some heads only
+    are not kept.
+
+    Args:
+        front: memory; with a bound of 0 bytes it holds nothing and every read goes to the back.
+        back: any store.
+    """
+
+    def __init__(self, front: MemoryStore, back: KVStore) -> None:
+        self.front = front
+        self.back = back
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[BlockName, BlockEntry] = OrderedDict()
+        self._hits = self._misses = 0
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        """See `KVStore.find`; an entry's tier says where a read would come from."""
+        in_back = self.back.find(names)  # all of them: what is used in front is used, too
+        in_front = self.front.find(names)
+        entries = [near or far for near, far in zip(in_front, in_back, strict=True)]
+        found = sum(entry is not None for entry in entries)
+        with self._lock:
+            self._hits += found
+            self._misses += len(entries) - found
+            for name, entry in zip(names, entries, strict=True):
+                if entry is not None and entry.tier != "memory":
+                    self._entries[name] = entry
+                    self._entries.move_to_end(name)
+            while len(self._entries) > _ENTRIES:
+                self._entries.popitem(last=False)
+        return entries
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        """See `KVStore.read`. From memory if the layer is there, else from the back."""
+        if self.front.peek(name, layer) is not None:
+            return self.front.read(name, layer, heads)
+        record = self.back.read(name, layer, heads)
+        with self._lock:
+            entry = self._entries.get(name)
+        if entry is not None and record.shape[0] == entry.layout.layers[layer].kv_heads:
+            self.front.offer(name, entry, layer, record)
+        return record
+
+    def write(self, block: Block) -> bool:
+        """See `KVStore.write`. To both; whether it succeeds is up to the back."""
+        new = self.back.write(block)
+        if sum(record.nbytes for record in block.records) <= self.front.max_bytes:
+            self.front.write(block)
+        return new
+
+    def delete(self, name: BlockName) -> bool:
+        """See `KVStore.delete`."""
+        in_front = self.front.delete(name)
+        return self.back.delete(name) or in_front
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.pin`. Keeps blocks in the back; memory goes by recency alone."""
+        self.back.pin(names)
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.unpin`."""
+        self.back.unpin(names)
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        """See `KVStore.put_manifest`."""
+        self.back.put_manifest(manifest)
+
+    def manifests(self) -> list[ChunkManifest]:
+        """See `KVStore.manifests`."""
+        return self.back.manifests()
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.delete_manifest`."""
+        return self.back.delete_manifest(chunk_id)
+
+    def stats(self) -> StoreStats:
+        """See `KVStore.stats`. State is the back's; hits and misses are of both together."""
+        front, back = self.front.stats(), self.back.stats()
+        return replace(back, tier="tiered", hits=self._hits, misses=self._misses, tiers=(front, back))
+
+    def verify(self, progress: Progress | None = None) -> list[Damage]:
+        """See `KVStore.verify`."""
+        return self.back.verify(progress)
+
+    def prune(self, max_bytes: int) -> int:
+        """See `KVStore.prune`; the bytes freed in the back."""
+        self.front.prune(max_bytes)
+        return self.back.prune(max_bytes)
+
+    def flush(self) -> None:
+        """See `KVStore.flush`."""
+        self.back.flush()
+
+    def close(self) -> None:
+        """See `KVStore.close`: closes both."""
+        self.front.close()
+        self.back.close()

@@ -1,0 +1,191 @@
+"""Writing behind the request: a bounded queue and one thread in front of a store.
+
+Knows blocks and a store; knows nothing of requests, and never raises into one.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cacheblend.core.blocks import Block
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName
+from cacheblend.store.base import LOGGER_NAME, KVStore
+
+logger = logging.getLogger(LOGGER_NAME)
+
+BlockMaker = Callable[[], Block | None]
+"""Makes the block when its turn comes, on the writer's thread; None for nothing to write."""
+
+
+@dataclass(frozen=True)
+class WriterStats:
+    """What happened to the blocks that were submitted.
+
+    Attributes:
+        waiting: blocks in the queue, the one being written included.
+        waiting_bytes: their bytes, as submitted.
+        written: blocks that the store took.
+        held: blocks that the store held already.
+        duplicates: not accepted, since a block of that name was waiting.
+        dropped: not accepted, since the queue was full or closed.
+        failed: blocks whose making or writing raised.
+    """
+
+    waiting: int
+    waiting_bytes: int
+    written: int
+    held: int
+    duplicates: int
+    dropped: int
+    failed: int
+
+
+class WriteBehind:
+    """Writes blocks to a store on a thread of its own; safe to call from several threads.
+
+    The thread is a daemon and starts with the first block. At the end of the process, what waits is lost
+    unless `flush` or `close` is called.
+
+    Args:
+        store: where the blocks go; stays open.
+        max_bytes: bound on the bytes that wait; a block that would exceed it is dropped and counted: a slow
+            store costs hits, never a request's time.
+    """
+
+    def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:
+        if max_bytes <= 0:
+            raise InvalidInputError(f"max_bytes must be above 0, got {max_bytes}")
+        self._store = store
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[BlockName, tuple[Block | BlockMaker, int]] = OrderedDict()
+        self._waiting_bytes = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._reported: set[type[BaseException]] = set()
+        self._written = self._held = self._duplicates = self._dropped = self._failed = 0
+
+    def submit(self, item: Block | BlockMaker, name: BlockName | None = None, nbytes: int = 0) -> bool:
+        """Queues a block; False if it is dropped or waits already. Returns at once and never raises later.
+
+        Args:
+            item: the block, or what makes it.
+            name: the block's name; needed with a maker.
+            nbytes: the bytes of the records that a maker keeps or will make; a block's are counted.
+
+        Raises:
+            InvalidInputError: a maker without a name.
+        """
+        if isinstance(item, Block):
+            name, nbytes = item.name, sum(record.nbytes for record in item.records)
+        if name is None:
+            raise InvalidInputError("submit needs the name of the block that a callable will make")
+        with self._changed:
+            if name in self._waiting:
+                self._duplicates += 1
+                return False
+            if self._closed or self._waiting_bytes + nbytes > self._max_bytes:
+                self._dropped += 1
+                return False
+            self._waiting[name] = (item, nbytes)
+            self._waiting_bytes += nbytes
+            self._start()
+            self._changed.notify_all()
+        return True
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
+            self._thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                name, (item, _) = next(iter(self._waiting.items()))
+            self._write(item)
+            del item
+            with self._changed:
+                _, nbytes = self._waiting.pop(name)
+                self._waiting_bytes -= nbytes
+                self._changed.notify_all()
+
+    def _write(self, item: Block | BlockMaker) -> None:
+        try:
+            block = item if isinstance(item, Block) else item()
+            new = block is not None and self._store.write(block)
+        except Exception as error:  # the thread must live on, whatever a maker or a store does
+            self._failed += 1
+            if type(error) not in self._reported:
+                self._reported.add(type(error))
+                logger.warning(
+                    "writing behind failed: %s: %s (further %s are only counted)",
+                    type(error).__name__,
+                    error,
+                    type(error).__name__,
+                )
+            return
+        if block is not None:
+            self._written += new
+            self._held += not new
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits for all that was submitted before; False if that takes longer than `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            before = list(self._waiting.items())
+            while any(self._waiting.get(name) is queued for name, queued in before):
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._changed.wait(left)
+        self._store.flush()
+        return True
+
+    def stats(self) -> WriterStats:
+        """Counters, a snapshot."""
+        with self._changed:
+            return WriterStats(
+                waiting=len(self._waiting),
+                waiting_bytes=self._waiting_bytes,
+                written=self._written,
+                held=self._held,
+                duplicates=self._duplicates,
+                dropped=self._dropped,
+                failed=self._failed,
+            )
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Accepts nothing more, writes what waits and ends the thread; may be called twice.
+
+        Returns:
+            False if that takes longer than `timeout_s`; what still waits then is dropped but for the block
+            being written.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        if not thread.is_alive():
+            return True
+        with self._changed:
+            for name in list(self._waiting)[1:]:
+                _, nbytes = self._waiting.pop(name)
+                self._waiting_bytes -= nbytes
+                self._dropped += 1
+        return False
+
+    def __enter__(self) -> "WriteBehind":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
