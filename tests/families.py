@@ -1,9 +1,9 @@
-"""The shared matrix of architectures: tiny random models of every family that the parity tests and `doctor` run on."""
+"""The shared matrix of architectures: tiny random models of every family that parity tests and `doctor` run on."""
 
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +41,42 @@ LONG_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 1024,
 }
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GATED_DELTA = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA2 = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+BART = {
+    "d_model": 64,
+    "decoder_layers": 4,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "encoder_layers": 1,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+ALTERNATING = {"sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
+MIMO = {"sliding_window": 24, **ROUTED_MOE}
+PER_LAYER_INPUT = {
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +86,7 @@ class Family:
     name: str
     model_type: str
     overrides: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""  # of a refused one: what the message says (a regular expression)
 
     def __str__(self) -> str:
         return self.name
@@ -58,6 +94,10 @@ class Family:
 
 def _family(name: str, model_type: str | None = None, **overrides: Any) -> Family:
     return Family(name, model_type or name, overrides)
+
+
+def _refused(name: str, reason: str, model_type: str | None = None, **overrides: Any) -> Family:
+    return Family(name, model_type or name, overrides, reason)
 
 
 BLENDABLE = [
@@ -104,34 +144,123 @@ BLENDABLE = [
     _family("persimmon"),
     _family("apertus"),
     _family("hunyuan_v1_dense", head_dim=16),
-    _family("falcon-rope", "falcon", alibi=False, new_decoder_architecture=True, num_kv_heads=2),
+    _family("afmoe", head_dim=16, sliding_window=24, **MOE),
+    _family("aria_text", moe_num_experts=4),
+    _family("bitnet"),
+    _family("cohere2_moe", head_dim=16, sliding_window=24, **MOE),
+    _family("cwm", head_dim=16, sliding_window=24),
+    _family(
+        "dbrx",
+        d_model=64,
+        n_layers=4,
+        n_heads=4,
+        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 32},
+    ),
+    _family("dots1", head_dim=16, n_shared_experts=1, first_k_dense_replace=1, **ROUTED_MOE),
+    _family("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=32),
+    _family("exaone_moe", head_dim=16, sliding_window=24, **MOE),
+    _family("flex_olmo", num_experts=4, num_experts_per_tok=2),
+    _family("flint", head_dim=16, **ALTERNATING, **MOE),
+    _family("gemma3-linear", "gemma3_text", head_dim=16, **ALTERNATING, rope_parameters=GEMMA3_ROPE),
+    _family(
+        "gemma4_text",
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        **ALTERNATING,
+    ),
+    _family("gemma4_unified_text", head_dim=16, global_head_dim=32, **ALTERNATING),
+    _family("glm4_moe", head_dim=16, **ROUTED_MOE),
+    _family("granite_swa", sliding_window=24),
+    _family("granitemoe_swa", sliding_window=24, **LOCAL_MOE),
+    _family("granitemoehybrid-nope", "granitemoehybrid", **LOCAL_MOE, layer_types=["attention"] * 4),
+    _family("granitemoeshared", shared_intermediate_size=32, **LOCAL_MOE),
+    _family("hunyuan_v1_moe", head_dim=16, num_experts=4, moe_topk=2),
+    _family("hy_v3", head_dim=16, **MOE),
+    _family("hyperclovax"),
+    _family("jais2"),
+    _family("jetmoe", kv_channels=16, num_key_value_heads=4, **{**LOCAL_MOE, "num_experts_per_tok": 1}),
+    _family("kolibri1", head_dim=16, **ALTERNATING, **MOE),
+    _family("laguna", head_dim=16, num_attention_heads_per_layer=[4, 2, 4, 2], **ALTERNATING, **MOE),
+    _family("lfm2-full", "lfm2"),
+    _family("mellum", head_dim=16, **MOE),
+    _family("mimo_v2_flash", head_dim=16, swa_head_dim=16, v_head_dim=16, swa_v_head_dim=16, **MIMO),
+    _family("minimax_m2", head_dim=16, **LOCAL_MOE),
+    _family("minimax_m3-full", "minimax_m3_vl_text", head_dim=16, moe_intermediate_size=32, **LOCAL_MOE),
+    _family("ministral", head_dim=16, sliding_window=24),
+    _family("ministral3", head_dim=16, sliding_window=24),
+    _family("mixtral-window", "mixtral", num_local_experts=4, sliding_window=24),
+    _family("modernbert-decoder", local_attention=24),
+    _family("phimoe", num_local_experts=4),
+    _family("qwen3-yarn", "qwen3", head_dim=16, rope_parameters=YARN_ROPE),
+    _family("solar_open", head_dim=16, **ROUTED_MOE),
+    _family("vaultgemma", head_dim=16, sliding_window=24),
 ]
 
 REFUSED = [
-    _family("llama-dynamic", "llama", rope_parameters=DYNAMIC_ROPE),
-    _family("gpt2", n_layer=4, n_head=4, n_embd=64),
-    _family("opt", ffn_dim=128, word_embed_proj_dim=64),
-    _family("bloom", n_layer=4, n_head=4),
-    _family("mpt", n_layers=4, n_heads=4, d_model=64),
-    _family("mamba", state_size=8),
-    _family("falcon-alibi", "falcon", alibi=True),
-    _family("deepseek_v2", kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16),
-    _family("deepseek_v3", kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16),
-    _family("llama4_text", num_local_experts=2, attention_chunk_size=32, intermediate_size_mlp=64, head_dim=16),
+    _refused("llama-dynamic", "depend on the prompt's length", "llama", rope_parameters=DYNAMIC_ROPE),
+    # Positions are added to the embeddings
+    _refused("gpt2", "positions to its embeddings", n_layer=4, n_head=4, n_embd=64),
+    _refused("opt", "positions to its embeddings", ffn_dim=128, word_embed_proj_dim=64),
+    _refused("xglm", "positions to its embeddings", d_model=64, attention_heads=4, num_layers=4, ffn_dim=64),
+    _refused("gpt_bigcode", "positions to its embeddings", n_layer=4, n_head=4, n_embd=64),
+    _refused("biogpt", "positions to its embeddings"),
+    _refused("bert-decoder", "positions to its embeddings", "bert", is_decoder=True),
+    _refused("bart", "position", **BART),
+    _refused("pegasus", "position", **BART),
+    # Attention of their own, so that it cannot be answered for them
+    _refused("bloom", "alibi", n_layer=4, n_head=4),
+    _refused("mpt", "cannot be (run|walked)", n_layers=4, n_heads=4, d_model=64),
+    _refused("falcon-alibi", "cannot be (run|walked)", "falcon", alibi=True),
+    _refused("falcon-rope", "cannot be (run|walked)", "falcon", alibi=False, num_kv_heads=2),
+    _refused("gptj", "cannot be (run|walked)", n_layer=4, n_head=4, n_embd=64, rotary_dim=8),
+    _refused("codegen", "cannot be (run|walked)", n_layer=4, n_head=4, n_embd=64, rotary_dim=8),
+    _refused("gpt_neox_japanese", "cannot be (run|walked)"),
+    _refused("doge", "cannot be (run|walked)"),
+    _refused("diffllama", "attention interface 2 times"),
+    # Keys and values that are not one tensor each, of one shape, by head
+    _refused("deepseek_v2", "latent attention", **LATENT, **ROUTED_MOE),
+    _refused("deepseek_v3", "latent attention", **LATENT, **ROUTED_MOE),
+    _refused("glm4_moe_lite", "latent attention", **LATENT, **ROUTED_MOE),
+    _refused("mimo_v2_flash-narrow", "keys .* values", "mimo_v2_flash", head_dim=16, v_head_dim=8, **MIMO),
+    # Rows that meet outside attention, or attention that is not causal by position and window
+    _refused("mamba", "attention", state_size=8),
+    _refused("jamba", "attention", mamba_d_state=8, attn_layer_period=2, attn_layer_offset=0, num_experts=1),
+    _refused("lfm2", "attention", layer_types=["conv", FULL, "conv", FULL]),
+    _refused("qwen3_next", "attention", head_dim=16, shared_expert_intermediate_size=32, **GATED_DELTA, **MOE),
+    _refused("falcon_h1", "layer 0", **MAMBA2),
+    _refused("inkling_text", "layer 0", head_dim=16, num_local_experts=4, **ROUTED_MOE, **ALTERNATING),
+    _refused(
+        "llama4_text", "fixed chunks", attention_chunk_size=32, intermediate_size_mlp=64, head_dim=16, **LOCAL_MOE
+    ),
+    _refused(
+        "minimax_m3-sparse",
+        "layer 0",
+        "minimax_m3_vl_text",
+        head_dim=16,
+        moe_intermediate_size=32,
+        layer_types=["minimax_m3_sparse", FULL] * 2,
+        **LOCAL_MOE,
+    ),
+    # Layers that take what blending does not pass on
+    _refused("gemma3n_text", "argument 1", head_dim=16, num_kv_shared_layers=0, **PER_LAYER_INPUT),
+    _refused("recurrent_gemma", "argument 1", lru_width=64, attention_window_size=24),
 ]
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_model(family_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A random model of the family, its matrices scaled up so that layers matter. Do not change it."""
     family = next(f for f in [*BLENDABLE, *REFUSED] if f.name == family_name)
     config = AutoConfig.for_model(family.model_type, **{**SMALL, **family.overrides})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval().to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():  # buffers (inverse frequencies) stay fp32, as in a loaded model
+        parameter.data = (parameter.data * (3 if parameter.dim() > 1 else 1)).to(dtype)
     return model
 
 

@@ -6,9 +6,13 @@ from cacheblend.core.attention import AttentionSpec
 
 
 def dense_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
-    """[heads, rows, head_dim] over [kv_heads, length, head_dim] -> [rows, heads, head_dim], all of it fp32."""
+    """[heads, rows, head_dim] over [kv_heads, length, head_dim] -> [rows, heads, head_dim], all fp32."""
     heads, rows, _ = query.shape
     length = int(positions[-1]) + 1  # what stands behind the last row is garbage
     repeats = heads // keys.shape[0]

@@ -1,9 +1,6 @@
 """Attention of scattered rows, causal by true position.
 
-Knows tensors and positions only; no model, no cache, no engine. It keeps no state between calls, so several
-requests may call it at once.
-
-Two routes, one result:
+Knows tensors and positions only; no model, no cache, no engine; keeps no state between calls. Two routes:
 
 - tiles (CPU; any device where softcap or sinks are asked for): adjacent rows form a group, the keys are cut
   into tiles, and an online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) joins the tiles.
@@ -22,10 +19,9 @@ _GROUP_ROWS = 32  # rows of a prompt a group: more raise the keys scored in vain
 _TILE_SCORES = 1 << 20  # scores a tile, over all heads: 4 MB fp32 + 2 MB bf16, which stay in the L3 cache
 _MIN_TILE_KEYS, _MAX_TILE_KEYS = 256, 4096
 _END_STEP = 128  # tiles end at its multiples: oneDNN compiles a kernel per shape (0.8 ms), so keep shapes few
-_SHIFT_ABOVE = 6.0  # largest logit taken from a rounded product, see `_GroupSoftmax.add`
-_SDPA_MASK_ELEMENTS = (
-    1 << 26
-)  # bytes of boolean mask a group; the kernel makes a bias of the query's dtype of it
+_SHIFT_ABOVE = 4.0  # a guessed shift may be off by this logit: rounds weights by 4 / 2 ** 9 at most
+_SDPA_GROUP_ROWS = 512  # not tuned: fewer rows mask fewer keys in vain, more rows fill the device
+_SDPA_MASK_ELEMENTS = 1 << 26  # a group's mask: 64 MB of booleans, and a bias of the query's dtype from it
 
 
 @dataclass(frozen=True)
@@ -46,11 +42,7 @@ class AttentionSpec:
 
 
 def attend_rows(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    spec: AttentionSpec,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
     """Let some rows of a prompt attend to all its keys, each row up to its own position.
 
@@ -59,18 +51,17 @@ def attend_rows(
 
     Args:
         query: [heads, rows, head_dim] floating point; may be a view.
-        keys: [kv_heads, length, head_dim] in the query's dtype, rotated to their positions; key j stands at
-            position j.
+        keys: [kv_heads, length, head_dim] in the query's dtype; key j stands at position j.
         values: [kv_heads, length, head_dim] in the query's dtype.
         positions: [rows] int64, strictly ascending, each below length.
-        spec: scaling and what the layer adds to causality.
+        spec: scaling, and what the layer adds to causality.
 
     Returns:
-        [rows, heads, head_dim] in the query's dtype. Scratch stays under about 20 MB (CPU, up to 32 heads)
-        besides one copy of the keys and values, whatever the length.
+        [rows, heads, head_dim] in the query's dtype. On a CPU it takes about 10 MB of scratch (up to 128
+        query heads) and a copy of the keys and values that are seen, whatever the number of rows.
 
     Raises:
-        InvalidInputError: the shapes do not fit together.
+        InvalidInputError: the shapes do not fit together, or a row stands behind the last key.
     """
     _check_shapes(query, keys, values, positions)
     heads, rows, head_dim = query.shape
@@ -78,17 +69,14 @@ def attend_rows(
         return query.new_empty(0, heads, head_dim)
     at = positions.tolist()
     if at[-1] >= keys.shape[1]:
-        raise InvalidInputError(
-            f"the last row stands at position {at[-1]}, but there are {keys.shape[1]} keys"
-        )
-    if query.device.type == "cpu" or spec.softcap is not None or spec.sinks is not None:
-        return _attend_tiles(query, keys, values, at, spec)
-    return _attend_sdpa(query, keys, values, at, spec)
+        raise InvalidInputError(f"a row stands at position {at[-1]}, but there are {keys.shape[1]} keys")
+    positions = positions.to(query.device)
+    tiled = query.device.type == "cpu" or spec.softcap is not None or spec.sinks is not None
+    route = _attend_tiles if tiled else _attend_sdpa
+    return route(query, keys, values, positions, at, spec)
 
 
-def _check_shapes(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
-) -> None:
+def _check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
     fits = (
         query.dim() == keys.dim() == 3
         and keys.shape == values.shape
@@ -98,33 +86,39 @@ def _check_shapes(
     if not fits:
         raise InvalidInputError(
             f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} and "
-            f"positions {tuple(positions.shape)} do not fit together; expected [heads, rows, head_dim], "
-            f"twice [kv_heads, length, head_dim], and [rows]"
+            f"positions {tuple(positions.shape)} do not fit together"
         )
-    if keys.shape[0] == 0 or query.shape[0] % keys.shape[0]:
-        raise InvalidInputError(
-            f"{query.shape[0]} query heads are not a multiple of {keys.shape[0]} KV heads"
-        )
+    heads, kv_heads = query.shape[0], keys.shape[0]
+    if kv_heads == 0 or heads % kv_heads:
+        raise InvalidInputError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
 
 
 def _attend_tiles(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: list[int], spec: AttentionSpec
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    at: list[int],
+    spec: AttentionSpec,
 ) -> torch.Tensor:
-    """The tiled route, see `_GroupSoftmax`. `at`: the rows' positions."""
+    """The tiled route, see `_GroupSoftmax`; `at`: the positions, as a list."""
     heads, rows, head_dim = query.shape
     out = query.new_empty(rows, heads, head_dim)
-    if (
-        query.dtype == torch.float16
-    ):  # unnormalised sums of values overflow its range; fp32 is no slower on CPU
+    if query.dtype == torch.float16:  # sums of values may overflow it, and CPUs are slower at it than at fp32
         query, keys, values = query.float(), keys.float(), values.float()
     tiles = _KeyTiles(keys, values, at, heads, spec.window)
     for first in range(0, rows, _GROUP_ROWS):
         group = slice(first, min(first + _GROUP_ROWS, rows))
-        softmax = _GroupSoftmax(query[:, group], at[group], tiles, spec)
+        softmax = _GroupSoftmax(query[:, group], positions[group], at[group], tiles, spec)
         for begin, end in tiles.spans(at[group]):
             softmax.add(begin, end)
         out[group] = softmax.result()
     return out
+
+
+def _first_key(position: int, window: int | None) -> int:
+    """The first key that a row at this position sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 class _KeyTiles:
@@ -135,106 +129,112 @@ class _KeyTiles:
     products take the contraction in pairs.)
     """
 
-    def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, at: list[int], heads: int, window: int | None
-    ) -> None:
-        self.kv_heads, _, self.head_dim = keys.shape
-        self.length = at[-1] + 1
-        self.window = window
-        rows = min(_GROUP_ROWS, len(at))
-        fitting = 1 << int(math.log2(max(1, _TILE_SCORES // (heads * rows))))
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, at: list[int], heads: int, window: int | None) -> None:
+        self.kv_heads, _, head_dim = keys.shape
+        self.length, self.window = at[-1] + 1, window
+        rows = heads * min(_GROUP_ROWS, len(at))
+        fitting = 1 << max(0, (_TILE_SCORES // rows).bit_length() - 1)  # a power of two: few kernel shapes
         self.width = min(max(fitting, _MIN_TILE_KEYS), _MAX_TILE_KEYS)
         self._tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for begin in range(self._first_key(at[0]) // self.width * self.width, self.length, self.width):
+        for begin in range(_first_key(at[0], window) // self.width * self.width, self.length, self.width):
             part = slice(begin, min(begin + self.width, self.length))
-            tile = keys.new_zeros(self.kv_heads, self.head_dim + 2, part.stop - begin)
-            tile[:, : self.head_dim] = keys[:, part].transpose(1, 2)
-            tile[:, self.head_dim] = 1
+            tile = keys.new_zeros(self.kv_heads, head_dim + 2, part.stop - begin)
+            tile[:, :head_dim] = keys[:, part].transpose(1, 2)
+            tile[:, head_dim] = 1
             self._tiles[begin] = tile, values[:, part].contiguous()
-        size = heads * rows * min(self.width, self.length)
+        size = rows * min(self.width, self.length)
         self._scores = keys.new_empty(size, dtype=torch.float32)
         self._rounded = self._scores if keys.dtype == torch.float32 else keys.new_empty(size)
 
     def spans(self, at: list[int]) -> list[tuple[int, int]]:
         """[begin, end) of every tile of keys that rows at these positions see some of."""
-        begin = self._first_key(at[0]) // _END_STEP * _END_STEP
+        begin = _first_key(at[0], self.window) // _END_STEP * _END_STEP
         end = min(-(-(at[-1] + 1) // _END_STEP) * _END_STEP, self.length)
         starts = range(begin // self.width * self.width, end, self.width)
         return [(max(start, begin), min(start + self.width, end)) for start in starts]
 
     def tile(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [kv_heads, head_dim + 2, end - begin] and values [kv_heads, end - begin, head_dim] of a span."""
+        """A span's keys [kv_heads, head_dim + 2, end - begin], values [kv_heads, end - begin, head_dim]."""
         start = begin // self.width * self.width
         keys, values = self._tiles[start]
         return keys[:, :, begin - start : end - start], values[:, begin - start : end - start]
 
     def scratch(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[kv_heads, rows, width] in fp32 and in the keys' dtype (one tensor for fp32), good for one tile."""
-        size = self.kv_heads * rows * width
+        """[kv_heads, rows, width] in fp32 and in the keys' dtype (one tensor for fp32), good for one span."""
         shape = (self.kv_heads, rows, width)
+        size = self.kv_heads * rows * width
         return self._scores[:size].view(shape), self._rounded[:size].view(shape)
-
-    def _first_key(self, position: int) -> int:
-        return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 class _GroupSoftmax:
     """The online softmax of a group of rows; the query heads of a KV head are folded into rows.
 
     ```
-    score = q . k, one unit = `unit` of a base-2 logit (with softcap: capped logits)
+    score = q . k (with softcap: the capped logit); score * unit is a base-2 logit
     top   = largest score so far;  total = sum of w;  mixed = sum of w v;  w = 2 ** (unit * (score - top))
     ```
     """
 
-    def __init__(self, query: torch.Tensor, at: list[int], tiles: _KeyTiles, spec: AttentionSpec) -> None:
+    def __init__(
+        self,
+        query: torch.Tensor,
+        positions: torch.Tensor,
+        at: list[int],
+        tiles: _KeyTiles,
+        spec: AttentionSpec,
+    ) -> None:
         self.heads, self.rows, self.head_dim = query.shape
-        self.at, self.tiles, self.spec = at, tiles, spec
-        self.positions = torch.tensor(at, device=query.device)[:, None]
+        self.positions, self.at, self.tiles, self.spec = positions[:, None], at, tiles, spec
         logit = spec.scaling if spec.softcap is None else 1.0
         self.unit = logit * math.log2(math.e)
-        self.shift_above = _SHIFT_ABOVE / logit
+        self.fresh = True  # nothing taken in yet
         self.shifts = spec.softcap is None and query.dtype != torch.float32
+        self.shift_above = _SHIFT_ABOVE / logit
         folded = (tiles.kv_heads, self.heads // tiles.kv_heads * self.rows)
         self.query = query.new_zeros(*folded, self.head_dim + 2)
         self.query[..., : self.head_dim] = query.reshape(*folded, self.head_dim)
-        floor = query.new_full((*folded, 1), -1e30, dtype=torch.float32)  # finite: inf - inf is NaN
-        self.shift = torch.zeros_like(floor)
-        self.top, self.total = floor, torch.zeros_like(floor)
-        if spec.sinks is not None:
-            sinks = spec.sinks.to(floor) / logit
-            self.top = sinks[:, None].expand(self.heads, self.rows).reshape(floor.shape)
-            self.total = torch.ones_like(floor)
         self.mixed = query.new_zeros(*folded, self.head_dim, dtype=torch.float32)
+        self.shift = query.new_zeros(*folded, 1, dtype=torch.float32)
+        self.total = torch.zeros_like(self.shift)
+        self.top = torch.full_like(self.shift, -1e30)  # finite: inf - inf is NaN
+        if spec.sinks is not None:  # as if a key with this logit and the value 0 had come first
+            sinks = spec.sinks.to(self.top) / logit
+            self.top = sinks[:, None].expand(self.heads, self.rows).reshape(self.top.shape)
+            self.total = torch.ones_like(self.top)
 
     def add(self, begin: int, end: int) -> None:
         """Take in the keys begin .. end - 1.
 
-        bf16 products come out rounded to 8 bits, which is too coarse for a large score. Then the product is
-        taken again less the row's top score, within its fp32 accumulator: what is small after that is what
-        carries weight. The shift stays for the tiles to come.
+        bf16 products come out rounded to 8 bits: too coarse where scores are large. So a guess at the row's top
+        score is taken off inside the product's fp32 accumulator: what is near zero after that, and so precise,
+        is what carries weight. Where the guess was off, the product is taken again with the true top score.
         """
         scores, rounded = self.tiles.scratch(self.query.shape[1], end - begin)
         keys, values = self.tiles.tile(begin, end)
+        if self.shifts and self.fresh:  # a first guess from a few keys, hidden ones too: any shift is right
+            self._shift_by(torch.bmm(self.query, keys[:, :, :_END_STEP]).amax(-1, keepdim=True))
         top = self._score(keys, begin, end, scores, rounded)
         if self.shifts and (top - self.shift).abs().amax() > self.shift_above:
-            shift = top.to(self.query.dtype)
-            self.query[..., self.head_dim : self.head_dim + 1] = -shift
-            self.shift = shift.float()
+            self._shift_by(top)
             top = self._score(keys, begin, end, scores, rounded)
 
-        # Passes over the scores set the speed: fold the scaling into the subtraction, 2 ** x is a third of e ** x
+        # Each pass over the scores counts: one scales and subtracts, and 2 ** x takes a quarter of e ** x.
         torch.add((self.shift - top) * self.unit, scores, alpha=self.unit, out=scores).exp2_()
         faded = torch.exp2((self.top - top) * self.unit)
         self.total = self.total * faded + scores.sum(-1, keepdim=True)
         if rounded is not scores:
             rounded.copy_(scores)
         self.mixed.mul_(faded).add_(torch.bmm(rounded, values))
-        self.top = top
+        self.top, self.fresh = top, False
 
     def result(self) -> torch.Tensor:
         """[rows, heads, head_dim] fp32."""
         return (self.mixed / self.total).view(self.heads, self.rows, self.head_dim).transpose(0, 1)
+
+    def _shift_by(self, top: torch.Tensor) -> None:
+        shift = top.to(self.query.dtype)
+        self.query[..., self.head_dim : self.head_dim + 1] = -shift
+        self.shift = shift.float()
 
     def _score(
         self, keys: torch.Tensor, begin: int, end: int, scores: torch.Tensor, rounded: torch.Tensor
@@ -247,56 +247,50 @@ class _GroupSoftmax:
             scores.mul_(self.spec.scaling / self.spec.softcap).tanh_().mul_(self.spec.softcap)
         by_head = scores.view(self.heads, self.rows, end - begin)
         first, last, window = self.at[0], self.at[-1], self.spec.window
-        if first + 1 < end:  # behind the first row's position
-            at = max(begin, first + 1)
-            self._hide(by_head[..., at - begin :], torch.arange(at, end, device=keys.device) > self.positions)
-        if window is not None and begin <= last - window:  # before the last row's window
-            seen_from = self.positions - window + 1
-            at = min(end, last - window + 1)
-            self._hide(by_head[..., : at - begin], torch.arange(begin, at, device=keys.device) < seen_from)
+        # Added, since `masked_fill_` takes 50 times as long on a CPU.
+        if first + 1 < end:  # keys behind the first row
+            cut = max(begin, first + 1)
+            hidden = torch.arange(cut, end, device=keys.device) > self.positions
+            by_head[..., cut - begin :].add_(torch.where(hidden, -torch.inf, 0.0))
+        if window is not None and begin <= last - window:  # keys before the last row's window
+            cut = min(end, last - window + 1)
+            hidden = torch.arange(begin, cut, device=keys.device) <= self.positions - window
+            by_head[..., : cut - begin].add_(torch.where(hidden, -torch.inf, 0.0))
         return torch.maximum(self.top, scores.amax(-1, keepdim=True) + self.shift)
-
-    @staticmethod
-    def _hide(scores: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Added, since `masked_fill_` takes 50 times as long on a CPU."""
-        scores.add_(torch.where(hidden, -torch.inf, 0.0))
 
 
 def _attend_sdpa(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: list[int], spec: AttentionSpec
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    at: list[int],
+    spec: AttentionSpec,
 ) -> torch.Tensor:
-    """PyTorch's own attention, without softcap and sinks. `at`: the rows' positions.
+    """PyTorch's own attention, without softcap and sinks; `at`: the positions, as a list.
 
     Under a mask the query heads of a KV head are folded into rows: the kernels that take a mask know no
-    grouped queries, and PyTorch would fall back to materialised fp32 scores.
+    grouped queries, and PyTorch would fall back to materialised scores.
     """
     heads, rows, head_dim = query.shape
-    kv_heads, length = keys.shape[0], at[-1] + 1
-    if rows == length and (
-        spec.window is None or spec.window >= length
-    ):  # ascending: every position is there
-        whole = [query[None], keys[None, :, :length], values[None, :, :length]]
-        mixed = F.scaled_dot_product_attention(
-            *whole, is_causal=True, scale=spec.scaling, enable_gqa=heads != kv_heads
-        )
+    kv_heads, length, scale = keys.shape[0], at[-1] + 1, spec.scaling
+    if rows == length and (spec.window is None or spec.window >= length):  # ascending: all positions are there
+        q, k, v = query[None], keys[None, :, :length], values[None, :, :length]
+        grouped = heads != kv_heads
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return mixed[0].transpose(0, 1)
     out = query.new_empty(rows, heads, head_dim)
     fold = heads // kv_heads
-    step = max(1, _SDPA_MASK_ELEMENTS // (fold * length))
+    step = max(1, min(_SDPA_GROUP_ROWS, _SDPA_MASK_ELEMENTS // (fold * length)))
     for first in range(0, rows, step):
         group = slice(first, min(first + step, rows))
-        positions = torch.tensor(at[group], device=query.device)[:, None]
-        begin = 0 if spec.window is None else max(0, at[group][0] - spec.window + 1)
-        key_positions = torch.arange(begin, at[group][-1] + 1, device=query.device)
-        visible = key_positions <= positions
+        seen = slice(_first_key(at[first], spec.window), at[group.stop - 1] + 1)
+        key_positions = torch.arange(seen.start, seen.stop, device=query.device)
+        visible = key_positions <= positions[group, None]
         if spec.window is not None:
-            visible &= key_positions > positions - spec.window
-        mixed = F.scaled_dot_product_attention(
-            query[:, group].reshape(1, kv_heads, -1, head_dim),
-            keys[None, :, begin : begin + len(key_positions)],
-            values[None, :, begin : begin + len(key_positions)],
-            attn_mask=visible.repeat(fold, 1),
-            scale=spec.scaling,
-        )
+            visible &= key_positions > positions[group, None] - spec.window
+        q = query[:, group].reshape(1, kv_heads, -1, head_dim)
+        k, v, mask = keys[None, :, seen], values[None, :, seen], visible.repeat(fold, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         out[group] = mixed.view(heads, -1, head_dim).transpose(0, 1)
     return out

@@ -1,11 +1,11 @@
 """What a user sets of blending; engines and the command line derive from it."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.selection import Hkvd, Selector, make_selector
+from cacheblend.core.selection import check_ratio as check_ratio
 
 AnchorKind = Literal["auto", "none", "bos", "system"]
 
@@ -56,9 +56,7 @@ class BlendConfig:
             if getattr(self, name) < 0:
                 raise InvalidInputError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.anchor not in get_args(AnchorKind):
-            raise InvalidInputError(
-                f"anchor must be one of {', '.join(get_args(AnchorKind))}, got {self.anchor!r}"
-            )
+            raise InvalidInputError(f"anchor must be one of {', '.join(get_args(AnchorKind))}, got {self.anchor!r}")
         self.make_selector()
 
     def make_selector(self, ratio: float | None = None) -> Selector:
@@ -76,9 +74,3 @@ class BlendConfig:
             measure=self.measure,
             threshold=self.threshold,
         )
-
-
-def check_ratio(ratio: float) -> None:
-    """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
-    if not (isinstance(ratio, int | float) and math.isfinite(ratio) and 0 <= ratio <= 1):
-        raise InvalidInputError(f"a recompute ratio lies in 0..1, got {ratio}")

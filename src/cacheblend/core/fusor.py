@@ -100,9 +100,7 @@ class FusedPrefill:
     def result(self) -> Prefill:
         """Logits and KV cache; valid once `done`."""
         if not self.done:
-            raise InvalidInputError(
-                f"the pass stands at layer {self.layer} of {self._walk.num_layers}; advance it"
-            )
+            raise InvalidInputError(f"the pass stands at layer {self.layer} of {self._walk.num_layers}; advance it")
         return Prefill(
             logits=self._walk.logits(self._hidden[-1:]),
             kv=self._kv,
@@ -135,9 +133,7 @@ class FusedPrefill:
             self._finish_all_but_last_row(layer, kv)
         for tile in self._tiles():
             rows = self._rows[tile]
-            self._hidden[tile] = self._walk.run(
-                layer, self._hidden[tile], rows, self._fuse_and_attend(kv, rows)
-            )
+            self._hidden[tile] = self._walk.run(layer, self._hidden[tile], rows, self._fuse_and_attend(kv, rows))
         self._row_layers += len(self._rows)
         self._kv.append(kv)
 
@@ -150,9 +146,7 @@ class FusedPrefill:
             at = rows[candidates] + self._plan.prefix_length
             loaded = (kv.keys[:, at], kv.values[:, at])
             parts.append(
-                kv_deviation(
-                    (fresh[0][:, candidates], fresh[1][:, candidates]), loaded, self._selector.measure
-                )
+                kv_deviation((fresh[0][:, candidates], fresh[1][:, candidates]), loaded, self._selector.measure)
             )
         deviation = torch.cat(parts)
         if self._reduce is not None:
@@ -170,9 +164,7 @@ class FusedPrefill:
     def _fuse_and_attend(self, kv: LayerKV, rows: torch.Tensor) -> Attend:
         positions = rows + self._plan.prefix_length
 
-        def attend(
-            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
-        ) -> torch.Tensor:
+        def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             _write(kv, positions, keys, values)
             return attend_rows(query, kv.keys, kv.values, positions, spec)
 

@@ -111,7 +111,7 @@ class LayerLoader:
         size = (shape.kv_heads, len(self._plan), shape.head_dim)
         kv = LayerKV(*(torch.empty(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
         reused = index >= self._first_reused_layer
-        lost: list[BlockName] = []
+        lost: dict[BlockName, None] = {}  # a repeated chunk's block is lost once
         reason = ""
         for span in self._spans:
             if span.source is Source.LOADED and not reused:
@@ -119,13 +119,13 @@ class LayerLoader:
             try:
                 record = self._source.read(span.name, index, self._heads)
             except BlockLostError as error:
-                lost.append(span.name)
+                lost[span.name] = None
                 reason = error.reason
                 continue
             kv.keys[:, span.start : span.stop] = record[:, 0]
             kv.values[:, span.start : span.stop] = record[:, 1]
         if lost:
-            raise BlockLostError(lost, f"layer {index}: {reason}")
+            raise BlockLostError(list(lost), f"layer {index}: {reason}")
         if reused:
             self._reposition(index, kv.keys)
         self.load_s += time.perf_counter() - started

@@ -28,6 +28,8 @@ NAME_FORMAT = 1
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     """Token ids as a contiguous uint32 array [tokens]; raises `OverflowError` on a negative or huge id."""
     array = np.asarray(ids)
+    if array.ndim != 1:
+        raise TypeError(f"token ids must be one list of integers, not of shape {array.shape}")
     if array.size == 0:
         return np.empty(0, dtype="<u4")
     if array.dtype.kind not in "iu":

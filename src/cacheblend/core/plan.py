@@ -6,7 +6,6 @@
     source   | PREFIX       | LOADED      | MISS    | LOADED|MISS | TEXT     |
     computed | nothing      | selection   | all     | sel.  | all | all      |
              0             prefix_length                                      len(prompt)
-             0 ................ exact_length (first LOADED row)
 
 Blocks are cut at segment boundaries, so a passage has the same blocks wherever it stands. A chunk's chain starts at
 its anchor; the prompt's own chain is the anchor's chain extended, and its leading hits are exact.
@@ -45,8 +44,7 @@ class Span:
         source: see `Source`.
         name: the block's name: in the chunk's chain for chunks, in the prompt's chain for text.
         parent: name of the block in front of it in that chain.
-        in_prompt_chain: `name` is also its name in the prompt's own chain.
-        storable: its KV may be published under `name` when everything in front of it is exact.
+        storable: its KV, computed in this prompt, is what its name promises: text in front of the first chunk.
         stored_start: position at which the stored keys were rotated.
         segment: index of the segment it belongs to.
         chunk_offset: place of its first token inside that segment.
@@ -58,7 +56,6 @@ class Span:
     source: Source
     name: BlockName
     parent: BlockName
-    in_prompt_chain: bool
     storable: bool
     stored_start: int
     segment: int
@@ -98,22 +95,10 @@ class BlendPlan:
             stop = span.stop
         return min(stop, len(self) - 1)
 
-    @cached_property
-    def exact_length(self) -> int:
-        """Leading rows whose KV is exact after the pass: nothing in front of them was reused inexactly."""
-        return next((span.start for span in self.spans if span.source is Source.LOADED), len(self))
-
-    @cached_property
-    def publishable(self) -> tuple[Span, ...]:
-        """Spans not yet stored whose KV, computed in this prompt, is what their name promises."""
-        return tuple(
-            span
-            for span in self.spans
-            if span.stop <= self.exact_length
-            and span.source in (Source.MISS, Source.TEXT)
-            and span.storable
-            and span.in_prompt_chain
-        )
+    @property
+    def publishable(self) -> list[Span]:
+        """Spans that are computed here and may be stored as they come out: only exact KV stands in front of them."""
+        return [span for span in self.spans if span.source is Source.TEXT and span.storable]
 
     @cached_property
     def candidate_rows(self) -> npt.NDArray[np.int64]:
@@ -132,7 +117,7 @@ class BlendPlan:
         missed: dict[BlockName, Segment] = {}
         for span in self.spans:
             segment = self.prompt.segments[span.segment]
-            if segment.is_chunk and span.source is Source.MISS and not self._publishes(span):
+            if span.source is Source.MISS:
                 missed.setdefault(block_name(self.anchor_name, segment.token_ids), segment)
         return list(missed.values())
 
@@ -161,9 +146,6 @@ class BlendPlan:
             spans.append(span)
         return BlendPlan(self.prompt, self.anchor_ids, self.anchor_name, tuple(spans))
 
-    def _publishes(self, span: Span) -> bool:
-        return span.in_prompt_chain and span.stop <= self.exact_length
-
 
 AnchorRule = Literal["none", "bos", "system"]
 
@@ -182,15 +164,13 @@ class Anchor:
 
     def __post_init__(self) -> None:
         if self.rule == "bos" and self.bos_id is None:
-            raise InvalidInputError(
-                "the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'"
-            )
+            raise InvalidInputError("the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'")
 
     def segments(self, prompt: Prompt) -> list[TokenIds]:
         """The anchor's tokens for chunks of this prompt, segment by segment."""
         if self.rule == "system":
             segments = cut_bos(prompt, self.bos_id).segments
-            first_chunk = next((i for i, s in enumerate(segments) if s.is_chunk), 0)
+            first_chunk = next((i for i, s in enumerate(segments) if s.is_chunk), len(segments))
             return [segment.token_ids for segment in segments[:first_chunk]]
         return [np.array([self.bos_id], dtype="<u4")] if self.rule == "bos" else []
 
@@ -231,16 +211,15 @@ class Planner:
         wanted = list({name: None for span, _, chain in blocks for name in (chain, span.name)})
         entries = dict(zip(wanted, source.find(wanted), strict=True))
 
-        spans, in_prefix = [], True
+        spans, in_prefix, above = [], True, self.root
         for span, tokens, chain in blocks:
             in_prefix = in_prefix and _holds(entries[chain], tokens)
             if in_prefix:
-                span = replace(
-                    span, source=Source.PREFIX, name=chain, stored_start=span.start, in_prompt_chain=True
-                )
+                span = replace(span, source=Source.PREFIX, name=chain, parent=above, stored_start=span.start)
                 span = replace(span, tier=_tier(entries[chain]))
             elif span.source is Source.MISS and _holds(entries[span.name], tokens):
                 span = replace(span, source=Source.LOADED, tier=_tier(entries[span.name]))
+            above = chain
             spans.append(span)
         return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans))
 
@@ -262,16 +241,14 @@ class Planner:
             for tokens in split_blocks(segment.token_ids, self.block_size):
                 above, chain = chain, block_name(chain, tokens)
                 # A chunk right behind its anchor has the same chain either way: no second hash.
-                same = not segment.is_chunk or parent == above
-                name = chain if same else block_name(parent, tokens)
+                name = chain if not segment.is_chunk or parent == above else block_name(parent, tokens)
                 span = Span(
                     start=position,
                     stop=position + len(tokens),
                     source=Source.MISS if segment.is_chunk else Source.TEXT,
                     name=name,
                     parent=parent if segment.is_chunk else above,
-                    in_prompt_chain=same,
-                    storable=segment.is_chunk or index < first_chunk,
+                    storable=index < first_chunk,
                     stored_start=anchor_length + offset if segment.is_chunk else position,
                     segment=index,
                     chunk_offset=offset,

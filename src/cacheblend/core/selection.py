@@ -5,8 +5,9 @@ or, with none, before the first layer. Nobody branches on its type.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -69,6 +70,7 @@ class Hkvd:
 
     def __post_init__(self) -> None:
         _check_layers(self.check_layers)
+        _check_measure(self.measure)
         if len(self.ratios) != len(self.check_layers):
             raise InvalidInputError(
                 f"{len(self.check_layers)} check layers {self.check_layers} need as many ratios, got {self.ratios}"
@@ -76,9 +78,7 @@ class Hkvd:
         if any(not 0 <= ratio <= 1 for ratio in self.ratios):
             raise InvalidInputError(f"recompute ratios lie in 0..1, got {self.ratios}")
         if list(self.ratios) != sorted(self.ratios, reverse=True):
-            raise InvalidInputError(
-                f"ratios must not rise from one check layer to the next, got {self.ratios}"
-            )
+            raise InvalidInputError(f"ratios must not rise from one check layer to the next, got {self.ratios}")
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The top share by deviation."""
@@ -100,6 +100,7 @@ class Threshold:
 
     def __post_init__(self) -> None:
         _check_layers(self.check_layers)
+        _check_measure(self.measure)
         if not (math.isfinite(self.bound) and self.bound >= 0):
             raise InvalidInputError(f"a deviation bound is finite and at least 0, got {self.bound}")
 
@@ -119,6 +120,9 @@ class Head:
     check_layers: tuple[int, ...] = field(default=(), init=False)
     measure: Measure = field(default="kv", init=False)
 
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The rows nearest to their chunk's start; of equally near ones the first in the prompt."""
         count = row_count(self.ratio, candidates.total)
@@ -136,6 +140,9 @@ class RandomRows:
     seed: int = 0
     check_layers: tuple[int, ...] = field(default=(), init=False)
     measure: Measure = field(default="kv", init=False)
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Drawn on the CPU, so that every device draws the same."""
@@ -180,7 +187,7 @@ def make_selector(
     """The selector of that name; settings that it does not use are ignored."""
     if name == "threshold" and threshold is None:
         raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
-    makers = {
+    makers: dict[str, Callable[[], Selector]] = {
         "hkvd": lambda: Hkvd(check_layers, (ratio,) * len(check_layers), measure),
         "threshold": lambda: Threshold(float(threshold or 0), check_layers, measure),
         "head": lambda: Head(ratio),
@@ -194,6 +201,12 @@ def make_selector(
     return selector
 
 
+def check_ratio(ratio: float) -> None:
+    """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
+    if not (isinstance(ratio, int | float) and math.isfinite(ratio) and 0 <= ratio <= 1):
+        raise InvalidInputError(f"a recompute ratio lies in 0..1, got {ratio}")
+
+
 def row_count(ratio: float, total: int) -> int:
     """Rows that a share of `total` comes to, rounded to the nearest."""
     return round(ratio * total)
@@ -203,6 +216,11 @@ def _measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
     if candidates.deviation is None or candidates.layer is None:
         raise InvalidInputError("this selector decides at check layers and was asked without deviations")
     return candidates.deviation, candidates.layer
+
+
+def _check_measure(measure: Measure) -> None:
+    if measure not in get_args(Measure):
+        raise InvalidInputError(f"measure must be one of {', '.join(get_args(Measure))}, got {measure!r}")
 
 
 def _check_layers(layers: tuple[int, ...]) -> None:

@@ -28,9 +28,7 @@ class LayerWalk(Protocol):
         """The first layer's input for all rows, [rows, width]."""
         ...
 
-    def project(
-        self, layer: int, hidden: torch.Tensor, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Fresh keys and values of these rows, [kv_heads, n, head_dim] each; nothing behind them is computed."""
         ...
 

@@ -200,9 +200,7 @@ def layout_of(block: Block) -> KVLayout:
     """
     tokens = len(block.token_ids)
     if tokens == 0 or not block.records:
-        raise InvalidInputError(
-            f"a block needs at least 1 token and 1 layer, got {tokens} and {len(block.records)}"
-        )
+        raise InvalidInputError(f"a block needs at least 1 token and 1 layer, got {tokens} and {len(block.records)}")
     if block.name != block_name(block.parent, block.token_ids):
         raise InvalidInputError(
             f"block {block.name.hex()} is not named after its parent and its {tokens} token ids: "

@@ -107,12 +107,15 @@ class DiskStore(KVStore):
             return False
         buffers = encode_block(block, layout)
         need = sum(len(buffer) for buffer in buffers)
+        path = self._folder.block_path(block.name)
         try:
             with self._room.reserved(need):
-                self._publish(self._folder.block_path(block.name), buffers, need)
-        except StoreError:
+                self._publish(path, buffers, need)
+        except (StoreError, OSError) as error:
             with self._lock:
                 self._write_failures += 1
+            if isinstance(error, OSError):
+                raise store_error(error, f"cannot write {path}") from error
             raise
         return True
 
@@ -123,7 +126,7 @@ class DiskStore(KVStore):
                 return self._folder.publish(path, buffers, time.time_ns())
             except OSError as error:
                 if not is_full(error):
-                    raise store_error(error, f"cannot write {path}") from error
+                    raise
                 if not tries_left or not self._room.free(need):
                     raise StoreFullError(
                         f"cannot write {need} bytes to {path}: {error.strerror}, and nothing unpinned is "
@@ -144,9 +147,7 @@ class DiskStore(KVStore):
         self._folder.require_writable()
         try:
             for name in names:
-                os.close(
-                    os.open(self._folder.pins / name.hex(), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                )
+                os.close(os.open(self._folder.pins / name.hex(), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
             if self._folder.durable:
                 sync_folder(str(self._folder.pins))
         except OSError as error:
@@ -165,9 +166,7 @@ class DiskStore(KVStore):
         try:
             self._manifests.put(manifest)
         except OSError as error:
-            raise store_error(
-                error, f"cannot write the manifest of chunk {manifest.chunk_id.hex()}"
-            ) from error
+            raise store_error(error, f"cannot write the manifest of chunk {manifest.chunk_id.hex()}") from error
 
     def manifests(self) -> list[ChunkManifest]:
         """See `KVStore.manifests`. Files that have not changed since the last call are not read again."""

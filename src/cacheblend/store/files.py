@@ -24,15 +24,13 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.base import LOGGER_NAME, check_layer, head_range
+from cacheblend.store.base import LOGGER_NAME
 from cacheblend.store.folder import Folder
-from cacheblend.store.record_file import BlockHeader, DamagedError, check_heads, decode_header, header_bytes
+from cacheblend.store.reading import Stamp, read_header, read_record, stamp_of
+from cacheblend.store.record_file import BlockHeader, DamagedError
 
 logger = logging.getLogger(LOGGER_NAME)
 
-Stamp = tuple[int, int, int]
-
-_FIRST_READ = 16 << 10  # covers most headers
 _TOUCH_EVERY_NS = 60 * 10**9
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
@@ -112,7 +110,7 @@ class BlockFiles:
             except OSError:
                 self.forget(name)
                 return None
-            if known.stamp == (status.st_ino, status.st_size, status.st_mtime_ns):
+            if known.stamp == stamp_of(status):
                 return known
         try:
             with self._opened(name, fresh=True) as known:
@@ -124,9 +122,9 @@ class BlockFiles:
         """Tells other processes, at most once a minute, that the block is used."""
         with contextlib.suppress(OSError):  # gone, or not ours to touch
             os.utime(known.path, ns=(known.used_ns, known.used_ns))
-            status = os.stat(known.path)
-            if known.stamp[:2] == (status.st_ino, status.st_size):
-                known.stamp = (*known.stamp[:2], status.st_mtime_ns)
+            stamp = stamp_of(os.stat(known.path))
+            if known.stamp[:2] == stamp[:2]:
+                known.stamp = stamp
 
     def used_ns(self, name: BlockName) -> int:
         """When this process last found the block; 0 if it has not."""
@@ -153,21 +151,10 @@ class BlockFiles:
         return None
 
     def _read_record(self, known: Known, layer: int, heads: slice | None) -> torch.Tensor:
-        header = known.header
-        geometry = header.geometry
-        shape = check_layer(geometry.layout, layer)
-        start, stop = head_range(heads, shape.kv_heads)
-        size = geometry.head_bytes[layer]
-        data = torch.empty((stop - start) * size, dtype=torch.uint8)
-        view = data.numpy().data
         try:
-            _pread_all(known.fd, view, header.data_at + geometry.offsets[layer] + start * size)
-            check_heads(header, layer, start, view)
+            return read_record(known.fd, known.header, layer, heads)
         except (DamagedError, OSError) as error:
-            self.report_damage(known.name, known.stamp, str(error))
-            raise BlockDamagedError([known.name], f"{known.path} is damaged: {error}") from error
-        tokens = len(header.entry.token_ids)
-        return data.view(geometry.layout.dtype).view(stop - start, 2, tokens, shape.head_dim)
+            raise self._lost(known.name, known.path, known.stamp, error) from error
 
     @contextlib.contextmanager
     def _opened(self, name: BlockName, fresh: bool = False) -> Iterator[Known]:
@@ -192,7 +179,7 @@ class BlockFiles:
         with self._lock:
             known.users -= 1
             if not known.users and self._open.get(known.name) is not known:
-                self._close_fd(known)
+                os.close(known.fd)
 
     def _load(self, name: BlockName, fresh: bool) -> Known:
         """Opens the file, with its header if that is not known: a new `Known` with one user."""
@@ -216,16 +203,15 @@ class BlockFiles:
     def _checked(self, name: BlockName, path: str, fd: int, old: Known | None) -> Known:
         """The block with its header, which is `old`'s if that was read from this very file."""
         status = os.fstat(fd)
-        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        stamp = stamp_of(status)
         if old is not None and old.stamp == stamp:
             return Known(name, path, stamp, old.header)
         if self._bad.get(name) == stamp:
             raise BlockDamagedError([name], f"{path} is damaged")
         try:
-            return Known(name, path, stamp, _read_header(fd, status.st_size, name))
+            return Known(name, path, stamp, read_header(fd, status.st_size, name))
         except (DamagedError, OSError) as error:
-            self.report_damage(name, stamp, str(error))
-            raise BlockDamagedError([name], f"{path} is damaged: {error}") from error
+            raise self._lost(name, path, stamp, error) from error
 
     def _open_file(self, path: str) -> int:
         try:
@@ -271,12 +257,7 @@ class BlockFiles:
     def _drop_fd(self, name: BlockName) -> None:
         known = self._open.pop(name, None)
         if known is not None and not known.users:
-            self._close_fd(known)
-
-    def _close_fd(self, known: Known) -> None:
-        if known.fd >= 0:
             os.close(known.fd)
-            known.fd = -1
 
     def close(self) -> None:
         """Closes all descriptors and forgets all headers."""
@@ -285,6 +266,13 @@ class BlockFiles:
                 self.forget(name)
 
     # Damage
+
+    def _lost(self, name: BlockName, path: str, stamp: Stamp, error: DamagedError | OSError) -> BlockLostError:
+        """What to raise for a failed read; reports damage, which a disk's I/O error is too."""
+        if isinstance(error, OSError) and error.errno != errno.EIO:
+            return BlockLostError([name], f"{path} cannot be read: {error.strerror}")
+        self.report_damage(name, stamp, str(error))
+        return BlockDamagedError([name], f"{path} is damaged: {error}")
 
     def report_damage(self, name: BlockName, stamp: Stamp, reason: str) -> None:
         """Reports a damaged block once and removes its file, unless another has taken the file's place."""
@@ -306,20 +294,3 @@ class BlockFiles:
             except OSError as error:
                 removed = f"could not be removed ({error.strerror})"
         logger.warning("damaged block %s: %s; %s", path, reason, removed)
-
-
-def _read_header(fd: int, file_bytes: int, name: BlockName) -> BlockHeader:
-    first = os.pread(fd, _FIRST_READ, 0)
-    data_at = header_bytes(first, file_bytes)
-    if data_at > len(first):
-        first += os.pread(fd, data_at - len(first), len(first))
-    return decode_header(first[:data_at], file_bytes, name)
-
-
-def _pread_all(fd: int, view: memoryview, offset: int) -> None:
-    while len(view):
-        count = os.preadv(fd, [view], offset)
-        if count == 0:
-            raise DamagedError("the file has been cut short")
-        view = view[count:]
-        offset += count

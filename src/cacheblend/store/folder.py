@@ -105,8 +105,7 @@ class Folder:
             others = [entry for entry in os.listdir(self.path) if not self._is_harmless(entry)]
             if others and not self._has_format():  # again: another process may have just made the store
                 raise StoreError(
-                    f"{self.path} is not a store and not empty (it has {sorted(others)[0]!r}): "
-                    "use an empty folder"
+                    f"{self.path} is not a store and not empty (it has {sorted(others)[0]!r}): use an empty folder"
                 )
             self.tmp.mkdir(exist_ok=True)
             self.publish(self.path / FORMAT_FILE, [memoryview(format_file_text().encode())])
@@ -165,7 +164,7 @@ class Folder:
         """Makes a file with this content appear at `target` at once, replacing one that is there.
 
         Raises:
-            OSError: nothing has been changed and nothing is left behind.
+            OSError: nothing is left behind (not even at `target`, if it fails when the file is there already).
         """
         path, fd = self._new_temporary()
         try:
@@ -174,7 +173,9 @@ class Folder:
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
             if self.durable:
                 os.fsync(fd)
-            self._rename(path, str(target))
+            path = self._rename(path, str(target))
+            if self.durable:
+                sync_folder(os.path.dirname(path))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -182,17 +183,17 @@ class Folder:
         finally:
             os.close(fd)
 
-    def _rename(self, path: str, target: str) -> None:
-        parent = os.path.dirname(target)
+    def _rename(self, path: str, target: str) -> str:
+        """Moves the file and returns where it is now."""
         try:
             os.rename(path, target)
         except FileNotFoundError:  # the first block of its sub-folder
+            parent = os.path.dirname(target)
             os.makedirs(parent, exist_ok=True)
-            os.rename(path, target)
             if self.durable:
                 sync_folder(os.path.dirname(parent))
-        if self.durable:
-            sync_folder(parent)
+            os.rename(path, target)
+        return target
 
     def _new_temporary(self) -> tuple[str, int]:
         """A new file in the folder, locked: (path, descriptor)."""
@@ -207,8 +208,14 @@ class Folder:
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
-        """Held by one process at a time."""
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Held by one process at a time (if the disk has no room for the lock's file: by any)."""
+        try:
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            yield
+            return
         try:
             with contextlib.suppress(OSError):  # a file system without flock
                 fcntl.flock(fd, fcntl.LOCK_EX)

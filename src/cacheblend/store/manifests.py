@@ -55,9 +55,7 @@ def decode_manifest(data: bytes, chunk_id: BlockName) -> ChunkManifest:
             root=BlockName(bytes.fromhex(fields["root"])),
             anchor_ids=_unpack(fields["anchor_ids"]),
             token_ids=_unpack(fields["token_ids"]),
-            block_names=tuple(
-                BlockName(names[at : at + _NAME_BYTES]) for at in range(0, len(names), _NAME_BYTES)
-            ),
+            block_names=tuple(BlockName(names[at : at + _NAME_BYTES]) for at in range(0, len(names), _NAME_BYTES)),
             model=fields["model"],
             label=fields["label"],
         )

@@ -10,9 +10,7 @@ from cacheblend.store.disk import DEFAULT_DISK_BYTES, DiskStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.tiered import TieredStore
 
-SUPPORTED = (
-    '"memory", "memory://?max_bytes=8GiB", a folder, or "file:///folder?max_bytes=200GiB&ram_bytes=4GiB"'
-)
+SUPPORTED = '"memory", "memory://?max_bytes=8GiB", a folder, or "file:///folder?max_bytes=200GiB&ram_bytes=4GiB"'
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -81,9 +79,7 @@ def _split(url: str | Path | None) -> tuple[str, Path, dict[str, str]]:
         raise InvalidInputError(f"store {url!r} has the unknown scheme {parts.scheme!r}; use {SUPPORTED}")
     where = parts.netloc + parts.path
     if parts.scheme == "memory" and where:
-        raise InvalidInputError(
-            f"store {url!r} names a place in memory ({where!r}); use memory://?max_bytes=8GiB"
-        )
+        raise InvalidInputError(f"store {url!r} names a place in memory ({where!r}); use memory://?max_bytes=8GiB")
     if parts.scheme == "file" and (parts.netloc or not parts.path):
         raise InvalidInputError(f"store {url!r} needs an absolute path behind three slashes: file:///folder")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))

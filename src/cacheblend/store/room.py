@@ -71,9 +71,7 @@ class Room:
                 with contextlib.suppress(FileNotFoundError):
                     status = file.stat(follow_symlinks=False)
                     used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
-                    blocks.append(
-                        BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned)
-                    )
+                    blocks.append(BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned))
         return sorted(blocks)
 
     @contextlib.contextmanager
@@ -101,9 +99,7 @@ class Room:
 
     def _admit(self, need: int, max_bytes: int) -> None:
         if need > max_bytes:
-            raise StoreFullError(
-                f"a block file of {need} bytes, the store is bounded to {max_bytes}: raise max_bytes"
-            )
+            raise StoreFullError(f"a block file of {need} bytes, the store is bounded to {max_bytes}: raise max_bytes")
         limit = max_bytes - need - self._in_flight
         stale = self._total is None or self._since_listed > max_bytes // 32
         if not stale and self._total is not None and self._total <= limit:

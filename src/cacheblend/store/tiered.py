@@ -22,11 +22,10 @@ _ENTRIES = 16384  # blocks found in the back whose reads can still gather in fro
 class TieredStore(KVStore):
     """Memory in front of a store in a folder; each keeps its own bound.
 
-    The back holds everything, so it is the back that decides whether a write succeeds, and what is listed and
-    pinned; the front is a cache of it, evicted by recency alone. A whole record that is read from the back
-    (after a `find` of its block) is kept in front as it is, without a copy: a block's layers gather there one
-    read at a time, and the block is found in memory when all of them are there. Reads of some heads only
-    are not kept.
+    The back holds everything, so it is the back that decides whether a write succeeds, and what is found,
+    listed and pinned; the front is a cache of it, evicted by recency alone. A whole record that is read from the
+    back (after a `find` of its block) is kept in front as it is, without a copy: a block's layers gather there
+    one read at a time, and its tier is memory when all of them are there. Reads of some heads are not kept.
 
     Args:
         front: memory; with a bound of 0 bytes it holds nothing and every read goes to the back.
@@ -44,7 +43,7 @@ class TieredStore(KVStore):
         """See `KVStore.find`; an entry's tier says where a read would come from."""
         in_back = self.back.find(names)  # all of them: what is used in front is used, too
         in_front = self.front.find(names)
-        entries = [near or far for near, far in zip(in_front, in_back, strict=True)]
+        entries = [far and (near or far) for near, far in zip(in_front, in_back, strict=True)]
         found = sum(entry is not None for entry in entries)
         with self._lock:
             self._hits += found
@@ -77,8 +76,8 @@ class TieredStore(KVStore):
 
     def delete(self, name: BlockName) -> bool:
         """See `KVStore.delete`."""
-        in_front = self.front.delete(name)
-        return self.back.delete(name) or in_front
+        self.front.delete(name)
+        return self.back.delete(name)
 
     def pin(self, names: Iterable[BlockName]) -> None:
         """See `KVStore.pin`. Keeps blocks in the back; memory goes by recency alone."""

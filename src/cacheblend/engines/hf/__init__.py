@@ -1,7 +1,9 @@
 """Blending inside Hugging Face transformers."""
 
 from cacheblend.engines.hf.decode import SamplingParams
-from cacheblend.engines.hf.engine import Answer, BlendEngine, Delta, WarmReport
+from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.tokens import Passage
+from cacheblend.engines.hf.warming import WarmReport
 
-__all__ = ["Answer", "BlendEngine", "Delta", "Passage", "SamplingParams", "WarmReport"]
+__all__ = ["Answer", "BlendEngine", "Delta", "Passage", "Request", "SamplingParams", "WarmReport"]

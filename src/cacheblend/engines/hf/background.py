@@ -90,9 +90,7 @@ class Background:
                 job()
             except Exception:
                 self.failed += 1
-                logger.warning(
-                    "background work failed; the request it belongs to is not affected", exc_info=True
-                )
+                logger.warning("background work failed; the request it belongs to is not affected", exc_info=True)
             finally:
                 with self._changed:
                     self._working = False

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.blocks import Block, ChunkManifest
 from cacheblend.core.loader import LayerKV
@@ -67,7 +66,7 @@ def batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:
 
 @torch.no_grad()
 def compute_chunks(
-    model: nn.Module, jobs: Sequence[ChunkJob], planner: Planner, model_name: str
+    model: PreTrainedModel, jobs: Sequence[ChunkJob], planner: Planner, model_name: str
 ) -> Iterator[CapturedChunk]:
     """One batched plain forward of the jobs, padded on the right.
 
@@ -88,10 +87,7 @@ def publish(plan: BlendPlan, kv: Sequence[LayerKV]) -> list[Block]:
     """Blocks of this request whose KV is exact as it stands: text in front of the first chunk, and chunks right
     behind their anchor."""
     ids = plan.prompt.token_ids
-    return [
-        _block(span.name, span.parent, ids[span.start : span.stop], span.start, kv)
-        for span in plan.publishable
-    ]
+    return [_block(span.name, span.parent, ids[span.start : span.stop], span.start, kv) for span in plan.publishable]
 
 
 def _blocks_of(job: ChunkJob, planner: Planner, layers: Sequence[LayerKV]) -> list[Block]:

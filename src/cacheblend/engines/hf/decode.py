@@ -1,14 +1,15 @@
 """Decoding, a step at a time: transformers' own logits processors and cache classes, and a text stream with stops."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import (
     DynamicCache,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -48,12 +49,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InvalidInputError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature < 0 or self.top_k < 0 or self.repetition_penalty <= 0:
-            raise InvalidInputError("temperature and top_k must be at least 0, repetition_penalty above 0")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidInputError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise InvalidInputError(f"top_k must be at least 0 (off), got {self.top_k}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InvalidInputError(f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}")
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise InvalidInputError(
-                f"top_p lies in 0..1 (above 0), min_p in 0..1, got {self.top_p} and {self.min_p}"
-            )
+            raise InvalidInputError(f"top_p lies in 0..1 (above 0), min_p in 0..1, got {self.top_p} and {self.min_p}")
+        if isinstance(self.stop, str):
+            raise InvalidInputError(f"stop must be a tuple of texts, not the text {self.stop!r}")
         if any(not text for text in self.stop):
             raise InvalidInputError("a stop text must not be empty")
 
@@ -61,9 +66,9 @@ class SamplingParams:
         """Penalties first, then warpers, in transformers' own order."""
         chosen = []
         if self.repetition_penalty != 1:
-            chosen.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+            chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
         if self.temperature > 0:
-            chosen += [TemperatureLogitsWarper(self.temperature)] if self.temperature != 1 else []
+            chosen += [TemperatureLogitsWarper(float(self.temperature))] if self.temperature != 1 else []
             chosen += [TopKLogitsWarper(self.top_k)] if self.top_k else []
             chosen += [TopPLogitsWarper(self.top_p)] if self.top_p < 1 else []
             chosen += [MinPLogitsWarper(self.min_p)] if self.min_p > 0 else []
@@ -75,7 +80,8 @@ class Decoding:
 
     Args:
         model: the loaded model.
-        cache: transformers' cache, filled with the prompt.
+        kv: the prompt's KV cache, or transformers' own, filled. A list is moved into one behind the first token,
+            and emptied.
         prompt_ids: [tokens] int64 on the model's device.
         logits: [vocab] of the prompt's last position.
         params: how to draw.
@@ -84,14 +90,14 @@ class Decoding:
 
     def __init__(
         self,
-        model: nn.Module,
-        cache: DynamicCache,
+        model: PreTrainedModel,
+        kv: list[LayerKV] | DynamicCache,
         prompt_ids: torch.Tensor,
         logits: torch.Tensor,
         params: SamplingParams,
         eos_ids: Sequence[int],
     ) -> None:
-        self._model, self._cache, self._params, self._logits = model, cache, params, logits
+        self._model, self._kv, self._params, self._logits = model, kv, params, logits
         self._processors = params.processors()
         self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         self._generator = torch.Generator(device=logits.device)
@@ -122,19 +128,21 @@ class Decoding:
         return int(token)
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self._kv, DynamicCache):
+            self._kv = fill_cache(self._model, self._kv)
         position = torch.tensor([[self._ids.shape[1] - 1]], device=ids.device)
-        out = self._model(input_ids=ids, position_ids=position, past_key_values=self._cache, use_cache=True)
+        out = self._model(input_ids=ids, position_ids=position, past_key_values=self._kv, use_cache=True)
         logits: torch.Tensor = out.logits[0, -1]
         return logits
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
-        scores = self._processors(self._ids, logits[None].float())[0]
+        scores: torch.Tensor = self._processors(self._ids, logits[None].float())[0]
         if self._params.temperature == 0:
             return scores.argmax()
         return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
 
 
-def fill_cache(model: nn.Module, kv: list[LayerKV]) -> DynamicCache:
+def fill_cache(model: PreTrainedModel, kv: list[LayerKV]) -> DynamicCache:
     """transformers' own cache with a prompt's KV in it; empties `kv` on the way, so that no layer is held twice."""
     cache = DynamicCache(config=model.config)
     for layer in range(len(kv)):
@@ -155,7 +163,7 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, stop
         self._ids: list[int] = []
-        self._sent = 0
+        self._sent = ""  # it stays, even where a later token makes the bytes of a run unreadable
         self.text = ""
         self.stopped = False
 
@@ -171,17 +179,17 @@ class TextStream:
     def _advance(self, final: bool) -> str:
         if self.stopped:
             return ""
-        self.text = self._decode(self._ids)
+        self.text = self._sent + self._decode(self._ids)[len(self._sent) :]
         found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
         certain = len(self.text) if final or self.stopped else len(self.text) - self._uncertain()
-        new = self.text[self._sent : certain]
-        self._sent = max(self._sent, certain)
+        new = self.text[len(self._sent) : certain]
+        self._sent += new
         return new
 
     def _uncertain(self) -> int:
         """Characters at the end that later tokens may change, or that may begin a stop text."""
-        broken = len(self.text) - len(self.text.rstrip("\ufffd"))
-        starts = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        return max(broken, max(starts, default=0))
+        whole = self.text.rstrip("\ufffd")
+        starts = (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n]))
+        return len(self.text) - len(whole) + max(starts, default=0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError
 
@@ -20,9 +20,28 @@ WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 # Fields that say how a model is loaded, run or sampled, but not what K and V are.
 IRRELEVANT = frozenset(
-    "_name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label "
-    "initializer_range label2id max_length output_attentions output_hidden_states pad_token_id "
-    "return_dict tie_word_embeddings tokenizer_class torch_dtype transformers_version use_cache".split()
+    [
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_length",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "return_dict",
+        "tie_word_embeddings",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    ]
 )
 
 
@@ -35,20 +54,18 @@ def fingerprint_folder(folder: Path) -> str:
     config = folder / "config.json"
     files = sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)})
     if not config.is_file() or not files:
-        raise InvalidInputError(
-            f"{folder} is no model folder: it needs config.json and weights (*.safetensors)"
-        )
+        raise InvalidInputError(f"{folder} is no model folder: it needs config.json and weights (*.safetensors)")
     with ThreadPoolExecutor(4) as pool:
         digests = list(pool.map(_file_digest, files))
     return _join(json.loads(config.read_text()), zip((f.name for f in files), digests, strict=True))
 
 
-def fingerprint_model(model: nn.Module) -> str:
+def fingerprint_model(model: PreTrainedModel) -> str:
     """Hex fingerprint of a model that has no folder, from its parameters."""
     digests = []
     for name, parameter in sorted(model.named_parameters()):
-        raw = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
-        digests.append((name, hashlib.sha256(raw).hexdigest()))
+        raw = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        digests.append((name, hashlib.sha256(raw.tobytes()).hexdigest()))
     return _join(model.config.to_dict(), digests)
 
 
@@ -67,7 +84,9 @@ def _file_digest(file: Path) -> str:
     key = json.dumps([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
     note = _cache_folder() / hashlib.sha256(key.encode()).hexdigest()
     try:
-        return note.read_text()
+        remembered = note.read_text()
+        if len(remembered) == hashlib.sha256().digest_size * 2:  # shorter: cut off by a crash
+            return remembered
     except OSError:
         pass
     with file.open("rb") as stream:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from cacheblend.core.attention import AttentionSpec, attend_rows
 from cacheblend.core.blocks import KVLayout, LayerShape
@@ -45,7 +46,7 @@ class Survey:
 
 
 @torch.no_grad()
-def survey_model(model: nn.Module, view: ModelView) -> Survey:
+def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     """Surveys a loaded model; a few rows through each layer.
 
     Raises:
@@ -79,9 +80,7 @@ def check_config(config: Any) -> None:
         ModelNotBlendableError: encoder-decoder, latent attention, or RoPE that cannot be shifted.
     """
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelNotBlendableError(
-            f"{config.model_type} is an encoder-decoder model; only decoders are blended"
-        )
+        raise ModelNotBlendableError(f"{config.model_type} is an encoder-decoder model; only decoders are blended")
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None):
         raise ModelNotBlendableError(
@@ -104,7 +103,7 @@ def _shift_limits(config: Any) -> Iterator[int | None]:
 class _Probe:
     """Runs a few rows of noise through single layers, at positions 0.. and at shifted ones."""
 
-    def __init__(self, model: nn.Module, view: ModelView, shifts: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, view: ModelView, shifts: Sequence[int]) -> None:
         self._view, self._shifts = view, shifts
         self._name = type(model).__name__
         device = model.get_input_embeddings().weight.device
@@ -147,9 +146,7 @@ class _Probe:
                         "it can only pass on positions and masks"
                     )
             if not masks or masks[0].chunked:
-                kind = (
-                    "attends within fixed chunks" if masks else "does not use transformers' attention masks"
-                )
+                kind = "attends within fixed chunks" if masks else "does not use transformers' attention masks"
                 raise ModelNotBlendableError(f"layer {index} of {self._name} {kind}; this is not supported")
             self.masks.append(masks[0])
 
@@ -168,9 +165,7 @@ class _Probe:
         """The layer attends once, through transformers' attention interface, and gives one row out for one in."""
         calls = 0
 
-        def attend(
-            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
-        ) -> torch.Tensor:
+        def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             nonlocal calls
             calls += 1
             return attend_rows(query, keys, values, self._rows, spec)
@@ -179,9 +174,7 @@ class _Probe:
         try:
             out = self._base.run(index, self._noise, self._rows, attend)
         except Exception as error:
-            raise ModelNotBlendableError(
-                f"layer {index} of {self._name} ({kind}) cannot be walked: {error}"
-            ) from error
+            raise ModelNotBlendableError(f"layer {index} of {self._name} ({kind}) cannot be walked: {error}") from error
         if calls != 1 or out.shape != self._noise.shape:
             raise ModelNotBlendableError(
                 f"layer {index} of {self._name} ({kind}) called transformers' attention interface {calls} times; "
@@ -191,9 +184,7 @@ class _Probe:
     def _rotation(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KeyRotation | None:
         moved = [walk.project(index, self._noise, self._rows) for walk in self._moved]
         if any(not _close(new_values, values) for _, new_values in moved):
-            raise ModelNotBlendableError(
-                f"the values of layer {index} of {self._name} depend on the position"
-            )
+            raise ModelNotBlendableError(f"the values of layer {index} of {self._name} depend on the position")
         if all(_close(new_keys, keys) for new_keys, _ in moved):
             return None
         for rotation in [*self._found, *self._candidates]:

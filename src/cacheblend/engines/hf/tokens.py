@@ -9,6 +9,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -33,7 +34,7 @@ class Passage:
 
 Content = str | Passage
 Message = dict[str, Any]
-"""``{"role": ..., "content": ...}``; content is a string or a list of parts ``{"type": "text" | "chunk", "text": ...}``."""
+"""``{"role": ..., "content": ...}``; content is a string, or parts ``{"type": "text" | "chunk", "text": ...}``."""
 
 
 class PromptBuilder:
@@ -54,8 +55,7 @@ class PromptBuilder:
             )
         spec = json.loads(backend.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
         self._tokenizer = tokenizer
-        self._added = {token["id"]: token["content"] for token in spec["added_tokens"]}
-        self._unknown = tokenizer.unk_token_id
+        self._literals = {token["id"] for token in spec["added_tokens"]} - {tokenizer.unk_token_id}
         self._plain = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec) | {"added_tokens": []}))
         self._frame = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec)))
         self._first = Tokenizer.from_str(json.dumps(spec))
@@ -64,11 +64,13 @@ class PromptBuilder:
     def prompt(self, parts: Iterable[Content]) -> Prompt:
         """Strings are plain text, `Passage`s are chunks; BOS is put in front where the tokenizer sets one.
 
+        A string instead of parts is a prompt of that one text.
+
         Raises:
             InvalidInputError: an empty prompt, or a passage without a token.
         """
         segments = [] if self.bos_id is None else [core_prompt.text([self.bos_id])]
-        segments += [self._segment(part) for part in parts]
+        segments += [self._segment(part) for part in ([parts] if isinstance(parts, str) else parts)]
         if all(segment.token_ids.tolist() == [self.bos_id] for segment in segments if len(segment)):
             raise InvalidInputError("the prompt is empty; give it some text")
         return Prompt.of(segments)
@@ -101,18 +103,20 @@ class PromptBuilder:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a passage or another text that is not a template's."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
-        forbidden = set(ids) & (self._added.keys() - {self._unknown})
-        for token in (self._added[i] for i in sorted(forbidden)):
-            if len(token) > 1 and token in text:
-                # The vocabulary itself holds the literal: cut it in two, so that it stays text.
-                before, _, after = text.partition(token)
-                return self.encode(before + token[0]) + self.encode(token[1:] + after)
-        return ids
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if self._literals.isdisjoint(ids):
+            return ids
+        # The vocabulary itself holds the literal of an added token: cut it in two, so that it stays text.
+        found = (place for i, place in zip(ids, encoding.offsets, strict=True) if i in self._literals)
+        cuts = [start + 1 for start, stop in found if stop - start > 1]
+        pieces = (text[start:stop] for start, stop in pairwise([0, *cuts, len(text)]))
+        return [i for piece in pieces for i in self.encode(piece)] if cuts else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
-        decoded: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        # Cleaning up spaces would change text that was streamed already.
+        decoded: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return decoded
 
     def _segment(self, part: Content) -> Segment:
@@ -127,13 +131,9 @@ class PromptBuilder:
         if isinstance(content, list):
             parts = [_content_part(part) for part in content]
             return {**message, "content": "".join(_mark(slots, part) for part in parts)}
-        return (
-            {**message, "content": _mark(slots, content)} if isinstance(content, str) and content else message
-        )
+        return {**message, "content": _mark(slots, content)} if isinstance(content, str) and content else message
 
-    def _render(
-        self, messages: list[Message], documents: list[dict[str, str]], options: dict[str, Any]
-    ) -> str:
+    def _render(self, messages: list[Message], documents: list[dict[str, str]], options: dict[str, Any]) -> str:
         settings = {"add_generation_prompt": True, **options}
         try:
             rendered: str = self._tokenizer.apply_chat_template(

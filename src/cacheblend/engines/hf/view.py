@@ -6,6 +6,7 @@ norm and head are the model's own forward, run with its layers taken out ("shell
 recorded, and what the last layer would give back is put in. So there is no per-model code here.
 """
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cacheblend.core.attention import AttentionSpec
 from cacheblend.core.errors import ModelNotBlendableError
@@ -59,9 +60,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Hands q, k, v [1, heads, n, head_dim] to the mask's `attend`; returns [1, n, heads, head_dim]."""
     if not isinstance(attention_mask, LayerMask) or attention_mask.attend is None:
-        raise ModelNotBlendableError(
-            f"{type(module).__name__} attends outside a walk; use the model, not its view"
-        )
+        raise ModelNotBlendableError(f"{type(module).__name__} attends outside a walk; use the model, not its view")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     spec = AttentionSpec(scaling=scaling, window=attention_mask.window, softcap=softcap or None, sinks=s_aux)
     return attention_mask.attend(query[0], key[0], value[0], spec)[None], None
@@ -79,7 +78,7 @@ class LayerCall:
     kwargs: dict[str, Any]
 
 
-class _AllLayersSeen(Exception):
+class _AllLayersSeenError(Exception):
     """Ends a shell's forward behind the last layer."""
 
 
@@ -114,7 +113,7 @@ class _Shell:
         self.first_hidden = hidden if self.first_hidden is None else self.first_hidden
         self.calls.append(LayerCall(args[1:], kwargs))
         if index == self._num_layers - 1 and self._output is None:
-            raise _AllLayersSeen
+            raise _AllLayersSeenError
         result = hidden if self._output is None else self._output
         return (result,) if self._returns_tuple else result
 
@@ -129,13 +128,12 @@ class ModelView:
         ModelNotBlendableError: its decoder layers cannot be found, or their forward is wrapped.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.layers_path = _find_layers(model)
         memo: dict[int, Any] = {}
         copy.deepcopy(model.config, memo)
-        self.model = _twin(model, memo)
-        self.config = self.model.config
-        self.config._attn_implementation = ATTENTION
+        self.model: PreTrainedModel = _twin(model, memo)
+        self.model.config._attn_implementation = ATTENTION
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
         self.returns_tuple = False
 
@@ -147,10 +145,8 @@ class ModelView:
             positions: [n] int64.
         """
         shell = _Shell(self, None, self.returns_tuple)
-        try:
+        with contextlib.suppress(_AllLayersSeenError):
             shell.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-        except _AllLayersSeen:
-            pass
         if shell.first_hidden is None or len(shell.calls) != len(self.layers):
             raise ModelNotBlendableError(
                 f"{type(self.model).__name__} called {len(shell.calls)} of its {len(self.layers)} decoder layers"
@@ -165,16 +161,16 @@ class ModelView:
         return logits
 
 
-def _find_layers(model: nn.Module) -> str:
+def _find_layers(model: PreTrainedModel) -> str:
     """Path of the list of decoder layers."""
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
-    found = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     outermost = [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
     if len(outermost) != 1:
         raise ModelNotBlendableError(
-            f"{type(model).__name__} has {len(outermost)} lists of {count} decoder layers ({', '.join(outermost)}); "
-            "exactly one is needed"
+            f"{type(model).__name__} has {len(outermost)} lists of {count} decoder layers "
+            f"({', '.join(outermost)}); exactly one is needed"
         )
     for name, module in model.named_modules():
         if "forward" in vars(module):
@@ -185,19 +181,17 @@ def _find_layers(model: nn.Module) -> str:
     return outermost[0]
 
 
-def _twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _twin(module: Any, memo: dict[int, Any]) -> Any:
     """A copy of the module tree that shares parameters and buffers; configs are replaced by their copies."""
     twin = copy.copy(module)
-    twin._modules = {
-        name: None if child is None else _twin(child, memo) for name, child in module._modules.items()
-    }
+    twin._modules = {name: None if child is None else _twin(child, memo) for name, child in module._modules.items()}
     for name, value in list(vars(twin).items()):
         if id(value) in memo and name != "_modules":
             object.__setattr__(twin, name, memo[id(value)])
     return twin
 
 
-def _with_child(module: nn.Module, path: str, child: nn.Module) -> nn.Module:
+def _with_child(module: Any, path: str, child: nn.Module) -> Any:
     """A copy of the chain of modules down to `path`, with `child` there; everything beside it is shared."""
     head, _, rest = path.partition(".")
     twin = copy.copy(module)

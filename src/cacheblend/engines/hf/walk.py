@@ -10,7 +10,7 @@ from cacheblend.core.walk import Attend
 from cacheblend.engines.hf.view import LayerMask, ModelView
 
 
-class _Projected(Exception):
+class _ProjectedError(Exception):
     """Leaves a layer as soon as its keys and values are known."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -21,7 +21,7 @@ class _Projected(Exception):
 def _stop_at_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
-    raise _Projected(keys, values)
+    raise _ProjectedError(keys, values)
 
 
 class HfWalk:
@@ -51,17 +51,13 @@ class HfWalk:
         """[rows, width]; the caller may write to it."""
         return self._first_hidden[0].clone()
 
-    def project(
-        self, layer: int, hidden: torch.Tensor, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, head_dim]: norm and projections only."""
         try:
             self.run(layer, hidden, rows, _stop_at_attention)
-        except _Projected as projected:
+        except _ProjectedError as projected:
             return projected.keys, projected.values
-        raise RuntimeError(
-            f"layer {layer} finished without attention; the survey should have refused this model"
-        )
+        raise RuntimeError(f"layer {layer} finished without attention; the survey should have refused this model")
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output [n, width]."""
@@ -82,10 +78,6 @@ class HfWalk:
             return replace(value, attend=attend)
         if isinstance(value, tuple):
             return tuple(self._of_rows(part, rows, attend) for part in value)
-        if (
-            isinstance(value, torch.Tensor)
-            and value.dim() >= 2
-            and value.shape[:2] == (1, len(self._token_ids))
-        ):
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, len(self._token_ids)):
             return value if len(rows) == value.shape[1] else value.index_select(1, rows)
         return value

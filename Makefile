@@ -1,0 +1,64 @@
+# A fresh machine with Python 3.11+ and make is enough: `make demo`, `make test`.
+#
+#   PYTHON=python3.12      the interpreter that .venv is made with
+#   CONSTRAINTS=           empty: take the newest versions in pyproject.toml's ranges, or keep what .venv holds;
+#                          a file: pin to it. To use a torch of your own, install it into .venv first.
+#   WORKERS=2              test processes
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints/ci.txt
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+demo: $(VENV)/.installed ## the main job on a small scale: passages stored once, reused in any order
+	$(BIN)/cacheblend demo $(ARGS)
+
+test: $(VENV)/.installed-test ## all tests (GPU tests skip themselves without CUDA)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.installed-lint ## ruff, mypy and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-lint ## rewrite the sources in the house's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed ## time to first token of a 0.5B shape with random weights
+	$(BIN)/cacheblend bench ttft --shape qwen2.5-0.5b --ratio 0.15 --ratio 0.05 $(ARGS)
+
+clean: ## remove the environment and what tools leave behind
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp a purpose; each is redone only when what it depends on has changed.
+$(VENV)/.created:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cacheblend needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet $(PIN) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIN) --group test
+	@touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIN) --group lint
+	@touch $@

@@ -1,0 +1,368 @@
+"""Time to first token: full prefill, prefix caching, full reuse and blend on the same prompts, arms alternating.
+
+A prompt is 32 tokens of plain text that no cache holds (new ones each round), the stored chunks in shuffled order,
+the question: no chunk is an exact prefix hit. Full prefill is what a user would run today: transformers' own forward
+with SDPA and a cache, last logits only.
+"""
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import DynamicCache, PreTrainedModel
+
+from cacheblend.bench import environment
+from cacheblend.bench.passages import read_chunks
+from cacheblend.bench.shapes import build_shape
+from cacheblend.core.config import BlendConfig, check_ratio
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.prompt import Prompt, Segment, text
+from cacheblend.core.report import BlendReport
+from cacheblend.core.selection import NoRows
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.store import KVStore, MemoryStore, open_store
+
+ARMS = ("full", "prefix", "reuse", "blend", "miss")
+SWEEPS: dict[str, tuple[float, ...]] = {
+    "chunks": (2, 4, 8, 16),
+    "chunk-tokens": (128, 256, 512, 1024),
+    "ratio": (0.0, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0),
+}
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class TtftSettings:
+    """One benchmark.
+
+    Attributes:
+        model: a model folder; or `shape`: random weights of a known shape.
+        data: real passages (JSON as the CacheBlend authors' inputs, JSON lines, or text); None: random tokens.
+        chunks, chunk_tokens, question_tokens, plain_tokens: the prompt.
+        ratios: one blend arm each.
+        arms: of `ARMS`; ``miss`` is blend with nothing stored.
+        stores: ``memory``, ``disk`` (without memory in front): the cached arms run on each.
+        runs: measured rounds, behind one that is not.
+        threads: of torch; None leaves it as it is.
+        seed: of the weights, the tokens and the orders.
+        sweep: one of `SWEEPS`: the benchmark at each of its values.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    data: str | None = None
+    chunks: int = 8
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    plain_tokens: int = 32
+    ratios: tuple[float, ...] = (0.15,)
+    arms: tuple[str, ...] = ("full", "prefix", "reuse", "blend")
+    stores: tuple[str, ...] = ("memory",)
+    runs: int = 5
+    threads: int | None = None
+    seed: int = 0
+    sweep: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.shape is None):
+            raise InvalidInputError("name either a model folder or a shape")
+        for name in ("chunks", "chunk_tokens", "question_tokens", "plain_tokens", "runs"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for ratio in self.ratios:
+            check_ratio(ratio)
+        for given, known in ((self.arms, ARMS), (self.stores, ("memory", "disk"))):
+            unknown = set(given) - set(known)
+            if unknown or not given:
+                raise InvalidInputError(
+                    f"unknown: {', '.join(sorted(unknown)) or 'nothing given'}; choose from {known}"
+                )
+        if self.sweep is not None and self.sweep not in SWEEPS:
+            raise InvalidInputError(f"no sweep is called {self.sweep!r}; there are {', '.join(SWEEPS)}")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.plain_tokens + self.chunks * self.chunk_tokens + self.question_tokens
+
+
+@dataclass
+class Arm:
+    """One way to the first token, and its times so far."""
+
+    name: str
+    run: Callable[[Prompt], BlendReport | None]
+    ratio: float | None = None
+    store: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    reports: list[BlendReport] = field(default_factory=list)
+
+
+def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str, Any]:
+    """Runs the benchmark and returns the result as it is written to JSON."""
+    with _threads(settings.threads):
+        model, tokenizer, name = open_model(settings)
+        points = []
+        for point in _points(settings):
+            arms = _measure(point, model, tokenizer, on_progress)
+            points.append((point, [_summary(arm, arms) for arm in arms]))
+        result: dict[str, Any] = {
+            "arms": points[0][1],
+            "model": name,
+            "prompt": _prompt_facts(points[0][0]),
+            "machine": environment.machine(),
+            "versions": environment.versions(),
+            "commit": environment.commit(),
+        }
+        if settings.sweep:
+            result["sweep"] = {
+                "over": settings.sweep,
+                "points": [{"prompt": _prompt_facts(point), "arms": summary} for point, summary in points],
+            }
+            result["arms"] = [arm for _, summary in points for arm in summary]
+    return result
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The result for people."""
+    prompt = result["prompt"]
+    title = f"TTFT, {result['model']}, {prompt['chunks']} x {prompt['chunk_tokens']} tokens"
+    out = Table(title=title)
+    for column in (
+        "arm",
+        "r",
+        "store",
+        "TTFT",
+        "min .. max",
+        "full / arm",
+        "load",
+        "compute",
+        "loaded",
+        "recomputed",
+    ):
+        out.add_column(column, justify="left" if column in ("arm", "store") else "right")
+    for arm in result["arms"]:
+        ttft = arm["ttft_s"]
+        out.add_row(
+            arm["arm"],
+            "" if arm["ratio"] is None else f"{arm['ratio']:g}",
+            arm["store"] or "",
+            f"{ttft['median']:.3f} s",
+            f"{ttft['min']:.3f} .. {ttft['max']:.3f}",
+            "" if arm["speedup_vs_full"] is None else f"{arm['speedup_vs_full']:.2f} x",
+            f"{arm['load_s']:.3f} s",
+            f"{arm['compute_s']:.3f} s",
+            str(arm["loaded_tokens"]),
+            str(arm["recomputed_tokens"]),
+        )
+    return out
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws a sweep's curves: TTFT of each arm. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    over, points = result["sweep"]["over"], result["sweep"]["points"]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for point in points:
+        for arm in point["arms"]:
+            moving = over == "ratio" and arm["ratio"] is not None
+            label = arm["arm"] if moving or arm["ratio"] is None else f"{arm['arm']} r = {arm['ratio']:g}"
+            x = arm["ratio"] if moving else point["prompt"].get(over.replace("-", "_"))
+            if x is not None:
+                curves.setdefault(label, []).append((x, arm["ttft_s"]["median"]))
+    flat = [arm for arm in points[0]["arms"] if over == "ratio" and arm["ratio"] is None]
+    for label, curve in curves.items():
+        axes.plot(*zip(*sorted(curve), strict=True), marker="o", label=label)
+    for index, arm in enumerate(flat):
+        axes.axhline(arm["ttft_s"]["median"], linestyle="--", color=f"C{index + 5}", label=arm["arm"])
+    axes.set(xlabel={"ratio": "recompute ratio"}.get(over, over), ylabel="time to first token, s", ylim=(0, None))
+    axes.set_title(result["model"])
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _points(settings: TtftSettings) -> list[TtftSettings]:
+    if settings.sweep is None:
+        return [settings]
+    values = SWEEPS[settings.sweep]
+    if settings.sweep == "ratio":
+        return [replace(settings, ratios=values)]
+    name = settings.sweep.replace("-", "_")
+    return [replace(settings, **{name: int(value)}) for value in values]  # type: ignore[arg-type]
+
+
+def open_model(settings: TtftSettings) -> tuple[PreTrainedModel, Any, str]:
+    """Model, tokenizer (None for a shape) and name."""
+    if settings.shape is not None:
+        model = build_shape(settings.shape, seed=settings.seed)
+        return model, None, settings.shape
+    with BlendEngine.from_pretrained(settings.model or "") as engine:
+        return engine.model, engine.tokenizer, engine.name
+
+
+def _measure(settings: TtftSettings, model: PreTrainedModel, tokenizer: Any, on_progress: Progress | None) -> list[Arm]:
+    draw = random.Random(settings.seed)
+    with ExitStack() as stack:
+        engines = {store: stack.enter_context(_engine(model, tokenizer, store)) for store in settings.stores}
+        chunks = open_chunks(settings, next(iter(engines.values())), draw)
+        for engine in engines.values():
+            engine.warm(chunks)
+        empty = stack.enter_context(_engine(model, tokenizer, "memory"))
+        arms = _arms(settings, engines, empty)
+        for round_ in range(settings.runs + 1):
+            prompt = draw_prompt(settings, chunks, empty.survey.vocab_size, draw)
+            for arm in arms:
+                if on_progress is not None:
+                    on_progress(round_, settings.runs + 1, arm.name)
+                seconds, report = _timed(arm, prompt, model)
+                if round_:
+                    arm.seconds.append(seconds)
+                    arm.reports += [report] if report else []
+    return arms
+
+
+@contextmanager
+def _engine(model: PreTrainedModel, tokenizer: Any, store: str) -> Iterator[BlendEngine]:
+    with ExitStack() as stack:
+        kept: KVStore = MemoryStore(64 << 30)
+        if store == "disk":
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
+            kept = open_store(folder, ram_bytes=0)
+        stack.enter_context(kept)
+        config = BlendConfig(capture=False)
+        yield stack.enter_context(
+            BlendEngine(model, tokenizer, store=kept, config=config, fingerprint="bench", name="bench")
+        )
+
+
+def open_chunks(settings: TtftSettings, engine: BlendEngine, draw: random.Random) -> list[Segment]:
+    """The chunks that are stored: real passages, or random tokens."""
+    if settings.data is not None:
+        return read_chunks(settings.data, engine, settings.chunks, settings.chunk_tokens)
+    vocab = engine.survey.vocab_size
+    return [text(_random_ids(vocab, settings.chunk_tokens, draw)) for _ in range(settings.chunks)]
+
+
+def draw_prompt(settings: TtftSettings, chunks: list[Segment], vocab: int, draw: random.Random) -> Prompt:
+    """New plain text, the chunks in a new order, a new question."""
+    shuffled = [replace(chunk, is_chunk=True) for chunk in draw.sample(chunks, len(chunks))]
+    plain = text(_random_ids(vocab, settings.plain_tokens, draw))
+    return Prompt.of([plain, *shuffled, text(_random_ids(vocab, settings.question_tokens, draw))])
+
+
+def _random_ids(vocab: int, count: int, draw: random.Random) -> list[int]:
+    return [draw.randrange(vocab) for _ in range(count)]
+
+
+def _arms(settings: TtftSettings, engines: dict[str, BlendEngine], empty: BlendEngine) -> list[Arm]:
+    arms = []
+    for name in settings.arms:
+        if name == "full":
+            arms.append(Arm(name, lambda prompt: full_prefill(empty, prompt)))
+        elif name == "miss":
+            arms.append(Arm(name, lambda prompt: empty.prefill(prompt)[1]))
+        else:
+            for store, engine in engines.items():
+                arms += _cached_arms(name, store, engine, settings.ratios)
+    return arms
+
+
+def _cached_arms(name: str, store: str, engine: BlendEngine, ratios: tuple[float, ...]) -> list[Arm]:
+    if name == "prefix":
+        return [Arm(name, lambda prompt: _prefix_caching(engine, prompt), store=store)]
+    if name == "reuse":
+        return [Arm(name, lambda prompt: engine.prefill(prompt, selector=NoRows())[1], ratio=0.0, store=store)]
+    return [
+        Arm(name, lambda prompt, r=ratio: engine.prefill(prompt, ratio=r)[1], ratio=ratio, store=store)  # type: ignore[misc]
+        for ratio in ratios
+    ]
+
+
+@torch.no_grad()
+def full_prefill(engine: BlendEngine, prompt: Prompt) -> None:
+    """What a user would run today: transformers' own forward with a cache, last logits only."""
+    ids = torch.from_numpy(prompt.token_ids.astype("i8")).to(engine.model.device)[None]
+    cache = DynamicCache(config=engine.model.config)
+    engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+@torch.no_grad()
+def _prefix_caching(engine: BlendEngine, prompt: Prompt) -> BlendReport:
+    """Exact prefix hits are loaded into transformers' cache, its own forward computes the rest."""
+    started = time.perf_counter()
+    plan = engine.planner.plan(prompt, engine.store)
+    report = BlendReport(prompt_tokens=len(plan), hit_tokens={"prefix": plan.prefix_length})
+    cache = engine.load_prefix(plan)
+    report.load_s = time.perf_counter() - started
+    ids = torch.from_numpy(prompt.token_ids[plan.prefix_length :].astype("i8")).to(engine.model.device)[None]
+    engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    report.compute_s = time.perf_counter() - started - report.load_s
+    return report
+
+
+def _timed(arm: Arm, prompt: Prompt, model: PreTrainedModel) -> tuple[float, BlendReport | None]:
+    _synchronize(model)
+    started = time.perf_counter()
+    report = arm.run(prompt)
+    _synchronize(model)
+    return time.perf_counter() - started, report
+
+
+def _synchronize(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def _summary(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
+    median = statistics.median(arm.seconds)
+    full = next((statistics.median(other.seconds) for other in arms if other.name == "full"), None)
+    last = arm.reports[-1] if arm.reports else BlendReport()
+    return {
+        "arm": arm.name,
+        "ratio": arm.ratio,
+        "store": arm.store,
+        "ttft_s": {"median": median, "min": min(arm.seconds), "max": max(arm.seconds), "all": arm.seconds},
+        "speedup_vs_full": None if full is None else full / median,
+        "load_s": statistics.median([r.load_s for r in arm.reports] or [0.0]),
+        "compute_s": statistics.median([r.compute_s for r in arm.reports] or [median]),
+        "loaded_tokens": last.loaded_tokens,
+        "recomputed_tokens": last.recomputed_tokens,
+    }
+
+
+def _prompt_facts(settings: TtftSettings) -> dict[str, Any]:
+    return {
+        "tokens": settings.prompt_tokens,
+        "plain_tokens": settings.plain_tokens,
+        "chunks": settings.chunks,
+        "chunk_tokens": settings.chunk_tokens,
+        "question_tokens": settings.question_tokens,
+        "data": Path(settings.data).name if settings.data else None,
+    }
+
+
+@contextmanager
+def _threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,124 @@
+"""The ways to a first token that `ask --compare` and `demo` hold against each other, on the same token ids."""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from cacheblend.core.prompt import Prompt
+from cacheblend.core.report import BlendReport
+from cacheblend.core.selection import Selector
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.decode import Decoding, TextStream
+
+TOUCHED_ROWS = 64
+SHORTEST_PREFIX = 16
+
+
+@dataclass
+class FirstToken:
+    """What one arm came to.
+
+    Attributes:
+        logits: [vocab] of the prompt's last position.
+        ttft_s: seconds to them.
+        row_layers: rows times layers computed.
+        cache: transformers' cache of the prompt, where the arm has one.
+        report: of the arms that go through the fused path.
+    """
+
+    logits: torch.Tensor
+    ttft_s: float
+    row_layers: int
+    cache: DynamicCache | None = None
+    report: BlendReport | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near a first-token distribution is to full recompute's.
+
+    Attributes:
+        kl: KL(full || other), in nats.
+        top_1: both find the same token the likeliest.
+        max_logit_error: largest difference of a logit, relative to the logits' spread.
+    """
+
+    kl: float
+    top_1: bool
+    max_logit_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
+    """Of two first-token logits, each [vocab]."""
+    other, wanted = logits.double().cpu(), full.double().cpu()
+    log_other, log_wanted = other.log_softmax(-1), wanted.log_softmax(-1)
+    kl = float((log_wanted.exp() * (log_wanted - log_other)).sum().clamp(min=0))
+    error = float((other - wanted).abs().max() / wanted.std().clamp(min=1e-12))
+    return Agreement(kl, bool(other.argmax() == wanted.argmax()), error)
+
+
+@torch.no_grad()
+def touch(engine: BlendEngine, prompt: Prompt) -> None:
+    """A short plain forward, so that no arm pays for reading the weights for the first time."""
+    engine.model(input_ids=_ids(engine, prompt)[:, :TOUCHED_ROWS])
+
+
+@torch.no_grad()
+def full_recompute(engine: BlendEngine, prompt: Prompt) -> FirstToken:
+    """What is done without this package: transformers' own forward with a cache, last logits only."""
+    cache = DynamicCache(config=engine.model.config)
+    return _plain(engine, prompt, cache, known=0, started=time.perf_counter())
+
+
+@torch.no_grad()
+def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
+    """The leading blocks whose KV is exact are loaded, the rest is computed plainly.
+
+    A prefix of less than `SHORTEST_PREFIX` tokens (a BOS token, say) is computed, as prefix caches do: behind it,
+    transformers would need a mask, which costs more than the prefix is worth.
+    """
+    started = time.perf_counter()
+    plan = engine.planner.plan(prompt, engine.store)
+    if plan.prefix_length < SHORTEST_PREFIX:
+        return _plain(engine, prompt, DynamicCache(config=engine.model.config), known=0, started=started)
+    return _plain(engine, prompt, engine.load_prefix(plan), known=plan.prefix_length, started=started)
+
+
+def fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> FirstToken:
+    """Through the fused path: full reuse and blend differ by their selector."""
+    result, report = engine.prefill(prompt, selector=selector)
+    return FirstToken(result.logits, report.ttft_s, result.row_layers, report=report)
+
+
+def finish(engine: BlendEngine, prompt: Prompt, first: FirstToken, params: SamplingParams) -> tuple[str, list[int]]:
+    """The rest of an answer behind `full_recompute`: (text, token ids)."""
+    assert first.cache is not None
+    eos = engine.model.generation_config.eos_token_id
+    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    decoding = Decoding(engine.model, first.cache, _ids(engine, prompt)[0], first.logits, params, eos_ids)
+    stream = TextStream(engine.builder.decode if engine.builder else lambda ids: "", params.stop)
+    while decoding.finish_reason is None and not stream.stopped:
+        stream.push(decoding.step())
+    stream.finish()
+    return stream.text, decoding.token_ids
+
+
+def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
+    ids = _ids(engine, prompt)[:, known:]
+    out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if engine.model.device.type == "cuda":
+        torch.cuda.synchronize(engine.model.device)
+    seconds = time.perf_counter() - started
+    return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * len(engine.survey.layout.layers), cache)
+
+
+def _ids(engine: BlendEngine, prompt: Prompt) -> torch.Tensor:
+    """[1, tokens] on the model's device."""
+    return torch.from_numpy(prompt.token_ids.astype("i8")).to(engine.model.device)[None]

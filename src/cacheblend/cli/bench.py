@@ -1,0 +1,156 @@
+"""`cacheblend bench`: parses options; what is measured, and how, is in `cacheblend.bench`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend.cli.output import console, progress
+
+app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
+
+WHAT, HOW, RESULT = "What is measured", "How it is measured", "Result"
+
+Folder = Annotated[
+    Path | None, typer.Option("--model", "-m", help="Model folder.", rich_help_panel=WHAT, show_default=False)
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        "--shape",
+        help="Random weights: tiny, qwen2.5-0.5b, qwen2.5-1.5b, llama-3.2-1b or llama-3.1-8b.",
+        rich_help_panel=WHAT,
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", "-d", help="Real passages; default: random tokens.", rich_help_panel=WHAT),
+]
+Chunks = Annotated[int, typer.Option("--chunks", help="Chunks of the prompt.", rich_help_panel=WHAT)]
+ChunkTokens = Annotated[int, typer.Option("--chunk-tokens", help="Tokens of a chunk.", rich_help_panel=WHAT)]
+QuestionTokens = Annotated[
+    int, typer.Option("--question-tokens", help="Tokens behind the chunks.", rich_help_panel=WHAT)
+]
+Ratios = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--ratio",
+        "-r",
+        help="One blend arm each; several times. Default: 0.15.",
+        rich_help_panel=WHAT,
+        show_default=False,
+    ),
+]
+Arms = Annotated[
+    str,
+    typer.Option("--arms", help="Of full, prefix, reuse, blend, miss; with commas.", rich_help_panel=HOW),
+]
+Stores = Annotated[str, typer.Option("--store", help="memory, disk, or both: memory,disk.", rich_help_panel=HOW)]
+Runs = Annotated[int, typer.Option("--runs", help="Measured rounds, behind a warm-up.", rich_help_panel=HOW)]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="Of torch; default: its own choice.", rich_help_panel=HOW)
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of weights, tokens and orders.", rich_help_panel=HOW)]
+Sweep = Annotated[
+    str | None,
+    typer.Option("--sweep", help="Draw a curve over chunks, chunk-tokens or ratio.", rich_help_panel=HOW),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the result here; - for stdout.", rich_help_panel=RESULT)
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Draw a sweep here (.png, .svg); needs matplotlib.", rich_help_panel=RESULT),
+]
+
+
+@app.callback()
+def _bench() -> None:
+    """Keeps `ttft` a subcommand while it is the only one."""
+
+
+@app.command()
+def ttft(
+    model: Folder = None,
+    shape: Shape = None,
+    data: Data = None,
+    chunks: Chunks = 8,
+    chunk_tokens: ChunkTokens = 512,
+    question_tokens: QuestionTokens = 32,
+    ratio: Ratios = None,
+    arms: Arms = "full,prefix,reuse,blend",
+    store: Stores = "memory",
+    runs: Runs = 5,
+    threads: Threads = None,
+    seed: Seed = 0,
+    sweep: Sweep = None,
+    json: JsonFile = None,
+    plot: Plot = None,
+) -> None:
+    """Time to first token: full prefill, prefix caching, full reuse and blend, in turns on the same prompts.
+
+    A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question.
+    """
+    _check_outputs(json, plot, sweep)
+
+    from cacheblend.cli.models import quiet_transformers
+
+    quiet_transformers()
+    from cacheblend.bench import ttft as bench
+
+    settings = bench.TtftSettings(
+        model=None if model is None else str(model),
+        shape=shape,
+        data=None if data is None else str(data),
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        ratios=tuple(ratio or (0.15,)),
+        arms=_names(arms),
+        stores=_names(store),
+        runs=runs,
+        threads=threads,
+        seed=seed,
+        sweep=sweep,
+    )
+    to_stdout = str(json) == "-"
+    with progress("measuring", "rounds", quiet=to_stdout) as advance:
+        result = bench.run(settings, lambda done, total, arm: advance(done, total))
+    _write(result, json)
+    if plot is not None:
+        bench.plot(result, plot)
+    if not to_stdout:
+        console().print(bench.table(result))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _check_outputs(json: Path | None, plot: Path | None, sweep: str | None) -> None:
+    """Said before minutes of measuring, not behind them."""
+    from cacheblend.core.errors import InvalidInputError
+
+    if plot is not None and sweep is None:
+        raise InvalidInputError("--plot draws a sweep: give --sweep, too")
+    for file in (json, plot):
+        if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
+            raise InvalidInputError(f"{file} cannot be written: there is no folder {file.absolute().parent}")
+    if plot is not None:
+        from importlib.util import find_spec
+
+        if find_spec("matplotlib") is None:
+            raise InvalidInputError("--plot needs matplotlib: pip install 'cacheblend[plot]'")
+
+
+def _write(result: dict[str, object], file: Path | None) -> None:
+    from json import dumps
+
+    if file is None:
+        return
+    text = dumps(result, ensure_ascii=False, indent=2)
+    if str(file) == "-":
+        typer.echo(text)
+    else:
+        file.write_text(text + "\n")

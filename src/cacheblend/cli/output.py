@@ -1,0 +1,85 @@
+"""What commands print: results on stdout (tables, or one JSON object), progress and errors on stderr."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Advance = Callable[[int, int], None]
+"""Called with (done, in all)."""
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """A console on the stream as it is now (tests and pipes replace it)."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def print_json(result: Any) -> None:
+    """One JSON value on stdout."""
+    typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
+
+
+def print_error(message: str, *, as_json: bool) -> None:
+    """A user's error: a line on stderr, or ``{"error": ...}`` on stdout."""
+    if as_json:
+        print_json({"error": message})
+        return
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+    typer.echo(" ".join(message.split()), err=True)
+
+
+@contextmanager
+def progress(title: str, unit: str, *, quiet: bool) -> Iterator[Advance]:
+    """A progress bar on stderr; none if `quiet`."""
+    if quiet:
+        yield lambda done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def status(title: str, *, quiet: bool) -> Iterator[None]:
+    """A spinner on stderr; none if `quiet`."""
+    if quiet:
+        yield
+        return
+    with console(stderr=True).status(title):
+        yield
+
+
+def size_text(count: int) -> str:
+    """``"1.5 GiB"``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """``"45 ms"`` or ``"1.25 s"``."""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def share_text(part: float, whole: float) -> str:
+    """``"15.0 %"``; empty of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else ""

@@ -1,0 +1,53 @@
+"""A request's report for people."""
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from cacheblend.cli.output import seconds_text, share_text
+from cacheblend.core.report import BlendReport
+
+if TYPE_CHECKING:
+    from cacheblend.cli.arms import Agreement
+
+
+def report_table(report: BlendReport, layers: int) -> Table:
+    """Tokens by source on the left, seconds on the right."""
+    table = Table(title=f"{report.prompt_tokens} prompt tokens", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("tokens", "", "", "time", ""):
+        table.add_column(column, justify="right" if not column else "left", no_wrap=True)
+    hits = report.hit_tokens
+    chunks = report.loaded_tokens - hits.get("prefix", 0)
+    tokens = [
+        *((_SOURCES[source], hits[source], report.prompt_tokens) for source in _SOURCES if hits.get(source)),
+        ("missed", report.missed_tokens, report.prompt_tokens),
+        ("plain text", report.text_tokens, report.prompt_tokens),
+        ("recomputed of the loaded", report.recomputed_tokens, chunks),
+        ("row-layers computed", report.row_layers, report.prompt_tokens * layers),
+    ]
+    times = [
+        ("first token", report.ttft_s),
+        ("  planning", report.plan_s),
+        ("  computing", report.compute_s),
+        ("  waiting for loads", report.wait_s),
+        ("loading, meanwhile", report.load_s),
+        (f"all {report.generated_tokens} tokens", report.total_s),
+    ]
+    rows = max(len(tokens), len(times))
+    left = [(name, str(count), share_text(count, whole)) for name, count, whole in tokens]
+    right = [(name, seconds_text(seconds)) for name, seconds in times]
+    for row in range(rows):
+        table.add_row(*(left[row : row + 1] or [("", "", "")])[0], *(right[row : row + 1] or [("", "")])[0])
+    return table
+
+
+_SOURCES = {"prefix": "loaded, exact prefix", "memory": "loaded from memory", "disk": "loaded from disk"}
+
+
+def comparison_line(blend_s: float, full_s: float, close: "Agreement") -> str:
+    """Blend against full recompute, in rich markup."""
+    same = "the same first token" if close.top_1 else "another first token"
+    return (
+        f"first token: blend {seconds_text(blend_s)}, full recompute {seconds_text(full_s)}: "
+        f"[bold green]{full_s / blend_s:.1f} x[/]; {same}, KL {close.kl:.2g} nats"
+    )

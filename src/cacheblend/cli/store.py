@@ -1,0 +1,215 @@
+"""`cacheblend store`: look at a store, check it, make room in it."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend.cli.options import AsJson
+from cacheblend.cli.output import console, print_json, progress, size_text
+
+if TYPE_CHECKING:
+    from cacheblend.core.blocks import ChunkManifest
+    from cacheblend.store import KVStore, StoreStats
+
+app = typer.Typer(help="Look at a store, check it, make room in it.", no_args_is_help=True, rich_markup_mode="rich")
+
+Url = Annotated[str, typer.Argument(help="A folder, or file:///folder.", show_default=False)]
+Chunks = Annotated[
+    list[str] | None,
+    typer.Argument(help="Chunks: their id as `ls` shows it, a beginning of it, or their label.", show_default=False),
+]
+All = Annotated[bool, typer.Option("--all", help="Every chunk of the store.")]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Only chunks of the model of this name.")]
+
+SHORT = 12
+
+
+@app.command("ls")
+def list_chunks(url: Url, model: Model = None, json: AsJson = False) -> None:
+    """List the chunks."""
+    with _open(url, read_only=True) as store:
+        pinned = _pinned(store)
+        rows = [_row(store, chunk, pinned) for chunk in store.manifests() if model in (None, chunk.model)]
+    if json:
+        print_json({"chunks": rows})
+        return
+    from rich.table import Table
+
+    table = Table()
+    for column in ("chunk", "label", "model", "tokens", "blocks held", "size", "pinned"):
+        table.add_column(column, justify="right" if column in ("tokens", "blocks held", "size") else "left")
+    for row in rows:
+        held = f"{row['blocks_held']} of {row['blocks']}"
+        table.add_row(
+            row["chunk"][:SHORT],
+            row["label"],
+            row["model"],
+            str(row["tokens"]),
+            held if row["blocks_held"] == row["blocks"] else f"[yellow]{held}[/]",
+            size_text(row["bytes"]),
+            "yes" if row["pinned"] else "",
+        )
+    console().print(table if rows else f"{url} lists no chunk")
+
+
+@app.command("stat")
+def show_stats(url: Url, json: AsJson = False) -> None:
+    """Show how much is held."""
+    with _open(url, read_only=True) as store:
+        stats = store.stats()
+    if json:
+        print_json(_stats(stats))
+        return
+    bound = "no bound" if stats.max_bytes is None else f"of {size_text(stats.max_bytes)}"
+    console().print(
+        f"{url}: {stats.chunks} chunks, {stats.blocks} blocks ({stats.pinned} pinned), {size_text(stats.bytes)} {bound}"
+    )
+
+
+@app.command()
+def verify(url: Url, json: AsJson = False) -> None:
+    """Read everything and check it; what is damaged is removed. Exit code 1 if anything was."""
+    with _open(url) as store, progress("verifying", "blocks", quiet=json) as advance:
+        damage = store.verify(advance)
+        blocks = store.stats().blocks
+    if json:
+        found = [{"kind": d.kind, "name": d.name.hex(), "reason": d.reason} for d in damage]
+        print_json({"intact_blocks": blocks, "damaged": found})
+    else:
+        out = console()
+        for d in damage:
+            out.print(f"[red]removed[/] {d.kind} {d.name.hex()[:SHORT]}: {d.reason}")
+        out.print(f"{blocks} blocks are intact, {len(damage)} damaged things were removed")
+    if damage:
+        raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    url: Url,
+    max_bytes: Annotated[str, typer.Option("--max-bytes", help="What may stay, e.g. 10GiB.", show_default=False)],
+    json: AsJson = False,
+) -> None:
+    """Evict what was not used for longest until the store is small enough. Pinned chunks stay."""
+    from cacheblend.store.open import parse_bytes
+
+    limit = parse_bytes(max_bytes)
+    with _open(url) as store:
+        freed = store.prune(limit)
+        stats = store.stats()
+    if json:
+        print_json({"freed_bytes": freed} | _stats(stats))
+        return
+    console().print(f"{size_text(freed)} freed, {size_text(stats.bytes)} in {stats.blocks} blocks stay")
+    if stats.bytes > limit:
+        console(stderr=True).print(f"[yellow]more than {size_text(limit)} stay, since they are pinned[/]")
+
+
+@app.command()
+def pin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
+    """Keep chunks from eviction."""
+    with _open(url) as store:
+        chosen = _choose(store, chunks or [], everything)
+        for manifest in chosen:
+            store.pin(manifest.block_names)
+    _done("pinned", chosen, json)
+
+
+@app.command()
+def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
+    """Let chunks be evicted again."""
+    with _open(url) as store:
+        chosen = _choose(store, chunks or [], everything)
+        for manifest in chosen:
+            store.unpin(manifest.block_names)
+    _done("unpinned", chosen, json)
+
+
+@app.command("rm")
+def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
+    """Delete chunks, pinned or not. Blocks that another chunk shares stay."""
+    with _open(url) as store:
+        chosen = _choose(store, chunks or [], everything)
+        gone = {manifest.chunk_id for manifest in chosen}
+        shared = {
+            name for manifest in store.manifests() if manifest.chunk_id not in gone for name in manifest.block_names
+        }
+        for manifest in chosen:
+            store.delete_manifest(manifest.chunk_id)
+            for name in manifest.block_names:
+                if name not in shared:
+                    store.delete(name)
+    _done("removed", chosen, json)
+
+
+def _open(url: str, *, read_only: bool = False) -> "KVStore":
+    """The store in a folder that is there already: looking at a store must not make one."""
+    from pathlib import Path
+    from urllib.parse import unquote, urlsplit
+
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.store.open import open_store
+
+    if url.split(":")[0] == "memory":
+        raise InvalidInputError("a store in memory ends with its process; name a folder")
+    folder = Path(unquote(urlsplit(url).path)) if "://" in url else Path(url).expanduser()
+    if not folder.is_dir():
+        raise InvalidInputError(f"there is no store at {folder}")
+    return open_store(url, ram_bytes=0, read_only=read_only)
+
+
+def _choose(store: "KVStore", wanted: list[str], everything: bool) -> list["ChunkManifest"]:
+    """The chunks that are meant."""
+    from cacheblend.core.errors import InvalidInputError
+
+    manifests = store.manifests()
+    if everything == bool(wanted):
+        raise InvalidInputError("name the chunks (see `cacheblend store ls`), or give --all; not both")
+    if everything:
+        return manifests
+    chosen: dict[bytes, ChunkManifest] = {}
+    for text in wanted:
+        by_id = [m for m in manifests if text and m.chunk_id.hex().startswith(text.lower())]
+        found = [m for m in manifests if m.label == text] or by_id
+        if not found:
+            raise InvalidInputError(f"no chunk is called {text!r}, and no chunk's id begins so")
+        if found is by_id and len(found) > 1:
+            raise InvalidInputError(f"{len(found)} chunks' ids begin with {text!r}; give more of it")
+        chosen |= {m.chunk_id: m for m in found}
+    return list(chosen.values())
+
+
+def _pinned(store: "KVStore") -> set[str]:
+    """Names, in hexadecimal, of a folder's pinned blocks (docs/format.md: an empty file a pin)."""
+    from cacheblend.store import DiskStore
+
+    folder = store.path / "pins" if isinstance(store, DiskStore) else None
+    return {file.name for file in folder.iterdir()} if folder is not None and folder.is_dir() else set()
+
+
+def _row(store: "KVStore", manifest: "ChunkManifest", pinned: set[str]) -> dict[str, Any]:
+    entries = [entry for entry in store.find(manifest.block_names) if entry is not None]
+    return {
+        "chunk": manifest.chunk_id.hex(),
+        "label": manifest.label,
+        "model": manifest.model,
+        "tokens": len(manifest.token_ids),
+        "anchor_tokens": len(manifest.anchor_ids),
+        "blocks": len(manifest.block_names),
+        "blocks_held": len(entries),
+        "bytes": sum(entry.layout.bytes_per_token * len(entry.token_ids) for entry in entries),
+        "pinned": all(name.hex() in pinned for name in manifest.block_names),
+    }
+
+
+def _stats(stats: "StoreStats") -> dict[str, Any]:
+    names = ("tier", "chunks", "blocks", "pinned", "bytes", "max_bytes")
+    return {name: getattr(stats, name) for name in names}
+
+
+def _done(verb: str, chunks: list["ChunkManifest"], as_json: bool) -> None:
+    if as_json:
+        print_json({verb: [manifest.chunk_id.hex() for manifest in chunks]})
+        return
+    for manifest in chunks:
+        console().print(f"{verb} {manifest.chunk_id.hex()[:SHORT]} {manifest.label}", markup=False)

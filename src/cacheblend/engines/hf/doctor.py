@@ -1,0 +1,218 @@
+"""Can this model be blended? Examines a model folder or a loaded model, and runs what blending promises of it.
+
+Knows how to ask; what is asked is the survey, the engine and the model itself. Never raises for a model that
+cannot be blended: that is a check that failed.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from cacheblend.core.blocks import KVLayout
+from cacheblend.core.errors import CacheBlendError
+from cacheblend.core.rope import KeyRotation
+from cacheblend.engines.hf.fingerprint import WEIGHT_FILES
+from cacheblend.engines.hf.live_check import LiveCheck
+from cacheblend.engines.hf.survey import Survey, check_config, survey_model
+from cacheblend.engines.hf.tokens import PromptBuilder
+from cacheblend.engines.hf.view import ModelView
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of it.
+        ok: False if it stands in the way; None if it is only worth knowing.
+        detail: what was found.
+    """
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+@dataclass
+class Diagnosis:
+    """All checks of one model, in order; they end with the first one that stands in the way of the others."""
+
+    model: str
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def blendable(self) -> bool:
+        """Nothing stands in the way."""
+        return all(check.ok is not False for check in self.checks)
+
+    @property
+    def reason(self) -> str:
+        """What stands in the way, empty if nothing does."""
+        failed = [check for check in self.checks if check.ok is False]
+        return "; ".join(dict.fromkeys(f"{check.name}: {check.detail}" for check in failed))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"blendable": self.blendable, "reason": self.reason}
+
+
+class _StopError(Exception):
+    """Nothing behind a failed check can be examined."""
+
+
+def diagnose(
+    model: PreTrainedModel | str | Path,
+    *,
+    tokenizer: Any = None,
+    name: str = "",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+) -> Diagnosis:
+    """Examines a model.
+
+    Args:
+        model: a model folder, or a loaded transformers model, which is not changed.
+        tokenizer: of a loaded model; None leaves its checks out.
+        name: for people.
+        dtype: of a folder's weights; ``auto`` takes its own.
+        device: to load a folder's weights to; None takes CUDA where there is one.
+    """
+    is_folder = isinstance(model, str | Path)
+    found = Diagnosis(name or (Path(str(model)).resolve().name if is_folder else type(model).__name__))
+    try:
+        if isinstance(model, str | Path):
+            model, tokenizer = _open(Path(model), dtype, device, found)
+        survey = _survey(model, found)
+        found.checks += list(_describe(survey))
+        if tokenizer is not None or is_folder:
+            found.checks += list(_tokenizer_checks(tokenizer))
+        for title, ok, detail in LiveCheck(model, survey).run():
+            found.checks.append(Check(title, ok, detail))
+    except _StopError:
+        pass
+    return found
+
+
+def _fail(found: Diagnosis, name: str, error: Exception) -> _StopError:
+    detail = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, CacheBlendError):
+        detail = f"{detail} ({type(error).__name__})" if str(error) else detail
+    found.checks.append(Check(name, False, detail))
+    return _StopError()
+
+
+# ---- a folder ---------------------------------------------------------------------------------------------
+
+
+def _open(
+    folder: Path, dtype: str | torch.dtype, device: str | torch.device | None, found: Diagnosis
+) -> tuple[PreTrainedModel, Any]:
+    """Model and tokenizer (None if it cannot be loaded); refuses by config before weights are read."""
+    config_file = folder / "config.json"
+    weights = sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)})
+    missing = [what for what, there in (("config.json", config_file.is_file()), ("weights", weights)) if not there]
+    if missing:
+        found.checks.append(Check("files", False, f"{folder} has no {' and no '.join(missing)}"))
+        raise _StopError
+    size = sum(file.stat().st_size for file in weights) / 2**30
+    found.checks.append(Check("files", True, f"config.json, {len(weights)} weight file(s), {size:.2f} GiB"))
+    try:
+        json.loads(config_file.read_text())
+        config = AutoConfig.from_pretrained(folder)
+        check_config(config)
+    except Exception as error:
+        raise _fail(found, "config", error) from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except Exception as error:
+        raise _fail(found, "weights", error) from error
+    try:
+        return model, AutoTokenizer.from_pretrained(folder)
+    except Exception:
+        return model, None
+
+
+def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
+    if tokenizer is None:
+        yield Check("tokenizer", False, "the folder has no tokenizer; with one of your own, hand in token ids")
+        return
+    try:
+        builder = PromptBuilder(tokenizer)
+    except Exception as error:
+        yield Check("tokenizer", False, " ".join(str(error).split()))
+        return
+    yield Check("tokenizer", True, f"fast backend, {len(tokenizer)} tokens")
+    if builder.bos_id is None:
+        yield Check("anchor", None, "none: the tokenizer puts no BOS in front; `--anchor system` is the alternative")
+    else:
+        yield Check("anchor", True, f"BOS, id {builder.bos_id}")
+    has_template = bool(tokenizer.chat_template)
+    yield Check("chat template", has_template or None, "there is one" if has_template else "none: plain prompts only")
+
+
+# ---- what the survey found ----------------------------------------------------------------------------------
+
+
+def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
+    try:
+        check_config(model.config)
+        survey = survey_model(model, ModelView(model))
+    except Exception as error:
+        raise _fail(found, "architecture", error) from error
+    layers = len(survey.layout.layers)
+    parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    detail = f"{type(model).__name__}, {layers} decoder layers, {parameters:.0f} M parameters"
+    found.checks.append(Check("architecture", True, detail))
+    found.checks.append(Check("attention", True, "each layer attends once, through transformers' attention interface"))
+    return survey
+
+
+def _describe(survey: Survey) -> Iterator[Check]:
+    layout = survey.layout
+    yield Check("KV cache", True, f"{_shapes(layout)}, {_name(layout.dtype)}: {layout.bytes_per_token} bytes a token")
+    windows = [f"{n} sliding by {window}" if window else f"{n} full" for window, n in _counts(survey.windows)]
+    yield Check("windows", True, f"layers: {_joined(windows)}")
+    turns = [_rotation(rotation, n, layout) for rotation, n in _counts(survey.rotations)]
+    yield Check("re-positioning", True, _joined(turns))
+    context = "no limit named" if survey.context_length is None else f"{survey.context_length} tokens"
+    if survey.length_limit is None:
+        yield Check("length", True, f"context: {context}")
+    else:
+        yield Check(
+            "length", None, f"context: {context}; the RoPE changes behind {survey.length_limit}: no reuse there"
+        )
+
+
+def _shapes(layout: KVLayout) -> str:
+    shapes = [f"{n} layers: {s.kv_heads} KV heads of {s.head_dim}" for s, n in _counts(layout.layers)]
+    return _joined(shapes)
+
+
+def _rotation(rotation: KeyRotation | None, count: int, layout: KVLayout) -> str:
+    if rotation is None:
+        return f"{count} layers: no position in their keys (NoPE)"
+    head_dim = max(shape.head_dim for shape in layout.layers)
+    slowest, fastest = rotation.inv_freq.min(), rotation.inv_freq.max()
+    return (
+        f"{count} layers: {rotation.pairing} pairing, {rotation.rotary_dim} of {head_dim} dims, "
+        f"{fastest:.3g} .. {slowest:.3g} rad a position"
+    )
+
+
+def _counts(values: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Distinct values in order, each with the number of its layers (rotations compare by identity)."""
+    return [(value, sum(other == value for other in values)) for value in dict.fromkeys(values)]
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "; ".join(parts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

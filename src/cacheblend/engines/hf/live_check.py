@@ -1,0 +1,213 @@
+"""What blending promises of a model, run on the loaded model itself: both exactness laws, and re-positioning.
+
+Equal means equal to rounding. In fp32 that is a fixed bound. In half precision it depends on the model, so the same
+prompt is also computed plainly in two other ways (in two parts, through transformers' own cache): what these differ
+by is the model's own noise, and blending may differ from the plain computation by a few times that, and no more.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.loader import LayerKV
+from cacheblend.core.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.rope import reposition_keys, turn_by
+from cacheblend.core.selection import AllRows, Hkvd, NoRows, Selector
+from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.survey import Survey
+from cacheblend.store import MemoryStore
+
+TEXT_TOKENS, CHUNK_TOKENS, CHUNKS = 8, 40, 3
+LONGEST = 1100  # tokens of a prompt that is made longer so that a sliding window matters
+SHIFT = 256  # positions
+FULL_PRECISION = (torch.float32, torch.float64)
+FULL_BOUND = 1e-4
+NOISE_FACTOR, LOWEST_HALF_BOUND, HIGHEST_HALF_BOUND = 5.0, 0.02, 0.25
+
+Outcome = tuple[str, bool, str]
+"""(what was checked, whether it holds, what was measured)."""
+
+
+@dataclass
+class Plain:
+    """A plain computation: last logits [vocab], and the KV cache of all layers."""
+
+    logits: torch.Tensor
+    kv: list[LayerKV]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Relative distances: of the last logits, and of the KV of the median row."""
+
+    logits: float
+    kv: float
+
+    def worst(self) -> float:
+        """The larger one."""
+        return max(self.logits, self.kv)
+
+
+class LiveCheck:
+    """Runs a few small prompts of random ids through a model, plainly and blended.
+
+    Args:
+        model: loaded; it is not changed.
+        survey: of it.
+    """
+
+    def __init__(self, model: PreTrainedModel, survey: Survey) -> None:
+        self._model, self._survey = model, survey
+        self._random = torch.Generator().manual_seed(0)
+        limits = [n for n in (survey.context_length, survey.length_limit) if n is not None]
+        longest = min([LONGEST, *limits])
+        windows = [window for window in survey.windows if window is not None and window < longest]
+        wanted = max(CHUNKS * CHUNK_TOKENS, min(windows, default=0) + CHUNK_TOKENS)
+        self._chunk_tokens = max(2, min(wanted, longest - 2 * TEXT_TOKENS) // CHUNKS)
+        self._is_half = survey.layout.dtype not in FULL_PRECISION
+        self._prompts = 3 if self._is_half and wanted == CHUNKS * CHUNK_TOKENS else 1
+        self._shift = min([SHIFT, *(max(1, n - self._chunk_tokens) for n in limits)])
+
+    def run(self) -> Iterator[Outcome]:
+        """Each promise in turn; a failure in one does not hide the others."""
+        promises: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
+            ("re-positioned keys", self._repositioning),
+            ("r = 1 is full prefill", self._everything_recomputed),
+            ("lone chunk, r = 0", self._lone_chunk),
+        ]
+        for title, promise in promises:
+            try:
+                ok, detail = promise()
+            except ModelNotBlendableError as error:
+                ok, detail = False, str(error)
+            except Exception as error:
+                ok, detail = False, f"failed: {' '.join(str(error).split())} ({type(error).__name__})"
+            yield title, ok, detail
+
+    # ---- the promises -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _repositioning(self) -> tuple[bool, str]:
+        """Keys of a chunk, moved, against the keys that the model computes at the target."""
+        ids = self._ids(self._chunk_tokens)
+        here, there = self._plain(ids), self._plain(ids, first=self._shift)
+        moved = []
+        for rotation, (keys, values) in zip(self._survey.rotations, here.kv, strict=True):
+            if rotation is not None:
+                offsets = torch.full((keys.shape[1],), self._shift)
+                keys = reposition_keys(keys, turn_by(rotation, offsets, keys.device))
+            moved.append(LayerKV(keys, values))
+        return self._judge(
+            _row_distance(moved, there.kv),
+            self._noise(ids, here),
+            f"{len(ids)} tokens moved by {self._shift}",
+        )
+
+    def _everything_recomputed(self) -> tuple[bool, str]:
+        """The first law, through the fused path itself: loaded, measured, selected, all rows."""
+        deep = len(self._survey.layout.layers) > 1
+        selector: Selector = Hkvd(check_layers=(1,), ratios=(1.0,)) if deep else AllRows()
+        chunks = [chunk(self._ids(self._chunk_tokens).tolist()) for _ in range(CHUNKS)]
+        prompts = [self._prompt([self._text(), *chunks, self._text()]) for _ in range(self._prompts)]
+        return self._law(chunks, prompts, selector)
+
+    def _lone_chunk(self) -> tuple[bool, str]:
+        """The second law: a chunk right behind its anchor is an exact prefix, whatever the ratio."""
+        chunks = [chunk(self._ids(self._chunk_tokens).tolist())]
+        prompts = [self._prompt([*chunks, self._text()]) for _ in range(self._prompts)]
+        return self._law(chunks, prompts, NoRows())
+
+    @torch.no_grad()
+    def _law(self, chunks: list[Segment], prompts: list[Prompt], selector: Selector) -> tuple[bool, str]:
+        """Blended against plain on each prompt; the median, since one row of a mixture of experts may be routed
+        elsewhere by rounding alone."""
+        config = BlendConfig(selector="all", capture=False)
+        distances, noises = [], []
+        with (
+            MemoryStore() as store,
+            BlendEngine(self._model, store=store, config=config, fingerprint="doctor") as engine,
+        ):
+            engine.warm(chunks)
+            for prompt in prompts:
+                ids = torch.from_numpy(prompt.token_ids.astype("i8")).to(self._model.device)
+                plain = self._plain(ids)
+                noises.append(self._noise(ids, plain))
+                blended, report = engine.prefill(prompt, selector=selector)
+                if report.loaded_tokens != sum(map(len, chunks)):
+                    return False, f"only {report.loaded_tokens} of {sum(map(len, chunks))} tokens were found again"
+                distances.append(_distance(Plain(blended.logits, blended.kv), plain).worst())
+        return self._judge(statistics.median(distances), statistics.median(noises), f"{len(prompts[0])} tokens")
+
+    def _judge(self, distance: float, noise: float, what: str) -> tuple[bool, str]:
+        allowed = FULL_BOUND
+        if self._is_half:
+            allowed = min(max(LOWEST_HALF_BOUND, NOISE_FACTOR * noise), HIGHEST_HALF_BOUND)
+        return distance <= allowed, f"off by {distance:.1e} (allowed {allowed:.1e}), {what}"
+
+    # ---- plain computations -----------------------------------------------------------------------------
+
+    def _plain(self, ids: torch.Tensor, *, first: int = 0, split: int | None = None) -> Plain:
+        """transformers' own forward of `ids` [n] from position `first` on; behind `split` rows in a second call."""
+        cache = DynamicCache()  # without a config: sliding-window layers keep all tokens, so that all are compared
+        out = None
+        for start, stop in ((0, split or len(ids)), (split or len(ids), len(ids))):
+            if start < stop:
+                positions = torch.arange(first + start, first + stop, device=ids.device)[None]
+                out = self._model(
+                    input_ids=ids[None, start:stop], position_ids=positions, past_key_values=cache, use_cache=True
+                )
+        assert out is not None
+        return Plain(out.logits[0, -1], self._kv_of(cache))
+
+    def _kv_of(self, cache: DynamicCache) -> list[LayerKV]:
+        """A batch of one's KV, layer by layer.
+
+        Raises:
+            ModelNotBlendableError: the model keeps something else.
+        """
+        layers = len(self._survey.layout.layers)
+        if len(cache.layers) != layers or any(getattr(layer, "keys", None) is None for layer in cache.layers):
+            raise ModelNotBlendableError(
+                f"{type(self._model).__name__} keeps other state than the keys and values of its {layers} layers "
+                "(a convolution's or a state-space layer's), which blending does not carry on"
+            )
+        return [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+    def _noise(self, ids: torch.Tensor, plain: Plain) -> float:
+        """What two other plain computations of the same ids differ by from this one; 0 where nobody asks."""
+        if not self._is_half:
+            return 0.0
+        return max(_distance(self._plain(ids, split=len(ids) // part), plain).worst() for part in (2, 3))
+
+    def _ids(self, count: int) -> torch.Tensor:
+        drawn = torch.randint(self._survey.vocab_size, (count,), generator=self._random)
+        return drawn.to(self._model.device)
+
+    def _text(self) -> Segment:
+        return text(self._ids(TEXT_TOKENS).tolist())
+
+    @staticmethod
+    def _prompt(segments: list[Segment]) -> Prompt:
+        return Prompt.of(segments)
+
+
+def _distance(one: Plain, other: Plain) -> Distance:
+    wanted = other.logits.float()
+    spread = (wanted - wanted.mean()).norm().clamp(min=1e-12)
+    return Distance(float((one.logits.float() - wanted).norm() / spread), _row_distance(one.kv, other.kv))
+
+
+def _row_distance(one: list[LayerKV], other: list[LayerKV]) -> float:
+    """Relative distance of the median row, of the layer where that is largest."""
+    worst = 0.0
+    for mine, theirs in zip(one, other, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            error = (a.float() - b.float()).norm(dim=(0, 2))
+            size = b.float().norm(dim=(0, 2)).clamp(min=1e-12)
+            worst = max(worst, float((error / size).median()))
+    return worst

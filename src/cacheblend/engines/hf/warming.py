@@ -1,0 +1,130 @@
+"""Stores chunks: ahead of their use, or behind a request that missed them, never in a request's way."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import PreTrainedModel
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fusor import Prefill
+from cacheblend.core.naming import TokenIds
+from cacheblend.core.plan import Planner
+from cacheblend.core.prompt import Segment, check_ids
+from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.capture import ChunkJob, batches, compute_chunks, manifest_of, publish
+from cacheblend.engines.hf.survey import Survey
+from cacheblend.store import KVStore, WriteBehind
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class WarmReport:
+    """What `warm` did.
+
+    Attributes:
+        stored: chunks computed and stored.
+        held: chunks that the store held already.
+        tokens: of the chunks stored.
+        seconds: in all.
+    """
+
+    stored: int
+    held: int
+    tokens: int
+    seconds: float
+
+
+class ChunkWarmer:
+    """Computes chunks alone behind their anchor and stores them.
+
+    Args:
+        model: computes them by its plain forward.
+        store: where they go.
+        survey: the model's limits.
+        config: batch size and whether misses are captured.
+        background: runs what is done behind the requests.
+        name: of the model, for people.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        store: KVStore,
+        survey: Survey,
+        config: BlendConfig,
+        background: Background,
+        name: str,
+    ) -> None:
+        self._model, self._store, self._survey, self._config = model, store, survey, config
+        self._background, self._name = background, name
+        self._writer = WriteBehind(store)
+
+    def warm(
+        self,
+        planner: Planner,
+        anchor: Sequence[TokenIds],
+        segments: Sequence[Segment],
+        progress: Progress | None = None,
+    ) -> WarmReport:
+        """Stores the segments that the store does not hold; see `BlendEngine.warm`."""
+        started = time.perf_counter()
+        jobs = self._jobs(anchor, segments)
+        missing = [job for job in jobs if not self._is_held(planner, job)]
+        done = len(jobs) - len(missing)
+        for batch in batches(missing, self._config.capture_batch_tokens):
+            self._compute(planner, batch)
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(jobs))
+        self._store.flush()
+        tokens = sum(len(job.token_ids) for job in missing)
+        return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
+
+    def behind(self, planner: Planner, result: Prefill) -> None:
+        """Behind a request: its exact blocks are written as they are, its missed chunks computed alone, later."""
+        if not self._config.capture:
+            return
+        for block in publish(result.plan, result.kv):
+            self._writer.submit(block)
+        anchor = tuple(planner.anchor.segments(result.plan.prompt))
+        for segment in result.plan.missed_chunks():
+            job = ChunkJob(anchor, segment.token_ids, segment.label)
+            self._background.submit(manifest_of(job, planner, "").chunk_id, partial(self._compute, planner, [job]))
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits for `behind`'s work; False after `timeout` seconds."""
+        done = self._background.flush(timeout)
+        return self._writer.flush(timeout) and done
+
+    def close(self) -> None:
+        """Ends the writing; the background is its owner's."""
+        self._writer.close()
+
+    def _jobs(self, anchor: Sequence[TokenIds], segments: Sequence[Segment]) -> list[ChunkJob]:
+        """One job a distinct chunk, checked against the model's limits."""
+        limits = (self._survey.context_length, self._survey.length_limit)
+        limit = min((n for n in limits if n is not None), default=None)
+        jobs: dict[bytes, ChunkJob] = {}
+        for number, segment in enumerate(segments, 1):
+            job, what = ChunkJob(tuple(anchor), segment.token_ids, segment.label), f"chunk {segment.label or number}"
+            check_ids(segment.token_ids, self._survey.vocab_size, what)
+            if limit is not None and len(job) > limit:
+                raise InvalidInputError(
+                    f"{what} has {len(job)} tokens with its anchor, the model's context {limit}; split it"
+                )
+            jobs.setdefault(segment.token_ids.tobytes(), job)
+        return list(jobs.values())
+
+    def _is_held(self, planner: Planner, job: ChunkJob) -> bool:
+        entries = self._store.find(manifest_of(job, planner, self._name).block_names)
+        return all(entry is not None for entry in entries)
+
+    def _compute(self, planner: Planner, jobs: Sequence[ChunkJob]) -> None:
+        for captured in compute_chunks(self._model, jobs, planner, self._name):
+            for block in captured.blocks:
+                self._store.write(block)
+            self._store.put_manifest(captured.manifest)

@@ -1,0 +1,176 @@
+"""The laws on CUDA, in fp32 and bf16, and parity of the attention's routes there."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+
+from cacheblend.core.attention import AttentionSpec, attend_rows
+from cacheblend.core.plan import Anchor
+from cacheblend.core.prompt import Prompt, text
+from cacheblend.core.selection import AllRows, Head, Hkvd, NoRows, RandomRows
+from cacheblend.engines.hf import SamplingParams
+from cacheblend.store import MemoryStore
+from families import tiny_model
+from parity.scenes import (
+    BOS,
+    QUESTION,
+    RAG,
+    UNSEEN,
+    A,
+    B,
+    assert_as_reference,
+    assert_close,
+    assert_same,
+    open_engine,
+    run,
+)
+from reference import blend, plain_kv
+from reference_attention import dense_attention
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+FAMILIES = ["llama", "gemma3_text", "gpt_oss"]
+LAWS = {"hkvd": Hkvd((1,), (1.0,)), "all": AllRows()}
+SELECTORS = {
+    "hkvd": Hkvd((1,), (0.3,)),
+    "gradual": Hkvd((1, 2), (0.3, 0.1)),
+    "head": Head(0.1),
+    "random": RandomRows(0.1),
+    "none": NoRows(),
+}
+FP32 = 1e-4  # the device's kernels differ with the number of rows
+
+
+@cache
+def on_device(family: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return copy.deepcopy(tiny_model(family, dtype)).to(DEVICE)
+
+
+def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative to the norm, so that no single logit decides."""
+    return float((logits.float() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_recompute_equals_full_prefill(family: str, law: str) -> None:
+    model = on_device(family)
+    with open_engine(model) as engine:
+        outcome = run(engine, RAG, LAWS[law])
+    assert outcome.report.hit_tokens["memory"] == len(outcome.recomputed) == 115
+    assert outcome.result.logits.device.type == DEVICE
+    assert_same(outcome.result, *plain_kv(model, RAG.token_ids), FP32)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_recompute_in_bf16_is_as_near_the_truth_as_full_prefill(family: str, law: str) -> None:
+    """The truth is an fp32 model of the same, rounded, weights."""
+    model = on_device(family, torch.bfloat16)
+    exact, _ = plain_kv(copy.deepcopy(model).float(), RAG.token_ids)
+    plain, _ = plain_kv(model, RAG.token_ids)
+    with open_engine(model) as engine:
+        outcome = run(engine, RAG, LAWS[law])
+    assert error(outcome.result.logits, exact) <= 1.5 * error(plain, exact) + 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lone_chunk_behind_its_anchor_is_exact(family: str, dtype: torch.dtype) -> None:
+    model, prompt = on_device(family, dtype), Prompt.of([text([BOS]), A, QUESTION])
+    plain, kv = plain_kv(model, prompt.token_ids)
+    with open_engine(model, anchor=Anchor("bos", BOS)) as engine:
+        outcome = run(engine, prompt, NoRows())
+    assert outcome.report.hit_tokens["prefix"] == 1 + len(A)
+    if dtype == torch.float32:
+        assert_same(outcome.result, plain, kv, FP32)
+    else:
+        exact, _ = plain_kv(copy.deepcopy(model).float(), prompt.token_ids)
+        assert error(outcome.result.logits, exact) <= 1.5 * error(plain, exact) + 0.01
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fused_pass_equals_the_oracle(family: str, selector: str) -> None:
+    model, prompt = on_device(family), Prompt.of([*RAG.segments[:2], UNSEEN, *RAG.segments[2:]])
+    with open_engine(model) as engine:
+        outcome = run(engine, prompt, SELECTORS[selector])
+    reference = blend(model, prompt, SELECTORS[selector], missing=range(32, 53))
+    assert_as_reference(outcome, reference, FP32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_cpu_stored_serves_the_device(family: str) -> None:
+    """One model on two devices has one name space; records lie on the CPU either way."""
+    with MemoryStore() as store:
+        open_engine(tiny_model(family), store=store).close()
+        blocks = store.stats().blocks
+        with open_engine(on_device(family), store=store) as engine:
+            assert store.stats().blocks == blocks
+            outcome = run(engine, RAG, SELECTORS["hkvd"])
+    assert outcome.report.missed_tokens == 0
+    assert_as_reference(outcome, blend(on_device(family), RAG, SELECTORS["hkvd"]), FP32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_chunks_are_what_a_plain_prefill_gives(family: str) -> None:
+    model = on_device(family)
+    with open_engine(model, [B], capture=True) as engine:
+        engine.prefill(Prompt.of([QUESTION, B, UNSEEN, A]))
+        assert engine.flush(timeout=60)
+        manifests = engine.store.manifests()
+        assert len(manifests) == 3
+        for manifest in manifests:
+            _, layers = plain_kv(model, manifest.token_ids)
+            for layer, (keys, values) in enumerate(layers):
+                records = [engine.store.read(name, layer) for name in manifest.block_names]
+                expected = torch.stack([keys, values], dim=1).cpu()
+                assert_close(torch.cat(records, dim=2), expected, FP32, f"layer {layer}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_decoding_equals_generate(family: str) -> None:
+    model, steps = on_device(family), 8
+    with open_engine(model) as engine:
+        answer = engine.generate(RAG, SamplingParams(max_tokens=steps, ignore_eos=True), ratio=1.0)
+    ids = torch.tensor([RAG.token_ids.tolist()], device=DEVICE)
+    options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert answer.token_ids == expected[0, len(RAG) :].tolist()
+
+
+SPECS = {
+    "plain": AttentionSpec(0.125),
+    "window": AttentionSpec(0.125, window=100),
+    "softcap": AttentionSpec(0.125, softcap=20.0),
+    "sinks": AttentionSpec(0.125, sinks=torch.linspace(-2, 2, 8)),
+    "all of them": AttentionSpec(0.125, window=100, softcap=20.0, sinks=torch.linspace(-2, 2, 8)),
+}
+ROWS = {
+    "every row": torch.arange(1500),
+    "scattered": torch.arange(3, 1500, 7),
+    "the last": torch.tensor([1499]),
+    "the first": torch.tensor([0, 1]),
+    "a run and some": torch.cat([torch.tensor([5, 90, 400]), torch.arange(700, 900), torch.tensor([1301])]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_route_of_attention_equals_the_dense_one(spec: str, rows: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    length, positions, asked = 1500, ROWS[rows].to(DEVICE), SPECS[spec]
+    if asked.sinks is not None:
+        asked = AttentionSpec(asked.scaling, asked.window, asked.softcap, asked.sinks.to(DEVICE, dtype))
+    query, keys, values = (
+        torch.randn(heads, n, 64, generator=generator).to(DEVICE, dtype)
+        for heads, n in ((8, len(positions)), (2, length), (2, length))
+    )
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    out = attend_rows(query, keys, values, positions, asked)
+    assert out.dtype == dtype and out.device.type == DEVICE
+    assert_close(out.float(), dense_attention(query, keys, values, positions, asked), tolerance, f"{spec}, {rows}")

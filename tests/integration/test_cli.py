@@ -1,0 +1,405 @@
+"""The command line on a tiny model in a folder: what it prints, what it leaves behind, how it fails."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheblend.cli import app, main
+from cacheblend.cli.data import read_passages, read_row
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.hf.tiny import TinyShape, build_tiny
+
+PASSAGES = [
+    "The lighthouse was lit in 1871 and its keepers wrote down the weather.",
+    "Mussels grow on ropes, and the harvest stops when algae are found.",
+    "A clock that shows the tide needs a wheel for the moon.",
+]
+SHAPE = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_size=400, context_length=512)
+
+
+@dataclass
+class Result:
+    """A finished run."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "tiny-llama"
+    build_tiny(folder, PASSAGES, SHAPE)
+    return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        try:
+            main([str(argument) for argument in arguments])
+            code = 0
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Result(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = [{"ctxs": [{"title": "", "text": text} for text in PASSAGES], "question": "When was it lit?"}]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows))
+    return file
+
+
+@pytest.fixture
+def store(run: Run, model: Path, data: Path, tmp_path: Path) -> Path:
+    """A store with the three passages."""
+    folder = tmp_path / "store"
+    assert run("warm", "-m", model, "-s", folder, "-d", data).code == 0
+    return folder
+
+
+# ---- help -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[], ["warm"], ["ask"], ["doctor"], ["demo"], ["bench"], ["bench", "ttft"], ["store"]]
+    + [["store", name] for name in ("ls", "stat", "verify", "prune", "pin", "unpin", "rm")],
+)
+def test_every_command_has_help(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, time; started = time.perf_counter()\n"
+        "from cacheblend.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(time.perf_counter() - started, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    seconds = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        taken, heavy = done.stdout.splitlines()[-1].split(" ", 1)
+        assert heavy == "[]"
+        seconds.append(float(taken))
+    assert min(seconds) < 0.3
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").out.startswith("cacheblend 0.")
+
+
+# ---- warm, ask --------------------------------------------------------------------------------------------
+
+
+def test_warm_stores_each_passage_once(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    command = ("warm", "--model", model, "--store", tmp_path / "s", "--data", data, "--json")
+    first, second = run(*command), run(*command)
+    assert first.err == ""
+    assert (first.json["stored"], first.json["held"]) == (3, 0)
+    assert (second.json["stored"], second.json["held"]) == (0, 3)
+    assert first.json["store_bytes"] == second.json["store_bytes"] > 0
+
+
+def test_warm_takes_several_files_and_a_limit(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("One more.\n\nAnd one more.\n")
+    command = ("warm", "-m", model, "-s", tmp_path / "s", "-d", data, "-d", tmp_path / "more.txt", "--json")
+    assert run(*command, "--limit", 4).json["passages"] == 4
+
+
+def test_warm_shows_its_progress_on_stderr(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    result = run("warm", "-m", model, "-s", tmp_path / "s", "-d", data)
+    assert "3/3" in result.err
+    assert "3 passages stored" in result.out
+
+
+def test_ask_answers_from_the_store(run: Run, model: Path, data: Path, store: Path) -> None:
+    found = run("ask", "-m", model, "-s", store, "-d", data, "-n", 4, "--json").json
+    assert len(found["token_ids"]) <= 4
+    report = found["report"]
+    assert report["missed_tokens"] == 0
+    assert report["loaded_tokens"] > 0.8 * report["prompt_tokens"]
+    assert report["recomputed_tokens"] == round(0.15 * report["hit_tokens"]["disk"])
+
+
+def test_ask_stores_what_it_missed(run: Run, model: Path, store: Path) -> None:
+    command = ("ask", "-m", model, "-s", store, "-p", PASSAGES[1], "-p", "Nobody has seen this one.", "-q", "Why?")
+    reports = [run(*command, "-n", 1, "--json").json["report"] for _ in range(2)]
+    assert reports[0]["missed_tokens"] > 0
+    assert reports[1]["missed_tokens"] == 0
+
+
+def test_ask_without_capture_stores_nothing(run: Run, model: Path, tmp_path: Path) -> None:
+    command = ("ask", "-m", model, "-s", tmp_path / "s", "-p", PASSAGES[0], "-q", "Why?", "-n", 1, "--no-capture")
+    reports = [run(*command, "--json").json["report"] for _ in range(2)]
+    assert reports[1]["missed_tokens"] == reports[0]["missed_tokens"] > 0
+
+
+def test_ask_shows_answer_and_report(run: Run, model: Path, data: Path, store: Path) -> None:
+    result = run("ask", "-m", model, "-s", store, "-d", data, "-n", 4)
+    assert result.out.strip()
+    for word in ("prompt tokens", "loaded from disk", "missed", "recomputed", "first token"):
+        assert word in result.err
+
+
+def test_ask_compares_with_full_recompute(run: Run, model: Path, data: Path, store: Path) -> None:
+    command = ("ask", "-m", model, "-s", store, "-d", data, "-n", 4, "--compare", "--ratio", 1)
+    found = run(*command, "--json").json
+    other = found["full_recompute"]
+    assert other["token_ids"] == found["token_ids"]
+    assert other["answer"] == found["answer"]
+    assert other["first_token"]["kl"] < 1e-8
+    assert other["first_token"]["top_1"]
+    shown = run(*command)
+    assert "full recompute" in shown.out
+    assert "the same first token" in shown.err
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "head", "random", "none", "all"])
+def test_ask_takes_every_selector(run: Run, model: Path, data: Path, store: Path, selector: str) -> None:
+    found = run("ask", "-m", model, "-s", store, "-d", data, "-n", 1, "--selector", selector, "--json").json
+    share = {"none": 0.0, "all": 1.0}.get(selector, 0.15)
+    assert found["report"]["recomputed_tokens"] == round(share * found["report"]["hit_tokens"]["disk"])
+
+
+def test_the_system_prompt_as_anchor(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    options = ("-m", model, "-s", tmp_path / "s", "-d", data, "--anchor", "system", "--system", "Be brief.", "--json")
+    assert run("warm", *options).json["stored"] == 3
+    report = run("ask", *options, "-n", 1).json["report"]
+    assert report["missed_tokens"] == 0
+    assert report["hit_tokens"]["prefix"] > 10  # system prompt and first passage
+
+
+def test_passages_from_files(run: Run, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text(PASSAGES[0] + "\n")
+    by_file, by_text = (
+        run("ask", "-m", model, "-s", "memory", "-p", passage, "-q", "Why?", "-n", 2, "--json").json
+        for passage in (f"@{tmp_path / 'p.txt'}", PASSAGES[0])
+    )
+    assert by_file["token_ids"] == by_text["token_ids"]
+
+
+# ---- store ------------------------------------------------------------------------------------------------
+
+
+def test_store_ls_and_stat(run: Run, store: Path) -> None:
+    chunks = run("store", "ls", store, "--json").json["chunks"]
+    assert [chunk["label"] for chunk in sorted(chunks, key=lambda c: c["label"])] == [f"rows #0.{i}" for i in range(3)]
+    assert all(chunk["blocks_held"] == chunk["blocks"] == 1 and not chunk["pinned"] for chunk in chunks)
+    stat = run("store", "stat", store, "--json").json
+    assert (stat["chunks"], stat["blocks"], stat["pinned"]) == (3, 4, 0)  # 3 passages and BOS
+    shown = run("store", "ls", f"file://{store}")
+    assert "1 of 1" in shown.out
+    assert "tiny-llama" in shown.out
+    assert "3 chunks, 4 blocks" in run("store", "stat", store).out
+
+
+def test_store_pin_unpin_prune_rm(run: Run, store: Path) -> None:
+    chunk = run("store", "ls", store, "--json").json["chunks"][0]
+    assert run("store", "pin", store, chunk["chunk"][:10], "--json").json == {"pinned": [chunk["chunk"]]}
+    assert run("store", "prune", store, "--max-bytes", "1KiB", "--json").json["blocks"] == 1
+    left = run("store", "ls", store, "--json").json["chunks"]
+    assert [(c["chunk"], c["pinned"]) for c in left] == [(chunk["chunk"], True)]
+    assert run("store", "unpin", store, chunk["label"]).code == 0
+    assert run("store", "rm", store, "--all", "--json").json == {"removed": [chunk["chunk"]]}
+    assert run("store", "stat", store, "--json").json["blocks"] == 0
+
+
+def test_store_verify_reports_and_removes_damage(run: Run, store: Path) -> None:
+    assert run("store", "verify", store, "--json").json == {"intact_blocks": 4, "damaged": []}
+    file = max((file for file in (store / "blocks").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    result = run("store", "verify", store)
+    assert result.code == 1
+    assert "removed block" in result.out
+    assert run("store", "verify", store).code == 0
+
+
+def test_looking_at_a_store_makes_none(run: Run, tmp_path: Path) -> None:
+    assert run("store", "ls", tmp_path / "none").code == 2
+    assert not (tmp_path / "none").exists()
+
+
+# ---- doctor, bench, demo ----------------------------------------------------------------------------------
+
+
+def test_doctor(run: Run, model: Path, tmp_path: Path) -> None:
+    shown = run("doctor", "--model", model)
+    assert shown.code == 0
+    assert "half pairing, 16 of 16 dims" in shown.out
+    assert "yes, this model can be blended" in shown.out
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").write_text("")
+    refused = run("doctor", "--model", tmp_path, "--json")
+    assert refused.code == 1
+    assert refused.json["blendable"] is False
+
+
+def test_bench_ttft(run: Run, tmp_path: Path) -> None:
+    command = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 16, "--question-tokens", 4)
+    result = run(*command, "--runs", 1, "--ratio", 0.5, "--ratio", 0.1, "--json", tmp_path / "r.json")
+    assert result.code == 0
+    arms = json.loads((tmp_path / "r.json").read_text())["arms"]
+    assert [(arm["arm"], arm["ratio"]) for arm in arms if arm["arm"] == "blend"] == [("blend", 0.5), ("blend", 0.1)]
+    assert "blend" in result.out
+
+
+def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2)
+    monkeypatch.setattr("cacheblend.engines.hf.tiny.TinyShape", lambda: small)
+    found = run("demo", "--json").json
+    assert [arm["arm"] for arm in found["arms"]][:2] == ["full recompute", "prefix caching"]
+    assert all(law["holds"] for law in found["laws"])
+    shown = run("demo", "--keep", tmp_path / "kept")
+    assert shown.code == 0
+    assert "random weights" in shown.out
+    assert run("store", "stat", tmp_path / "kept" / "store", "--json").json["chunks"] == 8
+
+
+# ---- bad input --------------------------------------------------------------------------------------------
+
+
+BAD = [
+    (["warm", "-m", "{model}", "-s", "{tmp}/s", "-d", "{tmp}/none.json"], "none.json cannot be read"),
+    (["warm", "-m", "{model}", "-s", "memory", "-d", "{data}"], "ends with this command"),
+    (["warm", "-m", "{tmp}/none", "-s", "{tmp}/s", "-d", "{data}"], "is no folder"),
+    (["warm", "-m", "{tmp}", "-s", "{tmp}/s", "-d", "{data}"], "config.json"),
+    (["warm", "-m", "{model}", "-s", "{tmp}/s", "-d", "{data}", "--anchor", "x"], "anchor must be one of"),
+    (["warm", "-m", "{model}", "-s", "{tmp}/s", "-d", "{data}", "--block-size", "0"], "at least 1, got 0"),
+    (["ask", "-m", "{model}", "-s", "memory"], "no question"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-r", "1.5"], "0..1, got 1.5"),
+    (["ask", "-m", "{model}", "-s", "s3://x", "-q", "?"], "s3"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--selector", "best"], "'best'"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--check-layer", "9"], "check layer 9"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--dtype", "int8"], "int8"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--device", "moon"], "moon"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-n", "0"], "max_tokens"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-p", ""], "passage"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-p", "@{tmp}/none"], "cannot be read"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--chat"], "no chat template"),
+    (["ask", "-m", "{model}", "-s", "memory", "-d", "{data}", "--row", "7"], "rows 0..0, not 7"),
+    (["ask", "-m", "{model}", "-s", "memory", "-p", "word " * 900, "-q", "?"], "context"),
+    (["store", "stat", "memory"], "name a folder"),
+    (["store", "prune", "{tmp}", "--max-bytes", "much"], "not a size"),
+    (["doctor"], "--model"),
+    (["doctor", "--shape", "round"], "no shape is called"),
+    (["bench", "ttft"], "model"),
+    (["bench", "ttft", "--shape", "tiny", "--json", "{tmp}/no/r.json"], "no folder"),
+    (["demo", "--ratio", "2"], "0..1"),
+    (["demo", "--keep", "{tmp}"], "exists already"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), BAD, ids=[" ".join(c[:1] + c[-2:])[:40] for c, _ in BAD])
+def test_a_users_error_is_one_line(
+    run: Run, model: Path, data: Path, tmp_path: Path, command: list[str], message: str
+) -> None:
+    filled = [part.format(model=model, data=data, tmp=tmp_path) for part in command]
+    result = run(*filled)
+    assert result.code == 2
+    assert result.out == ""
+    last = result.err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+def test_errors_as_json(run: Run, tmp_path: Path) -> None:
+    result = run("ask", "-m", tmp_path / "none", "-s", "memory", "-q", "?", "--json")
+    assert result.code == 2
+    assert "is no folder" in result.json["error"]
+    assert result.err == ""
+
+
+def test_a_wrong_option_is_typers_to_explain(run: Run) -> None:
+    result = run("warm", "--nonsense")
+    assert result.code == 2
+    assert "--nonsense" in result.err
+
+
+def test_as_a_process(model: Path, data: Path, tmp_path: Path) -> None:
+    program = [sys.executable, "-c", "from cacheblend.cli import main; main()"]
+    options = ["-m", str(model), "-s", str(tmp_path / "s"), "-d", str(data), "--json"]
+    warmed = subprocess.run([*program, "warm", *options], capture_output=True, text=True, check=True)
+    assert json.loads(warmed.stdout)["stored"] == 3
+    failed = subprocess.run([*program, "store", "ls", str(tmp_path / "none")], capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert failed.stderr == f"error: there is no store at {tmp_path / 'none'}\n"
+
+
+# ---- data files -------------------------------------------------------------------------------------------
+
+
+def test_data_formats(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("First\nstill first.\n \n\nSecond.\r\n\r\nThird.")
+    (tmp_path / "b.txt").write_text("Fourth.")
+    (tmp_path / "c.jsonl").write_text('{"text": "x", "title": "t"}\n\n{"text": "y"}\n')
+    (tmp_path / "d.json").write_text('[{"ctxs": [{"title": "", "text": "x"}]}, {"text": "y"}]')
+    texts = {name: [p.text for p in read_passages(tmp_path / name)] for name in ("", "a.txt", "c.jsonl", "d.json")}
+    assert texts["a.txt"] == ["First\nstill first.", "Second.", "Third."]
+    assert texts[""] == [*texts["a.txt"], "Fourth."]
+    assert texts["c.jsonl"] == texts["d.json"] == ["x", "y"]
+    assert [p.title for p in read_passages(tmp_path / "c.jsonl")] == ["t", "c #3"]
+    assert read_row(tmp_path / "d.json", 1).passages[0].text == "y"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{", "a.json: not JSON"),
+        ("a.json", "{}", "expected a list of rows, found an object"),
+        ("a.json", "[]", "holds no passage"),
+        ("a.json", "[7]", "row 0: expected an object, found a number"),
+        ("a.json", '[{"ctxs": 1}]', "row 0, field 'ctxs': expected a list"),
+        ("a.json", '[{"ctxs": ["x"]}]', "row 0, ctxs[0]: expected an object"),
+        ("a.json", '[{"ctxs": [{"text": "x"}, {"title": "t"}]}]', "row 0, ctxs[1]: the field 'text' is missing"),
+        ("a.json", '[{"ctxs": [{"text": null}]}]', "row 0, ctxs[0], field 'text': expected a text, found null"),
+        ("a.json", '[{"ctxs": [{"text": " "}]}]', "it is empty"),
+        ("a.json", '[{"ctxs": [], "question": 1}]', "row 0, field 'question'"),
+        ("a.jsonl", '{"text": "x"}\n{"text"', "line 2: not JSON"),
+        ("a.jsonl", '{"text": "x", "title": 1}', "line 1, field 'title'"),
+        ("a.txt", " \n\n ", "holds no passage"),
+        ("a.csv", "x", "passages come as"),
+    ],
+)
+def test_data_errors_name_the_place(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidInputError) as error:
+        read_passages(tmp_path / name)
+    assert message in str(error.value)
+    assert name in str(error.value)
+
+
+def test_data_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(InvalidInputError, match="not UTF-8"):
+        read_passages(tmp_path / "a.txt")

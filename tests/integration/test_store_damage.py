@@ -1,0 +1,193 @@
+"""Damage to a store's files: whatever byte is wrong, nothing wrong is ever read."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cacheblend.core.blocks import Block, LayerShape
+from cacheblend.core.errors import BlockLostError
+from cacheblend.store import DiskStore
+from store_blocks import holds, make_block, make_manifest, same_bits
+
+SHAPES = [LayerShape(3, 4), LayerShape(2, 8)]
+BLOCK = make_block(1, tokens=5, shapes=SHAPES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with DiskStore(tmp_path / "s", durable=False) as store:
+        store.write(BLOCK)
+        store.put_manifest(make_manifest(BLOCK))
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Thousands of reports are not worth keeping."""
+    caplog.set_level(logging.ERROR, "cacheblend.store")
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (path,) = folder.glob(pattern)
+    return path
+
+
+def silent_wrong_reads(store: DiskStore, block: Block) -> int:
+    """Reads all of the block as a loader would: records that came back, but with other bits."""
+    wrong = 0
+    entry = store.find([block.name])[0]
+    if entry is None:
+        return 0
+    wrong += not np.array_equal(entry.token_ids, block.token_ids)
+    for layer, record in enumerate(block.records):
+        try:
+            wrong += not same_bits(store.read(block.name, layer), record)
+        except BlockLostError:
+            break
+    return wrong
+
+
+def check_each(folder: Path, path: Path, damaged: Iterator[bytes], open_store: Callable[[], DiskStore]) -> int:
+    """Puts each content in the file's place: a miss, reported once, removed. How many were tried."""
+    good = path.read_bytes()
+    tried = 0
+    for content in damaged:
+        tried += 1
+        path.write_bytes(content)
+        store = open_store()
+        before = store.stats().damaged
+        assert silent_wrong_reads(store, BLOCK) == 0, f"variant {tried}"
+        assert store.find([BLOCK.name]) == [None], f"variant {tried}"
+        with pytest.raises(BlockLostError):
+            store.read(BLOCK.name, 0)
+        assert store.stats().damaged == before + 1, f"variant {tried}"
+        assert not path.exists()
+    path.write_bytes(good)
+    assert holds(open_store(), BLOCK)
+    return tried
+
+
+def flipped(good: bytes, positions: range, bit: int) -> Iterator[bytes]:
+    for at in positions:
+        yield good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("bit", [0, 5])  # 5 turns a digit a..f into A..F
+def test_every_flipped_byte_is_found_by_a_store_that_never_saw_the_block(folder: Path, bit: int) -> None:
+    path = only(folder, "blocks/*/*")
+    good = path.read_bytes()
+    tried = check_each(folder, path, flipped(good, range(len(good)), bit), lambda: DiskStore(folder, durable=False))
+    print(f"{tried} flipped bytes, 0 silent wrong reads")
+    assert tried == len(good) > 4096 + sum(r.nbytes for r in BLOCK.records) - 1
+
+
+@pytest.mark.usefixtures("quiet")
+def test_flipped_bytes_are_found_by_a_store_that_knows_the_block(folder: Path) -> None:
+    path = only(folder, "blocks/*/*")
+    good = path.read_bytes()
+    store = DiskStore(folder, durable=False)
+
+    def knowing() -> DiskStore:
+        return store
+
+    positions = range(0, len(good), 3)
+
+    def each() -> Iterator[bytes]:
+        for content in flipped(good, positions, 2):
+            path.write_bytes(good)
+            assert holds(store, BLOCK)
+            yield content
+
+    assert check_each(folder, path, each(), knowing) == len(positions)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_every_length_is_found(folder: Path) -> None:
+    path = only(folder, "blocks/*/*")
+    good = path.read_bytes()
+    lengths = [*range(len(good)), *range(len(good) + 1, len(good) + 20)]
+    contents = ((good + bytes(20))[:length] for length in lengths)
+    tried = check_each(folder, path, contents, lambda: DiskStore(folder, durable=False))
+    assert tried == len(good) + 19
+
+
+def test_other_damage_is_found(folder: Path) -> None:
+    path = only(folder, "blocks/*/*")
+    good = path.read_bytes()
+    other = make_block(2, tokens=5, shapes=SHAPES)
+    with DiskStore(folder.parent / "other") as store:
+        store.write(other)
+    rng = np.random.default_rng(0)
+    contents = [
+        only(folder.parent / "other", "blocks/*/*").read_bytes(),  # a sound file under a wrong name
+        good[:4096] + only(folder.parent / "other", "blocks/*/*").read_bytes()[4096:],
+        bytes(len(good)),
+        b"\xff" * len(good),
+        rng.bytes(len(good)),
+        good[:4096] + bytes(len(good) - 4096),  # written, but its data never reached the disk
+        good[4096:] + good[:4096],
+        (1 << 63).to_bytes(8, "little") + good[8:],
+    ]
+    for start in rng.integers(0, len(good) - 64, 200):
+        contents.append(good[:start] + rng.bytes(64) + good[start + 64 :])
+    assert check_each(folder, path, iter(contents), lambda: DiskStore(folder, durable=False)) == 208
+
+
+def test_damage_is_reported_by_name_and_verify_removes_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocks = [make_block(seed) for seed in range(2, 12)]
+    store = DiskStore(folder, durable=False)
+    for block in blocks:
+        store.write(block)
+    hurt = blocks[::3]
+    for block in hurt:
+        path = only(folder, f"blocks/*/{block.name.hex()}*")
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 128]))
+    seen: list[tuple[int, int]] = []
+    with caplog.at_level(logging.WARNING, "cacheblend.store"):
+        found = store.verify(lambda done, total: seen.append((done, total)))
+    assert {(damage.kind, damage.name) for damage in found} == {("block", block.name) for block in hurt}
+    assert all("layer 2, head 0 does not match its checksum" in damage.reason for damage in found)
+    assert seen == [(i, 11) for i in range(1, 12)]
+    assert all(block.name.hex() in caplog.text for block in hurt)
+    assert store.verify() == []
+    assert [holds(store, b) for b in blocks] == [b not in hurt for b in blocks]
+    assert store.stats().damaged == len(hurt)
+
+
+def test_a_damaged_head_does_not_cost_other_heads_of_the_same_read(folder: Path) -> None:
+    path = only(folder, "blocks/*/*")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 128]))  # the last head of the last layer
+    store = DiskStore(folder, durable=False)
+    assert same_bits(store.read(BLOCK.name, 1, slice(0, 1)), BLOCK.records[1][:1])
+    with pytest.raises(BlockLostError, match="layer 1, head 1 does not match"):
+        store.read(BLOCK.name, 1, slice(1, 2))
+
+
+def test_every_damage_to_a_manifest_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = only(folder, "manifests/*")
+    good = path.read_bytes()
+    contents = [*flipped(good, range(len(good)), 0), *flipped(good, range(len(good)), 5)]
+    contents += [good[:length] for length in range(len(good))] + [good + b" ", good + b"\n"]
+    contents += [b"{}", b"", b"\xff" * 200]
+    knowing = DiskStore(folder, durable=False)
+    for number, content in enumerate(contents):
+        path.write_bytes(good)
+        assert len(knowing.manifests()) == 1
+        path.write_bytes(content)
+        store = knowing if number % 2 else DiskStore(folder, durable=False)
+        before = store.stats().damaged
+        assert store.manifests() == [], f"variant {number}"
+        assert store.stats().damaged == before + 1
+        assert not path.exists()
+        caplog.clear()
+    path.write_bytes(good[:50])
+    (damage,) = knowing.verify()
+    assert (damage.kind, damage.name) == ("manifest", BLOCK.name)
+    assert BLOCK.name.hex() in caplog.text
+    print(f"{len(contents)} damaged manifests, 0 listed")

@@ -1,0 +1,55 @@
+"""kill -9 at any moment: what was acknowledged is there, and nothing else is half there."""
+
+import random
+import time
+from pathlib import Path
+
+from cacheblend.store import DiskStore
+from store_blocks import holds
+from store_workers import context, killable_block, write_until_killed
+
+KILLS = 30
+
+
+def run_and_kill(folder: Path, first: int, after_s: float) -> list[int]:
+    """Seeds of the blocks that a writer acknowledged before it was killed `after_s` into its writing."""
+    receive, acknowledge = context().Pipe(duplex=False)
+    process = context().Process(target=write_until_killed, args=(acknowledge, folder, first))
+    process.start()
+    acknowledge.close()
+    assert receive.recv_bytes() == b"ready"
+    time.sleep(after_s)
+    process.kill()
+    acknowledged = []
+    while True:
+        try:
+            acknowledged.append(int(receive.recv_bytes()))
+        except EOFError:
+            break
+    process.join(10)
+    assert process.exitcode == -9
+    return acknowledged
+
+
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    folder = tmp_path / "s"
+    acknowledged: list[int] = []
+    torn = 0
+    for kill in range(KILLS):
+        acknowledged += run_and_kill(folder, 1000 * kill, rng.uniform(0.0, 0.15))
+        torn += len(list((folder / "tmp").iterdir()))
+    with DiskStore(folder) as store:
+        left = list((folder / "tmp").iterdir())
+        damaged = store.verify()
+        lost = [seed for seed in acknowledged if not holds(store, killable_block(seed))]
+        listed = {manifest.chunk_id for manifest in store.manifests()}
+        unlisted = [seed for seed in acknowledged if killable_block(seed).name not in listed]
+        blocks = store.stats().blocks
+    print(
+        f"{KILLS} kills, {len(acknowledged)} acknowledged writes, {blocks} blocks held, {torn} torn temporary "
+        f"files, {len(lost)} lost, {len(damaged)} damaged"
+    )
+    assert (lost, unlisted, damaged, left) == ([], [], [], [])
+    assert len(acknowledged) >= KILLS
+    assert len(acknowledged) <= blocks <= len(acknowledged) + KILLS

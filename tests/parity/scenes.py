@@ -1,0 +1,156 @@
+"""What the parity tests share: prompts, warmed engines, a pass that tells which rows it recomputed, comparisons."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.fusor import FusedPrefill, Prefill, first_reused_layer
+from cacheblend.core.loader import LayerLoader
+from cacheblend.core.plan import Anchor
+from cacheblend.core.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.report import BlendReport
+from cacheblend.core.selection import Candidates, Measure, Selector
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.walk import HfWalk
+from cacheblend.store import KVStore, MemoryStore
+from families import BLENDABLE, VOCAB, tiny_model
+from reference import Reference
+
+FAMILIES = [family.name for family in BLENDABLE]
+DIVERSE = ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "smollm3", "glm", "gemma4_text", "flint"]
+"""Plain; windows and two thetas; sinks; interleaved pairs and NoPE; experts; NoPE; partial RoPE; layers of several
+shapes; sinks, NoPE and windows."""
+
+BOS = 1
+BLOCK_SIZE = 16
+TILE_ROWS = 32
+
+
+def random_ids(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+
+
+A, B, C = chunk(random_ids(40, 1)), chunk(random_ids(25, 2)), chunk(random_ids(50, 3))
+UNSEEN = chunk(random_ids(21, 4))
+SYSTEM, QUESTION = text(random_ids(7, 5)), text(random_ids(9, 6))
+RAG = Prompt.of([SYSTEM, B, A, C, QUESTION])
+
+
+def open_engine(
+    model: torch.nn.Module,
+    stored: Iterable[Segment] = (A, B, C),
+    *,
+    anchor: Anchor | None = None,
+    store: KVStore | None = None,
+    **config: Any,
+) -> BlendEngine:
+    """An engine of token ids that holds these chunks. `anchor`: one that needs no tokenizer to know its BOS."""
+    settings = {"block_size": BLOCK_SIZE, "tile_rows": TILE_ROWS, "capture": False, **config}
+    engine = BlendEngine(model, store=MemoryStore() if store is None else store, config=BlendConfig(**settings))
+    if anchor is not None:
+        engine.planner = replace(engine.planner, anchor=anchor)
+    engine.warm(list(stored), behind=RAG if anchor is not None and anchor.rule == "system" else None)
+    return engine
+
+
+@cache
+def warm_engine(family: str) -> BlendEngine:
+    """One engine a family, which holds A, B and C and captures nothing: tests may share it."""
+    return open_engine(tiny_model(family))
+
+
+@dataclass
+class Recorded:
+    """A selector that remembers what it was asked and what it kept."""
+
+    inner: Selector
+    kept: list[int] = field(default_factory=list)
+    asked: list[Candidates] = field(default_factory=list)
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        return self.inner.check_layers
+
+    @property
+    def measure(self) -> Measure:
+        return self.inner.measure
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        keep = self.inner.select(candidates)
+        self.asked.append(candidates)
+        self.kept = candidates.positions[keep].tolist()
+        return keep
+
+
+@dataclass
+class Outcome:
+    """A pass of the package: its result, its report, and the loaded rows it recomputed."""
+
+    result: Prefill
+    report: BlendReport
+    recomputed: list[int]
+
+
+def run(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Outcome:
+    """The engine's own way through a prompt."""
+    recorded = Recorded(selector)
+    result, report = engine.prefill(prompt, selector=recorded)
+    return Outcome(result, report, recorded.kept)
+
+
+def stepper(engine: BlendEngine, prompt: Prompt, selector: Selector, **options: Any) -> FusedPrefill:
+    """The same pass as a stepper, for tests that interleave passes."""
+    plan = engine.planner.plan(prompt, engine.store)
+    positions = torch.arange(plan.prefix_length, len(plan))
+    ids = torch.tensor(plan.prompt.token_ids[plan.prefix_length :].tolist())
+    survey = engine.survey
+    loader = LayerLoader(
+        plan, engine.store, survey.layout, survey.rotations, first_reused_layer=first_reused_layer(selector)
+    )
+    return FusedPrefill(plan, HfWalk(engine.view, ids, positions), loader, selector, tile_rows=7, **options)
+
+
+def finish(run: FusedPrefill) -> Prefill:
+    while not run.advance():
+        pass
+    return run.result()
+
+
+def rows_of(prompt: Prompt, *segments: int) -> list[int]:
+    """Positions of the segments with these indices."""
+    ends = np.cumsum([len(segment) for segment in prompt.segments])
+    return [p for index in segments for p in range(ends[index] - len(prompt.segments[index]), ends[index])]
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
+    """The largest error is at most `tolerance` of the largest expected value."""
+    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    scale = float(expected.abs().max()) + 1e-30
+    error = float((actual - expected).abs().max()) / scale
+    assert error <= tolerance, f"{what} is off by {error:.1e} of its scale, allowed {tolerance:.0e}"
+
+
+def assert_same(
+    result: Prefill,
+    logits: torch.Tensor,
+    kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    tolerance: float,
+) -> None:
+    """Logits, and every layer's keys and values at every position."""
+    assert len(result.kv) == len(kv)
+    assert_close(result.logits, logits, tolerance, "logits")
+    for layer, (actual, expected) in enumerate(zip(result.kv, kv, strict=True)):
+        for name, mine, theirs in zip(("keys", "values"), actual, expected, strict=True):
+            assert_close(mine, theirs, tolerance, f"{name} of layer {layer}")
+
+
+def assert_as_reference(outcome: Outcome, reference: Reference, tolerance: float) -> None:
+    """The same rows recomputed, and the same result."""
+    assert outcome.recomputed == reference.recomputed
+    assert outcome.report.recomputed_tokens == len(reference.recomputed)
+    assert_same(outcome.result, reference.logits, reference.kv, tolerance)

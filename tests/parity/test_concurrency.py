@@ -1,0 +1,207 @@
+"""Passes that run beside each other: steppers in turns, threads, several models, tensor-parallel ranks."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from cacheblend.core.attention import AttentionSpec
+from cacheblend.core.blocks import KVLayout, LayerShape
+from cacheblend.core.fusor import FusedPrefill, Prefill
+from cacheblend.core.loader import LayerLoader
+from cacheblend.core.prompt import Prompt
+from cacheblend.core.selection import Hkvd
+from cacheblend.core.walk import Attend
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.walk import HfWalk
+from cacheblend.store import MemoryStore
+from families import tiny_model
+from parity.scenes import (
+    QUESTION,
+    RAG,
+    SYSTEM,
+    A,
+    B,
+    C,
+    Outcome,
+    Recorded,
+    assert_as_reference,
+    assert_close,
+    assert_same,
+    finish,
+    open_engine,
+    run,
+    stepper,
+    warm_engine,
+)
+from reference import blend
+
+TOLERANCE = 3e-5
+SELECTOR = Hkvd((1, 2), (0.4, 0.2))
+PROMPTS = [RAG, Prompt.of([A, C, QUESTION]), Prompt.of([SYSTEM, C, B]), Prompt.of([QUESTION, A, A, SYSTEM])]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@torch.no_grad()
+def test_two_requests_in_turns_on_one_view(family: str) -> None:
+    engine = warm_engine(family)
+    one, other = (stepper(engine, prompt, SELECTOR) for prompt in PROMPTS[:2])
+    other.advance(2)  # they need not stand at the same layer
+    while not (one.done and other.done):
+        one.advance()
+        other.advance()
+    for pass_, prompt in ((one, PROMPTS[0]), (other, PROMPTS[1])):
+        reference = blend(tiny_model(family), prompt, SELECTOR)
+        assert_same(pass_.result(), reference.logits, reference.kv, TOLERANCE)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 100])
+@torch.no_grad()
+def test_steps_of_any_length_give_the_same(layers: int) -> None:
+    engine = warm_engine("llama")
+    whole, stepped = stepper(engine, RAG, SELECTOR), stepper(engine, RAG, SELECTOR)
+    seen = []
+    while not stepped.done:
+        seen.append(stepped.layer)
+        stepped.advance(layers)
+    assert seen == list(range(0, 4, layers))
+    assert torch.equal(stepped.result().logits, finish(whole).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_threads_share_an_engine(family: str) -> None:
+    engine = warm_engine(family)
+    alone = [run(engine, prompt, SELECTOR) for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda prompt: run(engine, prompt, SELECTOR), PROMPTS * 4))
+    for expected, outcome in zip(alone * 4, together, strict=True):
+        assert outcome.recomputed == expected.recomputed
+        assert_same(outcome.result, expected.result.logits, expected.result.kv, 1e-6)
+
+
+def test_threads_that_capture_and_hit_at_once() -> None:
+    """Whatever is stored at the time, the answer is the full one at r = 1, and in the end all chunks are held."""
+    with open_engine(tiny_model("llama"), [], capture=True) as engine:
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda prompt: engine.prefill(prompt, ratio=1.0)[0], PROMPTS * 4))
+        assert engine.flush(timeout=60)
+        for prompt, result in zip(PROMPTS * 4, results, strict=True):
+            expected = blend(tiny_model("llama"), prompt, SELECTOR, missing=range(len(prompt)))
+            assert_same(result, expected.logits, expected.kv, TOLERANCE)
+        assert all(engine.prefill(prompt)[1].missed_tokens == 0 for prompt in PROMPTS)
+
+
+def test_two_models_share_a_process_and_a_store() -> None:
+    families = ["llama", "llama-yarn", "gemma3_text"]
+    with MemoryStore() as store:
+        engines = [open_engine(tiny_model(family), store=store) for family in families]
+        outcomes: list[Outcome] = [run(engine, RAG, SELECTOR) for engine in engines]
+        for engine in engines:
+            engine.close()
+        assert len(store.manifests()) == 3 * len(families)
+    for family, outcome in zip(families, outcomes, strict=True):
+        assert_as_reference(outcome, blend(tiny_model(family), RAG, SELECTOR), TOLERANCE)
+
+
+@dataclass
+class Ranks:
+    """All-gather between two threads."""
+
+    slots: list[torch.Tensor | None] = field(default_factory=lambda: [None, None])
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60))
+
+    def gather(self, rank: int, part: torch.Tensor) -> list[torch.Tensor]:
+        self.slots[rank] = part
+        self.barrier.wait()
+        parts = [slot for slot in self.slots if slot is not None]
+        self.barrier.wait()
+        return parts
+
+
+@dataclass
+class RankWalk:
+    """A tensor-parallel rank of a walk: its half of the heads, attention outputs gathered from both."""
+
+    walk: HfWalk
+    rank: int
+    ranks: Ranks
+
+    @property
+    def num_layers(self) -> int:
+        return self.walk.num_layers
+
+    def embed(self) -> torch.Tensor:
+        return self.walk.embed()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.walk.logits(hidden)
+
+    def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.walk.project(layer, hidden, rows)
+        return self._mine(keys), self._mine(values)
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
+        def attend_both(
+            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
+        ) -> torch.Tensor:
+            sinks = None if spec.sinks is None else self._mine(spec.sinks)
+            mine = AttentionSpec(spec.scaling, spec.window, spec.softcap, sinks)
+            part = attend(self._mine(query), self._mine(keys), self._mine(values), mine)
+            return torch.cat(self.ranks.gather(self.rank, part), dim=1)
+
+        return self.walk.run(layer, hidden, rows, attend_both)
+
+    def _mine(self, by_head: torch.Tensor) -> torch.Tensor:
+        return by_head.chunk(2)[self.rank]
+
+
+@torch.no_grad()
+def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Recorded], alone: bool) -> Prefill:
+    """One rank's pass; `alone`: without summing deviations over the ranks."""
+    plan = engine.planner.plan(RAG, engine.store)
+    shapes = engine.survey.layout.layers
+    layout = KVLayout(tuple(LayerShape(s.kv_heads // 2, s.head_dim) for s in shapes), engine.survey.layout.dtype)
+    half = layout.layers[0].kv_heads
+    heads = slice(rank * half, (rank + 1) * half)
+    loader = LayerLoader(plan, engine.store, layout, engine.survey.rotations, first_reused_layer=1, heads=heads)
+    ids = torch.tensor(plan.prompt.token_ids.tolist())
+    walk = RankWalk(HfWalk(engine.view, ids, torch.arange(len(ids))), rank, ranks)
+
+    def reduce(deviation: torch.Tensor) -> torch.Tensor:
+        return torch.stack(ranks.gather(rank, deviation)).sum(0)
+
+    with loader:
+        reducer = None if alone else reduce
+        return finish(FusedPrefill(plan, walk, loader, seen[rank], reduce_deviation=reducer, tile_rows=32))
+
+
+def on_two_ranks(engine: BlendEngine, selector: Hkvd, alone: bool = False) -> tuple[list[Prefill], list[Recorded]]:
+    ranks, seen = Ranks(), [Recorded(selector), Recorded(selector)]
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(prefill_of_rank, engine, rank, ranks, seen, alone) for rank in (0, 1)]
+        return [future.result() for future in futures], seen
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_tensor_parallel_ranks_choose_as_one(family: str) -> None:
+    engine = warm_engine(family)
+    single, expected = Recorded(SELECTOR), run(engine, RAG, SELECTOR)
+    engine.prefill(RAG, selector=single)
+    results, seen = on_two_ranks(engine, SELECTOR)
+    for rank in (0, 1):
+        assert seen[rank].kept == expected.recomputed
+        for mine, whole in zip(seen[rank].asked, single.asked, strict=True):
+            assert_close(mine.deviation, whole.deviation, 1e-5, f"deviation at layer {whole.layer}")
+        assert_close(results[rank].logits, expected.result.logits, 1e-5, "logits")
+    for layer, whole in enumerate(expected.result.kv):
+        for part in (0, 1):
+            halves = torch.cat([result.kv[layer][part] for result in results])
+            assert_close(halves, whole[part], 1e-5, f"KV of layer {layer}")
+
+
+def test_ranks_that_do_not_sum_choose_differently() -> None:
+    """What the hook is for: each rank's own heads order the rows in another way."""
+    _, seen = on_two_ranks(warm_engine("llama"), SELECTOR, alone=True)
+    assert seen[0].kept != seen[1].kept

@@ -1,0 +1,128 @@
+"""Blocks that the store listed and then cannot read: misses; lost twice: everything is recomputed."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cacheblend.core.errors import BlockLostError
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan import Anchor
+from cacheblend.core.prompt import Prompt, text
+from cacheblend.core.selection import Head, Hkvd, NoRows, Selector
+from cacheblend.store import MemoryStore
+from families import tiny_model
+from parity.scenes import BOS, QUESTION, RAG, A, B, C, Recorded, assert_as_reference, assert_same, open_engine, run
+from reference import blend, plain_kv
+
+TOLERANCE = 3e-5
+SELECTORS = {"hkvd": Hkvd((1, 2), (0.4, 0.2)), "head": Head(0.1), "none": NoRows()}
+REASON = "a bit has rotted"
+
+
+@dataclass
+class Loss:
+    """A block that cannot be read from a layer on, once so many passes have failed before."""
+
+    name: BlockName
+    layer: int
+    after: int = 0
+
+
+class LossyStore(MemoryStore):
+    """Lists all its blocks and cannot read some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Loss] = []
+        self.failed: set[BlockName] = set()
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        for loss in self.losses:
+            if loss.name == name and layer >= loss.layer and len(self.failed - {name}) >= loss.after:
+                self.failed.add(name)
+                raise BlockLostError([name], REASON)
+        return super().read(name, layer, heads)
+
+
+@pytest.fixture
+def store() -> LossyStore:
+    return LossyStore()
+
+
+def names_at(engine, prompt: Prompt, *positions: int) -> list[BlockName]:
+    spans = engine.planner.plan(prompt, engine.store).spans
+    return [next(s.name for s in spans if s.start <= position < s.stop) for position in positions]
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_block_lost_in_mid_pass_is_a_miss(
+    family: str, layer: int, selector: str, read_ahead: int, store: LossyStore
+) -> None:
+    model = tiny_model(family)
+    with open_engine(model, store=store, read_ahead=read_ahead) as engine:
+        store.losses = [Loss(names_at(engine, RAG, 50)[0], layer)]  # the middle block of A
+        outcome = run(engine, RAG, SELECTORS[selector])
+    lost = range(48, 64)
+    assert outcome.report.missed_tokens == len(lost)
+    assert len(outcome.report.fallbacks) == 1 and REASON in outcome.report.fallbacks[0]
+    assert_as_reference(outcome, blend(model, RAG, SELECTORS[selector], missing=lost), TOLERANCE)
+
+
+def test_blocks_lost_together_are_one_fallback(store: LossyStore) -> None:
+    model = tiny_model("llama")
+    with open_engine(model, store=store) as engine:
+        store.losses = [Loss(name, 2) for name in names_at(engine, RAG, 50, 80)]
+        outcome = run(engine, RAG, SELECTORS["hkvd"])
+    assert len(outcome.report.fallbacks) == 1
+    missing = [*range(48, 64), *range(72, 88)]
+    assert_as_reference(outcome, blend(model, RAG, SELECTORS["hkvd"], missing=missing), TOLERANCE)
+
+
+def test_a_block_of_a_repeated_chunk_is_lost_at_both_places(store: LossyStore) -> None:
+    model, prompt = tiny_model("llama"), Prompt.of([B, A, C, A, QUESTION])
+    with open_engine(model, store=store) as engine:
+        store.losses = [Loss(names_at(engine, prompt, 25 + 16)[0], 2)]
+        outcome = run(engine, prompt, SELECTORS["hkvd"])
+    missing = [*range(41, 57), *range(131, 147)]
+    assert outcome.report.missed_tokens == len(missing)
+    assert_as_reference(outcome, blend(model, prompt, SELECTORS["hkvd"], missing=missing), TOLERANCE)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 20], ids=["the anchor", "the first block", "the second block"])
+def test_a_block_of_the_exact_prefix_is_lost(lost: int, store: LossyStore) -> None:
+    """What stands behind it in its chain is still there and still exact, but no longer in front of everything."""
+    model, prompt = tiny_model("llama"), Prompt.of([text([BOS]), A, B, QUESTION])
+    with open_engine(model, store=store, anchor=Anchor("bos", BOS)) as engine:
+        store.losses = [Loss(names_at(engine, prompt, lost)[0], 1)]
+        outcome = run(engine, prompt, SELECTORS["hkvd"])
+    missing = {0: [0], 1: range(1, 17), 20: range(17, 33)}[lost]
+    assert outcome.report.hit_tokens["prefix"] == missing[0]
+    reference = blend(model, prompt, SELECTORS["hkvd"], anchor=[BOS], missing=missing)
+    assert_as_reference(outcome, reference, TOLERANCE)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_lost_twice_everything_is_recomputed(family: str, selector: str, store: LossyStore) -> None:
+    model = tiny_model(family)
+    with open_engine(model, store=store) as engine:
+        first, second = names_at(engine, RAG, 50, 80)
+        store.losses = [Loss(first, 2), Loss(second, 3, after=1)]
+        result, report = engine.prefill(RAG, selector=Recorded(SELECTORS[selector]))
+    assert report.missed_tokens == 115 and report.recomputed_tokens == 0
+    assert [REASON in line for line in report.fallbacks] == [True, True]
+    assert_same(result, *plain_kv(model, RAG.token_ids), 1e-5)
+
+
+def test_a_lossy_selector_is_asked_anew_after_a_loss(store: LossyStore) -> None:
+    """The second pass measures from layer 0 on: nothing of the spent pass is kept."""
+    selector: Selector = Recorded(SELECTORS["hkvd"])
+    with open_engine(tiny_model("llama"), store=store) as engine:
+        store.losses = [Loss(names_at(engine, RAG, 50)[0], 3)]
+        engine.prefill(RAG, selector=selector)
+    assert [asked.layer for asked in selector.asked] == [1, 2, 1, 2]
+    assert [asked.total for asked in selector.asked] == [115, 115, 99, 99]

@@ -1,0 +1,245 @@
+"""The slow, obvious oracle of a blended prefill, on top of transformers alone.
+
+Everything here is the definition, not the method:
+
+- what a chunk's stored KV is: what the model's own forward gives for anchor + chunk;
+- what re-positioned keys are: the same forward with `position_ids` shifted, so that the model rotates them itself;
+- the pass: the model's own forward over ALL rows in every layer; the attention function replaces K and V of the
+  rows that are not recomputed by the stored ones and attends densely under transformers' own mask. What a dropped
+  row goes on to compute nobody reads: its K and V are replaced in every later layer.
+
+Selectors are taken as descriptions: their fields are read and the choice is made here, in plain words. The one
+thing taken from the package is `RandomRows`' draw.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import eager_mask
+
+from cacheblend.core.prompt import Prompt
+from cacheblend.core.selection import (
+    AllRows,
+    Candidates,
+    Head,
+    Hkvd,
+    NoRows,
+    RandomRows,
+    Selector,
+    Threshold,
+)
+
+ATTENTION = "reference_blend"
+KV = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, each [kv_heads, rows, head_dim]."""
+
+
+@dataclass
+class Reference:
+    """What the oracle found.
+
+    Attributes:
+        logits: [vocab] of the last position.
+        kv: fused, a layer each, [kv_heads, length, head_dim].
+        candidates: positions a selector may drop.
+        recomputed: those of them that were computed in the last layer.
+        deviations: check layer -> position -> squared deviation.
+    """
+
+    logits: torch.Tensor
+    kv: list[KV]
+    candidates: list[int]
+    recomputed: list[int]
+    deviations: dict[int, dict[int, float]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def plain_kv(model: torch.nn.Module, ids: Sequence[int], shift: int = 0) -> tuple[torch.Tensor, list[KV]]:
+    """The model's own forward of `ids` at positions shift, shift + 1, ..: last logits, and every layer's KV."""
+    cache = DynamicCache()
+    device = model.device
+    tokens = torch.tensor([[int(i) for i in ids]], device=device)
+    positions = torch.arange(tokens.shape[1], device=device)[None] + shift
+    out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+    return out.logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def blend(
+    model: torch.nn.Module,
+    prompt: Prompt,
+    selector: Selector,
+    *,
+    anchor: Sequence[int] = (),
+    missing: Iterable[int] = (),
+) -> Reference:
+    """A blended prefill.
+
+    Args:
+        model: a transformers causal language model.
+        prompt: all its chunks are held by the store, except for
+        missing: these positions.
+        selector: which loaded rows are recomputed.
+        anchor: tokens in front of each chunk when its KV was computed.
+    """
+    stored, exact = _stored_rows(model, prompt, tuple(anchor), set(missing))
+    last = len(prompt) - 1
+    candidates = [p for p in sorted(stored) if p not in exact and p != last]
+    run = _Pass(prompt, selector, stored, candidates)
+    _PASSES.append(run)
+    try:
+        logits, _ = plain_kv(_with_reference_attention(model), prompt.token_ids)
+    finally:
+        _PASSES.pop()
+    return Reference(logits, run.kv, candidates, sorted(run.active & set(candidates)), run.deviations)
+
+
+def _stored_rows(
+    model: torch.nn.Module, prompt: Prompt, anchor: tuple[int, ...], missing: set[int]
+) -> tuple[dict[int, list[KV]], set[int]]:
+    """Every held row's re-positioned KV (one row, a layer each), and which rows are exact as they are.
+
+    Exact is the chain that starts the prompt: the anchor itself and the chunk right behind it, up to the first
+    row that is missing.
+    """
+    rows: dict[int, list[KV]] = {}
+    exact: set[int] = set()
+    start = 0
+    for segment in prompt.segments:
+        stop = start + len(segment)
+        if segment.is_chunk:
+            kv = _moved_chunk(model, anchor, tuple(int(i) for i in segment.token_ids), start)
+            for offset, position in enumerate(range(start, stop)):
+                rows[position] = [(k[:, offset], v[:, offset]) for k, v in kv]
+            if tuple(int(i) for i in prompt.token_ids[:start]) == anchor:
+                whole = next((p for p in range(stop) if p in missing), stop)
+                exact |= set(range(start, whole))
+        start = stop
+    return {p: kv for p, kv in rows.items() if p not in missing}, exact
+
+
+def _moved_chunk(model: torch.nn.Module, anchor: tuple[int, ...], ids: tuple[int, ...], start: int) -> list[KV]:
+    """The chunk's KV with its first token at position `start`, computed there by the model itself."""
+    first = len(anchor)
+    _, at_home = plain_kv(model, anchor + ids)
+    _, moved = plain_kv(model, anchor + ids, shift=start - first)
+    for (_, values), (_, moved_values) in zip(at_home, moved, strict=True):
+        # Values carry no position: if they differ, "move" is no rotation and the definition does not apply.
+        torch.testing.assert_close(moved_values, values, rtol=0, atol=1e-4 * float(values.abs().max()))
+    return [(keys[:, first:], values[:, first:]) for (keys, _), (_, values) in zip(moved, at_home, strict=True)]
+
+
+class _Pass:
+    """One pass; the attention function calls `layer` for each layer in order."""
+
+    def __init__(
+        self, prompt: Prompt, selector: Selector, stored: Mapping[int, list[KV]], candidates: list[int]
+    ) -> None:
+        self.selector, self.stored, self.candidates = selector, stored, candidates
+        self.offset_in_chunk = [offset for segment in prompt.segments for offset in range(len(segment))]
+        rows = range(len(prompt))
+        exact = {p for p in stored if p not in candidates} - {rows[-1]}
+        self.active = set(rows) - exact
+        self.kv: list[KV] = []
+        self.deviations: dict[int, dict[int, float]] = {}
+        if not selector.check_layers:
+            self._keep(self._choose_at_once())
+
+    def layer(self, keys: torch.Tensor, values: torch.Tensor) -> KV:
+        """Fused K and V [kv_heads, length, head_dim] of the next layer, given the fresh ones of all rows."""
+        index = len(self.kv)
+        if index in self.selector.check_layers:
+            self.deviations[index] = self._deviation(index, keys, values)
+            self._keep(self._choose(index, self.deviations[index]))
+        keys, values = keys.clone(), values.clone()
+        for position, layers in self.stored.items():
+            if position not in self.active:
+                keys[:, position], values[:, position] = layers[index]
+        self.kv.append((keys, values))
+        return keys, values
+
+    def _keep(self, chosen: set[int]) -> None:
+        self.active -= set(self.candidates) - chosen
+
+    def _deviation(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> dict[int, float]:
+        deviation = {}
+        for position in sorted(self.active & set(self.candidates)):
+            loaded_key, loaded_value = self.stored[position][layer]
+            of_key = (keys[:, position].float() - loaded_key.float()).pow(2).sum()
+            of_value = (values[:, position].float() - loaded_value.float()).pow(2).sum()
+            parts = {"kv": of_key + of_value, "k": of_key, "v": of_value}
+            deviation[position] = float(parts[self.selector.measure])
+        return deviation
+
+    def _choose(self, layer: int, deviation: dict[int, float]) -> set[int]:
+        match self.selector:
+            case Hkvd():
+                ratio = dict(zip(self.selector.check_layers, self.selector.ratios, strict=True))[layer]
+                by_deviation = sorted(deviation, key=lambda position: -deviation[position])
+                return set(by_deviation[: round(ratio * len(self.candidates))])
+            case Threshold():
+                return {position for position in deviation if deviation[position] > self.selector.bound}
+        raise NotImplementedError(self.selector)
+
+    def _choose_at_once(self) -> set[int]:
+        total = len(self.candidates)
+        match self.selector:
+            case AllRows():
+                return set(self.candidates)
+            case NoRows():
+                return set()
+            case Head():
+                nearest = sorted(self.candidates, key=lambda position: (self.offset_in_chunk[position], position))
+                return set(nearest[: round(self.selector.ratio * total)])
+            case RandomRows():
+                positions = torch.tensor(self.candidates, dtype=torch.int64)
+                drawn = self.selector.select(Candidates(positions, torch.zeros_like(positions), total))
+                return set(positions[drawn].tolist())
+        raise NotImplementedError(self.selector)
+
+
+_PASSES: list[_Pass] = []
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Fuse, then attend densely in fp32. [1, heads, rows, head_dim] -> [1, rows, heads, head_dim]."""
+    keys, values = _PASSES[-1].layer(key[0], value[0])
+    repeats = query.shape[1] // keys.shape[0]
+    keys, values = (part.float().repeat_interleave(repeats, dim=0) for part in (keys, values))
+    scores = query[0].float() @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + attention_mask[0].float()
+    if s_aux is not None:
+        sinks = s_aux.float().reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[1]]
+    return (weights @ values).transpose(0, 1)[None].to(query.dtype).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, eager_mask)
+
+
+_COPIES: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+
+
+def _with_reference_attention(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model that attends as above; kept beside the model, so that ids are not reused."""
+    if id(model) not in _COPIES:
+        twin = copy.deepcopy(model)
+        twin.config._attn_implementation = ATTENTION
+        _COPIES[id(model)] = (model, twin)
+    return _COPIES[id(model)][1]

@@ -1,0 +1,57 @@
+"""Blocks, manifests and comparisons for the store's tests."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cacheblend.core.blocks import Block, ChunkManifest, LayerShape
+from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
+from cacheblend.store import KVStore
+
+ROOT = root_name("test model", "bfloat16")
+SHAPES = (LayerShape(2, 4), LayerShape(2, 4), LayerShape(1, 8))
+
+
+def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor of any bit patterns, NaNs included."""
+    rng = np.random.default_rng(seed)
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(rng.integers(0, 256, count, dtype=np.uint8)).view(dtype).view(*shape)
+
+
+def make_block(
+    seed: int,
+    tokens: int = 5,
+    shapes: Sequence[LayerShape] = SHAPES,
+    dtype: torch.dtype = torch.bfloat16,
+    parent: BlockName = ROOT,
+) -> Block:
+    ids = as_token_ids([seed, *range(tokens - 1)])
+    records = [
+        random_bits((s.kv_heads, 2, tokens, s.head_dim), dtype, seed * 31 + layer) for layer, s in enumerate(shapes)
+    ]
+    return Block(block_name(parent, ids), parent, ids, records)
+
+
+def make_manifest(block: Block, label: str = "a title", token_count: int = 40) -> ChunkManifest:
+    ids = as_token_ids(np.arange(token_count) % 977)
+    return ChunkManifest(block.name, ROOT, as_token_ids([1]), ids, (block.parent, block.name), "model", label)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    )
+
+
+def holds(store: KVStore, block: Block) -> bool:
+    """Whether the store finds the block and every record reads back bit for bit."""
+    entry = store.find([block.name])[0]
+    return (
+        entry is not None
+        and np.array_equal(entry.token_ids, block.token_ids)
+        and all(same_bits(store.read(block.name, i), record) for i, record in enumerate(block.records))
+    )

@@ -1,0 +1,183 @@
+"""`attend_rows` against the dense oracle, on both routes."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cacheblend.core import attention
+from cacheblend.core.attention import AttentionSpec, attend_rows
+from cacheblend.core.errors import InvalidInputError
+from reference_attention import dense_attention
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
+]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}
+SPECS = {
+    "plain": {},
+    "window": {"window": 40},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 150, "softcap": 5.0, "sinks": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _inputs(heads, kv_heads, head_dim, length, positions, dtype=torch.float32, device="cpu"):
+    """Query, keys, values, positions; everything behind the last position is NaN."""
+    generator = torch.Generator().manual_seed(length)
+    shapes = (len(positions), heads, head_dim), (kv_heads, length, head_dim), (kv_heads, length, head_dim)
+    query, keys, values = (torch.randn(shape, generator=generator) for shape in shapes)
+    keys[:, positions[-1] + 1 :] = torch.nan
+    values[:, positions[-1] + 1 :] = torch.nan
+    query, keys, values = (tensor.to(device, dtype) for tensor in (query, keys, values))
+    return query.transpose(0, 1), keys, values, torch.tensor(positions, device=device)
+
+
+def _spec(heads, scaling=0.3, sinks=False, device="cpu", **rest):
+    logits = torch.linspace(-2, 3, heads, device=device) if sinks else None
+    return AttentionSpec(scaling, sinks=logits, **rest)
+
+
+def _check(inputs, spec, tolerance=None, attend=attend_rows):
+    query = inputs[0]
+    result = attend(*inputs, spec)
+    assert result.dtype == query.dtype
+    assert result.shape == (query.shape[1], query.shape[0], query.shape[2])
+    error = (result.float() - dense_attention(*inputs, spec)).abs().max().item()
+    assert error <= (tolerance or TOLERANCE[query.dtype])
+
+
+def _scattered(rows, length):
+    return torch.randperm(length, generator=torch.Generator().manual_seed(rows))[:rows].sort().values.tolist()
+
+
+ROWS = {
+    "scattered": _scattered(90, 600),
+    "contiguous tail": list(range(500, 600)),
+    "all": list(range(300)),
+    "one row": [599],
+    "first row": [0],
+    "gap": [0, 1, 2, *range(560, 600)],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [14, 7, 2])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", SPECS)
+def test_equals_dense_attention(kind, rows, kv_heads, dtype, device):
+    inputs = _inputs(14, kv_heads, 16, 640, ROWS[rows], dtype, device)
+    _check(inputs, _spec(14, device=device, **SPECS[kind]))
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_every_tile_boundary(kind, monkeypatch):
+    """Small tiles, so that lengths, windows and groups fall on, before and behind every boundary."""
+    monkeypatch.setattr(attention, "_GROUP_ROWS", 4)
+    monkeypatch.setattr(attention, "_MIN_TILE_KEYS", 8)
+    monkeypatch.setattr(attention, "_TILE_SCORES", 4 * 4 * 8)
+    monkeypatch.setattr(attention, "_END_STEP", 4)
+    for length, step in itertools.product(range(1, 27), (1, 2, 5)):
+        positions = list(range((length - 1) % step, length, step))
+        for window in {SPECS[kind].get("window"), *((3, 8, 9) if "window" in SPECS[kind] else ())}:
+            spec = _spec(4, **{**SPECS[kind], "window": window})
+            _check(_inputs(4, 2, 8, length + 3, positions), spec)
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 4095, 4096, 4097, 4300])
+def test_real_tile_boundaries(length):
+    positions = [*range(0, length - 1, 211), length - 1]
+    for dtype, spec in itertools.product((torch.float32, torch.bfloat16), (_spec(2), _spec(2, window=4000))):
+        _check(_inputs(2, 1, 16, length + 2, positions, dtype), spec)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "window of one"])
+@pytest.mark.parametrize("kv_heads", [14, 7, 2])
+@pytest.mark.parametrize("rows", ROWS)
+def test_sdpa_route_without_a_device(rows, kv_heads, kind, monkeypatch):
+    """The route of other devices runs on a CPU too: its masks and slices are tested everywhere."""
+    monkeypatch.setattr(attention, "_SDPA_GROUP_ROWS", 37)
+
+    def attend(query, keys, values, positions, spec):
+        return attention._attend_sdpa(query, keys, values, positions, positions.tolist(), spec)
+
+    _check(_inputs(14, kv_heads, 16, 640, ROWS[rows]), _spec(14, **SPECS[kind]), attend=attend)
+
+
+@pytest.mark.parametrize("query_scale,common_key", [(1, 0), (1.5, 0), (3, 0), (20, 0), (1, 10), (3, 10)])
+def test_bf16_is_as_good_as_sdpa(query_scale, common_key):
+    """Large logits (Qwen2's key bias makes such) must not lose what a rounded product loses."""
+    positions = list(range(1200))
+    query, keys, values, at = _inputs(4, 2, 64, 1200, positions)
+    keys += common_key * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))
+    query, keys, values = ((query * query_scale).bfloat16(), keys.bfloat16(), values.bfloat16())
+    spec = AttentionSpec(0.125)
+    exact = dense_attention(query, keys, values, at, spec)
+    sdpa = F.scaled_dot_product_attention(
+        query[None], keys[None], values[None], is_causal=True, scale=0.125, enable_gqa=True
+    )[0].transpose(0, 1)
+    ours = attend_rows(query, keys, values, at, spec)
+    assert (ours - exact).abs().max() <= 2.5 * (sdpa - exact).abs().max()
+    assert (ours - exact).square().mean() <= (2.0**2) * (sdpa - exact).square().mean()
+
+
+def test_extreme_scores_stay_finite():
+    query, keys, values, at = _inputs(4, 2, 64, 700, list(range(700)), torch.bfloat16)
+    keys[:, :] = -keys.abs() * 30
+    for sign in (1, -1):
+        result = attend_rows(query.abs() * 30 * sign, keys, values, at, AttentionSpec(1.0))
+        assert result.isfinite().all()
+
+
+def test_no_rows():
+    query, keys, values, _ = _inputs(4, 2, 8, 5, [4])
+    result = attend_rows(query[:, :0], keys, values, torch.empty(0, dtype=torch.int64), AttentionSpec(1.0))
+    assert result.shape == (0, 4, 8)
+
+
+def test_length_one_returns_the_value():
+    query, keys, values, at = _inputs(4, 2, 8, 1, [0])
+    result = attend_rows(query, keys, values, at, AttentionSpec(1.0))
+    torch.testing.assert_close(result[0], values[:, 0].repeat_interleave(2, 0))
+
+
+def test_inputs_stay_as_they_are():
+    inputs = _inputs(4, 2, 8, 50, list(range(3, 50, 4)))
+    before = [tensor.clone() for tensor in inputs]
+    attend_rows(*inputs, _spec(4, **SPECS["all"]))
+    for tensor, copy in zip(inputs, before, strict=True):
+        torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "query,keys,values,positions,message",
+    [
+        ((4, 3, 8), (2, 9, 8), (2, 9, 8), [1, 2], "positions"),
+        ((4, 2, 8), (2, 9, 8), (2, 8, 8), [1, 2], "values"),
+        ((4, 2, 8), (2, 9, 16), (2, 9, 16), [1, 2], "keys"),
+        ((5, 2, 8), (2, 9, 8), (2, 9, 8), [1, 2], "5 query heads are not a multiple of 2"),
+        ((4, 2, 8), (2, 9, 8), (2, 9, 8), [1, 9], "position 9, but there are 9 keys"),
+    ],
+)
+def test_refuses_what_does_not_fit(query, keys, values, positions, message):
+    with pytest.raises(InvalidInputError, match=message):
+        attend_rows(
+            torch.zeros(query),
+            torch.zeros(keys),
+            torch.zeros(values),
+            torch.tensor(positions),
+            AttentionSpec(1.0),
+        )

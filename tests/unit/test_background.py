@@ -1,0 +1,135 @@
+"""Work behind the requests."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cacheblend.engines.hf.background import Background
+
+SOON = 5.0  # seconds: only a failing test waits that long
+
+
+@pytest.fixture
+def background() -> Iterator[Background]:
+    made = Background(limit=3)
+    yield made
+    made.close()
+
+
+def test_jobs_run_in_order_on_another_thread(background: Background) -> None:
+    done: list[tuple[int, str]] = []
+    for i in range(3):
+        assert background.submit(i, lambda i=i: done.append((i, threading.current_thread().name)))
+    assert background.flush(SOON)
+    assert done == [(i, "cacheblend-background") for i in range(3)]
+
+
+def test_no_job_is_begun_while_a_request_is_under_way(background: Background) -> None:
+    ran = threading.Event()
+    with background.request():
+        with background.request():
+            background.submit("a", ran.set)
+        assert not ran.wait(0.05)
+    assert ran.wait(SOON)
+
+
+def test_a_request_that_fails_ends_all_the_same(background: Background) -> None:
+    ran = threading.Event()
+    with pytest.raises(KeyError), background.request():
+        background.submit("a", ran.set)
+        raise KeyError
+    assert ran.wait(SOON)
+
+
+def test_a_request_does_not_wait_for_the_job_under_way_and_stops_the_next(background: Background) -> None:
+    begun, go_on, second = threading.Event(), threading.Event(), threading.Event()
+    background.submit("long", lambda: (begun.set(), go_on.wait(SOON)))
+    assert begun.wait(SOON)
+    background.submit("next", second.set)
+    with background.request():
+        go_on.set()
+        assert not second.wait(0.05)
+    assert second.wait(SOON)
+
+
+def test_a_job_that_waits_is_not_queued_twice(background: Background) -> None:
+    runs: list[int] = []
+    with background.request():
+        assert background.submit("a", lambda: runs.append(1))
+        assert background.submit("a", lambda: runs.append(2))
+    assert background.flush(SOON)
+    assert runs == [1]
+    background.submit("a", lambda: runs.append(3))
+    assert background.flush(SOON)
+    assert runs == [1, 3]
+    assert background.dropped == 0
+
+
+def test_more_than_the_limit_is_dropped_and_counted(background: Background) -> None:
+    runs: list[int] = []
+    with background.request():
+        taken = [background.submit(i, lambda i=i: runs.append(i)) for i in range(5)]
+    assert taken == [True] * 3 + [False] * 2
+    assert background.dropped == 2
+    assert background.flush(SOON)
+    assert runs == [0, 1, 2]
+
+
+def test_a_queue_of_nothing_takes_nothing() -> None:
+    none = Background(limit=0)
+    assert not none.submit("a", lambda: None)
+    assert none.dropped == 1
+    none.close()
+
+
+def test_a_failing_job_does_not_end_the_thread(background: Background, caplog: pytest.LogCaptureFixture) -> None:
+    ran = threading.Event()
+    with background.request():
+        background.submit("bad", lambda: 1 / 0)
+        background.submit("good", ran.set)
+    assert background.flush(SOON)
+    assert ran.is_set()
+    assert background.failed == 1
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_flush_works_the_queue_off_during_a_request(background: Background) -> None:
+    ran = threading.Event()
+    with background.request():
+        background.submit("a", ran.set)
+        assert background.flush(SOON)
+        assert ran.is_set()
+        background.submit("b", ran.clear)
+        time.sleep(0.05)
+        assert ran.is_set()  # the flush is over: a request holds the queue again
+
+
+def test_flush_gives_up_after_its_timeout(background: Background) -> None:
+    go_on = threading.Event()
+    background.submit("a", lambda: go_on.wait(SOON))
+    started = time.monotonic()
+    assert not background.flush(0.05)
+    assert time.monotonic() - started < SOON / 2
+    go_on.set()
+    assert background.flush(SOON)
+
+
+def test_flush_of_an_empty_queue(background: Background) -> None:
+    assert background.flush(0)
+
+
+def test_close_drops_what_waits_and_ends_the_thread() -> None:
+    background = Background(limit=5)
+    begun, go_on, never = threading.Event(), threading.Event(), threading.Event()
+    background.submit("long", lambda: (begun.set(), go_on.wait(SOON)))
+    assert begun.wait(SOON)
+    background.submit("waits", never.set)
+    threading.Timer(0.02, go_on.set).start()
+    background.close()
+    assert go_on.is_set()
+    assert not never.is_set()
+    assert not background.submit("late", never.set)
+    assert background.flush(SOON)
+    background.close()

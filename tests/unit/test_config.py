@@ -1,0 +1,89 @@
+"""Settings: each bad one is refused at once, by name."""
+
+import math
+from typing import Any
+
+import pytest
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.selection import (
+    SELECTORS,
+    AllRows,
+    Head,
+    Hkvd,
+    NoRows,
+    RandomRows,
+    Threshold,
+    check_ratio,
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recompute_ratio": -0.1}, r"0\.\.1, got -0.1"),
+        ({"recompute_ratio": 1.01}, r"0\.\.1, got 1.01"),
+        ({"recompute_ratio": math.nan}, r"0\.\.1, got nan"),
+        ({"recompute_ratio": math.inf}, r"0\.\.1, got inf"),
+        ({"recompute_ratio": "0.5"}, r"0\.\.1, got 0.5"),
+        ({"recompute_ratio": None}, r"0\.\.1, got None"),
+        ({"check_layers": ()}, r"ascending and at least 1.*got \(\)"),
+        ({"check_layers": (0,)}, r"at least 1.*layer 0.*got \(0,\)"),
+        ({"check_layers": (-1, 2)}, r"at least 1.*got \(-1, 2\)"),
+        ({"check_layers": (3, 2)}, r"ascending.*got \(3, 2\)"),
+        ({"check_layers": (2, 2)}, r"ascending.*got \(2, 2\)"),
+        ({"selector": "threshold", "threshold": 1.0, "check_layers": (0,)}, "at least 1"),
+        ({"ratios": (0.1, 0.2), "check_layers": (1, 2)}, r"must not rise.*got \(0.1, 0.2\)"),
+        ({"ratios": (0.2, 0.1)}, r"1 check layers \(1,\) need as many ratios, got \(0.2, 0.1\)"),
+        ({"ratios": (1.5,)}, r"0\.\.1, got \(1.5,\)"),
+        ({"ratios": (math.nan,)}, r"0\.\.1, got \(nan,\)"),
+        ({"selector": "hkvdd"}, "no selector is called 'hkvdd'; there are hkvd, threshold, head"),
+        ({"selector": "threshold"}, "needs a bound; set `threshold`"),
+        ({"selector": "threshold", "threshold": -1.0}, "at least 0, got -1.0"),
+        ({"selector": "threshold", "threshold": math.nan}, "finite.*got nan"),
+        ({"measure": "q"}, "one of kv, k, v, got 'q'"),
+        ({"selector": "threshold", "threshold": 1.0, "measure": "q"}, "one of kv, k, v, got 'q'"),
+        ({"anchor": "eos"}, "auto, none, bos, system, got 'eos'"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"tile_rows": -1}, "tile_rows must be at least 1, got -1"),
+        ({"capture_batch_tokens": 0}, "capture_batch_tokens must be at least 1, got 0"),
+        ({"read_ahead": -1}, "read_ahead must be at least 0, got -1"),
+        ({"capture_queue": -1}, "capture_queue must be at least 0, got -1"),
+    ],
+)
+def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        BlendConfig(**settings)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_every_selector_can_be_named(name: str) -> None:
+    kind = {
+        "hkvd": Hkvd,
+        "threshold": Threshold,
+        "head": Head,
+        "random": RandomRows,
+        "none": NoRows,
+        "all": AllRows,
+    }[name]
+    assert isinstance(BlendConfig(selector=name, threshold=1.0).make_selector(), kind)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    assert BlendConfig().make_selector() == Hkvd((1,), (0.15,), "kv")
+
+
+def test_a_requests_ratio_goes_before_the_configured_ones() -> None:
+    config = BlendConfig(check_layers=(1, 3), ratios=(0.5, 0.25))
+    assert config.make_selector() == Hkvd((1, 3), (0.5, 0.25))
+    assert config.make_selector(0.75) == Hkvd((1, 3), (0.75, 0.75))
+    assert config.make_selector(0) == Hkvd((1, 3), (0, 0))
+    assert BlendConfig(selector="head").make_selector(0.5) == Head(0.5)
+    with pytest.raises(InvalidInputError, match="got 2"):
+        config.make_selector(2)
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 0.5, 1.0])
+def test_good_ratios(ratio: float) -> None:
+    check_ratio(ratio)

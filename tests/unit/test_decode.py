@@ -1,0 +1,246 @@
+"""Decoding against transformers' own `generate`, and the text stream against the whole text."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.loader import LayerKV
+from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
+from cacheblend.engines.hf.tokens import PromptBuilder
+from families import VOCAB, tiny_model
+from tokenizers_for_tests import sentencepiece
+
+PROMPT = torch.arange(10, 30)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"temperature": -0.1}, "temperature .*at least 0.*-0.1"),
+        ({"temperature": math.nan}, "temperature .*at least 0.*nan"),
+        ({"temperature": math.inf}, "temperature .*at least 0.*inf"),
+        ({"top_k": -1}, "top_k .*at least 0.*-1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty .*above 0.*0.0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty .*above 0.*nan"),
+        ({"top_p": 0.0}, "top_p .*0.0"),
+        ({"top_p": 1.1}, "top_p .*1.1"),
+        ({"top_p": math.nan}, "top_p .*nan"),
+        ({"min_p": -0.1}, "min_p .*-0.1"),
+        ({"min_p": math.nan}, "min_p .*nan"),
+        ({"stop": ("a", "")}, "stop text must not be empty"),
+        ({"stop": "word"}, r"stop .*tuple.*'word'"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        SamplingParams(**settings)
+
+
+def test_what_is_switched_off_costs_nothing() -> None:
+    assert len(SamplingParams().processors()) == 0
+    greedy = SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)
+    assert len(greedy.processors()) == 0
+    assert len(SamplingParams(temperature=1).processors()) == 0
+
+
+def test_whole_numbers_are_settings_too() -> None:
+    """JSON has no difference between 2 and 2.0."""
+    assert len(SamplingParams(temperature=2, repetition_penalty=2, min_p=1, top_p=1).processors()) == 3
+
+
+@torch.no_grad()
+def decoding(params: SamplingParams, eos_ids: Sequence[int] = ()) -> Decoding:
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    logits = model(input_ids=PROMPT[None], past_key_values=cache, use_cache=True).logits[0, -1]
+    return Decoding(model, cache, PROMPT, logits, params, eos_ids)
+
+
+def answer(params: SamplingParams, eos_ids: Sequence[int] = ()) -> Decoding:
+    under_way = decoding(params, eos_ids)
+    while under_way.finish_reason is None:
+        under_way.step()
+    return under_way
+
+
+def generated(params: SamplingParams) -> list[int]:
+    """transformers' own answer with the same settings."""
+    torch.manual_seed(params.seed or 0)
+    names = ("top_k", "top_p", "min_p", "temperature") if params.temperature else ()
+    options = {name: getattr(params, name) for name in (*names, "repetition_penalty")}
+    out = tiny_model("llama").generate(
+        PROMPT[None],
+        attention_mask=torch.ones_like(PROMPT[None]),
+        max_new_tokens=params.max_tokens,
+        do_sample=params.temperature > 0,
+        eos_token_id=None,
+        pad_token_id=0,
+        **options,
+    )
+    return out[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"repetition_penalty": 1.8},
+        {"temperature": 1.0},
+        {"temperature": 0.4, "repetition_penalty": 1.3},
+        {"temperature": 3.0, "top_k": 4},
+        {"temperature": 3.0, "top_p": 0.3},
+        {"temperature": 3.0, "min_p": 0.2},
+        {"temperature": 2.0, "top_k": 50, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.1},
+    ],
+    ids=str,
+)
+def test_draws_what_generate_draws(settings: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=12, seed=3, **settings)
+    got = answer(params)
+    assert got.token_ids == generated(params)
+    assert got.finish_reason == "length"
+
+
+def test_greedy_is_the_argmax_at_every_step() -> None:
+    ids = answer(SamplingParams(max_tokens=6)).token_ids
+    with torch.no_grad():
+        logits = tiny_model("llama")(torch.cat([PROMPT, torch.tensor(ids)])[None]).logits[0]
+    assert ids == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+
+
+def test_seeds_reproduce_and_differ() -> None:
+    hot = {"max_tokens": 10, "temperature": 5.0}
+    one, same, other = (answer(SamplingParams(seed=seed, **hot)).token_ids for seed in (1, 1, 2))
+    assert one == same != other
+    assert answer(SamplingParams(**hot)).token_ids != answer(SamplingParams(**hot)).token_ids
+
+
+def test_a_seed_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    answer(SamplingParams(max_tokens=3, temperature=1.0, seed=1))
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "support"), [({"top_k": 3}, 3), ({"min_p": 1.0}, 1), ({"top_k": VOCAB * 2}, None)]
+)
+def test_the_support_of_a_draw(settings: dict[str, Any], support: int | None) -> None:
+    seen = {answer(SamplingParams(max_tokens=1, temperature=50.0, seed=i, **settings)).token_ids[0] for i in range(40)}
+    assert len(seen) == support if support else len(seen) > 10
+
+
+def test_ends_at_eos_unless_told_to_go_on() -> None:
+    ids = answer(SamplingParams(max_tokens=8)).token_ids
+    cut = ids.index(ids[3]) + 1
+    ended = answer(SamplingParams(max_tokens=8), eos_ids=[ids[3]])
+    assert (ended.token_ids, ended.finish_reason) == (ids[:cut], "stop")
+    assert answer(SamplingParams(max_tokens=8, ignore_eos=True), eos_ids=[ids[3]]).token_ids == ids
+    also = answer(SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=(ids[3],)))
+    assert (also.token_ids, also.finish_reason) == (ids[:cut], "stop")
+    last = answer(SamplingParams(max_tokens=cut), eos_ids=[ids[3]])
+    assert last.finish_reason == "stop"
+
+
+@torch.no_grad()
+def test_a_filled_cache_goes_on_as_transformers_own() -> None:
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    out = model(input_ids=PROMPT[None], past_key_values=cache, use_cache=True)
+    kv = [LayerKV(layer.keys[0].clone(), layer.values[0].clone()) for layer in cache.layers]
+    filled = fill_cache(model, kv)
+    assert all(keys.shape[1] == values.shape[1] == 0 for keys, values in kv)
+    params = SamplingParams(max_tokens=5)
+    one = Decoding(model, filled, PROMPT, out.logits[0, -1], params, [])
+    assert [one.step() for _ in range(5)] == answer(params).token_ids
+
+
+# ---- text ------------------------------------------------------------------------------------------------
+
+
+def decoder(pieces: Sequence[bytes]) -> Any:
+    """Ids are places in `pieces`; what is no UTF-8 reads as the replacement character."""
+    return lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[str, list[bytes], tuple[str, ...]]:
+    """A text, its bytes cut anywhere, and stop texts that may or may not occur in it."""
+    letters = st.text("abé好😀", max_size=12)
+    text = draw(letters)
+    data = text.encode()
+    cuts = sorted(draw(st.sets(st.integers(0, len(data)))) | {0, len(data)})
+    stops = draw(st.lists(st.text("abé好😀", min_size=1, max_size=4), max_size=3))
+    if text and draw(st.booleans()):
+        start = draw(st.integers(0, len(text) - 1))
+        stops.append(text[start : start + draw(st.integers(1, 4))])
+    return text, [data[a:b] for a, b in pairwise(cuts)], tuple(stops)
+
+
+@given(streams())
+@example(("aé", [b"a\xc3", b"\xa9"], ("aé",)))
+@example(("abab", [b"a", b"ba", b"b"], ("bab",)))
+def test_deltas_are_certain_and_make_up_the_text(case: tuple[str, list[bytes], tuple[str, ...]]) -> None:
+    text, pieces, stops = case
+    stream = TextStream(decoder(pieces), stops)
+    expected = text
+    for count in range(1, len(pieces) + 1):
+        so_far = decoder(pieces)(range(count))
+        places = [so_far.find(stop) for stop in stops if stop in so_far]
+        if places:
+            expected = so_far[: min(places)]
+            break
+    sent = ""
+    for i in range(len(pieces)):
+        sent += stream.push(i)
+        assert expected.startswith(sent)
+        if not stops:
+            assert sent == decoder(pieces)(range(i + 1)).rstrip("\ufffd")
+    sent += stream.finish()
+    assert sent == stream.text == expected
+    assert stream.stopped == (expected != text or any(stop in text for stop in stops))
+    assert not any(stop in sent for stop in stops)
+    assert stream.finish() == ""
+
+
+def test_a_stop_text_over_several_tokens() -> None:
+    stream = TextStream(decoder([b"answer", b" </", b"s", b"> more"]), ("</s>",))
+    assert [stream.push(i) for i in range(3)] == ["answer", " ", ""]
+    assert not stream.stopped
+    assert stream.push(3) == ""
+    assert (stream.text, stream.stopped, stream.finish()) == ("answer ", True, "")
+
+
+def test_what_was_held_back_comes_in_the_end() -> None:
+    stream = TextStream(decoder([b"x</", b"s", b"\xe5\xa5"]), ("</s>",))
+    assert [stream.push(i) for i in range(3)] == ["x", "", ""]
+    assert stream.finish() == "</s\ufffd"
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.sampled_from([*"a \u00e9\u4f60", "😀", "dog"]), max_size=8).map("".join), st.integers(0, 30))
+def test_byte_fallback_never_takes_back_what_was_sent(text: str, cut: int) -> None:
+    """One broken byte makes a whole run of byte tokens unreadable, characters that were sent included."""
+    builder = PromptBuilder(sentencepiece())
+    ids = builder.encode("x" + text)
+    stream = TextStream(builder.decode)
+    sent = "".join(stream.push(i) for i in ids[:cut]) + stream.finish()
+    assert sent == stream.text
+    assert ("x" + text).startswith(sent.rstrip("\ufffd"))
+    if cut >= len(ids):
+        assert sent == "x" + text
+
+
+def test_broken_bytes_in_the_middle_are_not_held_for_ever() -> None:
+    stream = TextStream(decoder([b"a\xff", b"b"]))
+    assert [stream.push(i) for i in range(2)] == ["a", "\ufffdb"]

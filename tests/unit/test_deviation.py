@@ -1,0 +1,62 @@
+"""KV deviation against a plain loop."""
+
+from typing import Literal
+
+import pytest
+import torch
+
+from cacheblend.core.deviation import kv_deviation
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def by_loop(fresh: Pair, loaded: Pair, measure: str) -> list[float]:
+    heads, rows, head_dim = fresh[0].shape
+    sums = []
+    for row in range(rows):
+        total = 0.0
+        for i, name in enumerate("kv"):
+            if name not in measure:
+                continue
+            for head in range(heads):
+                for d in range(head_dim):
+                    total += (float(fresh[i][head, row, d]) - float(loaded[i][head, row, d])) ** 2
+        sums.append(total)
+    return sums
+
+
+def pairs(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Pair, Pair]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
+    return (tensors[0], tensors[1]), (tensors[2], tensors[3])
+
+
+@pytest.mark.parametrize("measure", ["kv", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_a_plain_loop(measure: Literal["kv", "k", "v"], dtype: torch.dtype) -> None:
+    fresh, loaded = pairs((3, 7, 5), dtype)
+    got = kv_deviation(fresh, loaded, measure)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, torch.tensor(by_loop(fresh, loaded, measure)), rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_neither_overflows_nor_drowns() -> None:
+    """300 squared is beyond fp16, and 256 + 0.25 is 256 in bf16: both need fp32 sums."""
+    big = torch.full((1, 1, 2), 300.0, dtype=torch.float16)
+    assert kv_deviation((big, big), (-big, big)).tolist() == [2 * 600.0**2]
+    one = torch.tensor([[[16.0, *[0.5] * 64]]], dtype=torch.bfloat16)
+    assert kv_deviation((one, one), (torch.zeros_like(one), one)).tolist() == [256 + 64 * 0.25]
+
+
+def test_zero_for_equal_kv_and_nothing_for_no_rows() -> None:
+    fresh, _ = pairs((2, 4, 8), torch.bfloat16)
+    assert kv_deviation(fresh, fresh).tolist() == [0.0] * 4
+    none, _ = pairs((2, 0, 8), torch.float32)
+    assert kv_deviation(none, none).shape == (0,)
+
+
+def test_inputs_are_not_written_to() -> None:
+    fresh, loaded = pairs((2, 4, 8), torch.float32)
+    before = [t.clone() for t in (*fresh, *loaded)]
+    kv_deviation(fresh, loaded)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*fresh, *loaded), strict=True))

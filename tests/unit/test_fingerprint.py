@@ -1,0 +1,170 @@
+"""Fingerprints of model folders and of models in memory."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.hf import fingerprint
+from cacheblend.engines.hf.fingerprint import fingerprint_folder, fingerprint_model
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "torch_dtype": "float32",
+    "transformers_version": "5.0.0",
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    for i in range(2):
+        save_file({"w": torch.arange(50) + i}, made / f"model-{i}.safetensors")
+    return made
+
+
+def with_config(folder: Path, **changes: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return fingerprint_folder(folder)
+
+
+def flip_byte(file: Path, at: int = -1) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_copies_agree(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "elsewhere" / "under another name")
+    (copy / "README.md").write_text("a model")
+    (copy / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=4))
+    assert fingerprint_folder(copy) == fingerprint_folder(folder)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert fingerprint_folder(link) == fingerprint_folder(folder)
+
+
+def change_weight(folder: Path) -> None:
+    flip_byte(folder / "model-1.safetensors")
+
+
+def swap_shards(folder: Path) -> None:
+    one, other = folder / "model-0.safetensors", folder / "model-1.safetensors"
+    first = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(first)
+
+
+def drop_shard(folder: Path) -> None:
+    (folder / "model-1.safetensors").unlink()
+
+
+@pytest.mark.parametrize("change", [change_weight, swap_shards, drop_shard])
+def test_any_change_of_the_weights_is_seen(folder: Path, change: Callable[[Path], None]) -> None:
+    before = fingerprint_folder(folder)
+    change(folder)
+    assert fingerprint_folder(folder) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10001.0}},
+        {"rms_norm_eps": 1e-5},
+        {"sliding_window": 128},
+        {"num_hidden_layers": 1},
+    ],
+    ids=str,
+)
+def test_config_fields_that_shape_kv_are_seen(folder: Path, change: dict[str, Any]) -> None:
+    assert with_config(folder, **change) != with_config(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"torch_dtype": "bfloat16"}, {"transformers_version": "4.0"}, {"use_cache": False}, {"eos_token_id": 7}],
+)
+def test_other_config_fields_are_not(folder: Path, change: dict[str, Any]) -> None:
+    assert with_config(folder, **change) == with_config(folder)
+
+
+def test_digests_are_remembered_and_forgotten_on_change(
+    folder: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    real = fingerprint.hashlib.file_digest
+    monkeypatch.setattr(
+        fingerprint.hashlib, "file_digest", lambda s, kind: (hashed.append(Path(s.name).name), real(s, kind))[1]
+    )
+    first = fingerprint_folder(folder)
+    assert sorted(hashed) == ["model-0.safetensors", "model-1.safetensors"]
+    assert len(list(cache_home.rglob("*"))) == 2 + 2
+    assert fingerprint_folder(folder) == first
+    assert len(hashed) == 2
+    flip_byte(folder / "model-0.safetensors")
+    assert fingerprint_folder(folder) != first
+    assert hashed[2:] == ["model-0.safetensors"]
+
+
+def test_a_damaged_memory_is_not_believed(folder: Path, cache_home: Path) -> None:
+    """A note cut short by a crash would give the folder a name of its own."""
+    before = fingerprint_folder(folder)
+    for note in (f for f in cache_home.rglob("*") if f.is_file()):
+        note.write_text("")
+    assert fingerprint_folder(folder) == before
+
+
+def test_a_cache_folder_that_cannot_be_written_is_done_without(folder: Path, cache_home: Path) -> None:
+    cache_home.write_text("a file where the folder should be")
+    assert fingerprint_folder(folder) == fingerprint_folder(folder)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "*.safetensors"])
+def test_what_is_no_model_folder_is_refused(folder: Path, missing: str) -> None:
+    for file in list(folder.glob(missing)):
+        file.unlink()
+    with pytest.raises(InvalidInputError, match=r"no model folder: it needs config.json and weights"):
+        fingerprint_folder(folder)
+
+
+def tiny(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, **changes))
+
+
+def test_models_in_memory() -> None:
+    base = fingerprint_model(tiny())
+    assert fingerprint_model(tiny()) == base
+    changed = tiny()
+    with torch.no_grad():
+        changed.model.layers[0].self_attn.k_proj.weight[0, 0] += 1e-3
+    others = [changed, tiny(1), tiny().to(torch.bfloat16), tiny(rope_theta=5e5)]
+    assert len({base, *map(fingerprint_model, others)}) == 5
+
+
+def test_a_model_with_a_scalar_parameter() -> None:
+    model = tiny()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    one = fingerprint_model(model)
+    model.scale.data.add_(1)
+    assert fingerprint_model(model) != one

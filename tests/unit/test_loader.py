@@ -1,0 +1,189 @@
+"""The loader over a source whose records say where they came from."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.errors import BlockLostError
+from cacheblend.core.loader import ROWS_AT_ONCE, LayerLoader
+from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.plan import Anchor, BlendPlan, Planner, Source
+from cacheblend.core.prompt import Prompt, chunk, text
+from cacheblend.core.rope import KeyRotation, reposition_keys, turn_by
+
+ROOT = root_name("model", "float32")
+BOS = 1
+LAYOUT = KVLayout((LayerShape(2, 8), LayerShape(2, 8), LayerShape(4, 4), LayerShape(2, 8)), torch.float32)
+FULL, HALF = (KeyRotation(1e2 ** (-torch.arange(n) / n), "half") for n in (4, 2))
+ROTATIONS = (FULL, None, HALF, FULL)
+PLANNER = Planner(ROOT, Anchor("bos", BOS), block_size=4)
+
+
+class FakeSource:
+    """Random records, the same for the same block and layer."""
+
+    def __init__(self, plan: BlendPlan, lost: Sequence[tuple[BlockName, int]] = (), delay_s: float = 0.0) -> None:
+        self.held = {s.name: plan.prompt.token_ids[s.start : s.stop] for s in plan.spans[: len(plan.spans) - 1]}
+        self.lost, self.delay_s = set(lost), delay_s
+        self.reads: list[tuple[BlockName, int]] = []
+        self.threads: set[str] = set()
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        return [BlockEntry(self.held[n], LAYOUT, "memory") if n in self.held else None for n in names]
+
+    def record(self, name: BlockName, layer: int) -> torch.Tensor:
+        shape = LAYOUT.layers[layer]
+        generator = torch.Generator().manual_seed(int.from_bytes(name[:6], "little") + layer)
+        return torch.randn(shape.kv_heads, 2, len(self.held[name]), shape.head_dim, generator=generator)
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        self.threads.add(threading.current_thread().name)
+        time.sleep(self.delay_s)
+        self.reads.append((name, layer))
+        if (name, layer) in self.lost:
+            raise BlockLostError([name], "gone")
+        return self.record(name, layer)[slice(None) if heads is None else heads]
+
+
+def planned(drop: int | None = None) -> tuple[BlendPlan, FakeSource]:
+    """BOS | A (exact) | text | B | C | B | question; `drop` takes one span out of the store."""
+    a, b, c = chunk(range(10, 16)), chunk(range(20, 29)), chunk(range(30, 33))
+    prompt = Prompt.of([text([BOS]), a, text([2, 3]), b, c, b, text([4, 5])])
+    names = PLANNER.plan(prompt, FakeSource(PLANNER.plan(prompt, _Nothing())))
+    source = FakeSource(names)
+    for span in names.spans:
+        if names.prompt.segments[span.segment].is_chunk is False and span.start:
+            source.held.pop(span.name, None)
+    if drop is not None:
+        source.held.pop(names.spans[drop].name)
+    return PLANNER.plan(prompt, source), source
+
+
+class _Nothing:
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        return [None] * len(names)
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        raise AssertionError
+
+
+def check(
+    plan: BlendPlan, source: FakeSource, loaded: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int
+) -> None:
+    for layer, (keys, values) in enumerate(loaded):
+        shape = LAYOUT.layers[layer]
+        assert keys.shape == values.shape == (shape.kv_heads, len(plan), shape.head_dim)
+        for span in plan.spans:
+            wanted = span.source is Source.PREFIX or (span.source is Source.LOADED and layer >= first)
+            assert ((span.name, layer) in source.reads) == wanted
+            if not wanted:
+                continue
+            record = source.record(span.name, layer)
+            expected, rotation = record[:, 0], ROTATIONS[layer]
+            if rotation is not None and span.source is Source.LOADED:
+                shift = torch.full((len(span),), span.start - span.stored_start)
+                expected = reposition_keys(expected, turn_by(rotation, shift))
+            torch.testing.assert_close(keys[:, span.start : span.stop], expected, rtol=0, atol=1e-6)
+            assert torch.equal(values[:, span.start : span.stop], record[:, 1])
+
+
+@pytest.mark.parametrize("read_ahead", [0, 1, 3, 100])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int) -> None:
+    plan, source = planned()
+    sources = [s.source for s in plan.spans]
+    assert sources == [*[Source.PREFIX] * 3, Source.TEXT, *[Source.LOADED] * 7, Source.TEXT]
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, first_reused_layer=first, read_ahead=read_ahead) as loader:
+        loaded = [loader.layer(i) for i in range(len(LAYOUT.layers))]
+    check(plan, source, loaded, first)
+    in_thread = not any(name.startswith("cacheblend-loader") for name in source.threads)
+    assert in_thread == (read_ahead == 0)
+    assert loader.load_s > 0
+    assert loader.wait_s > 0
+
+
+def test_a_repeated_chunk_moves_to_each_of_its_places() -> None:
+    plan, source = planned()
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS) as loader:
+        keys, values = loader.layer(0)
+    one, other = ([s for s in plan.spans if s.segment == i] for i in (3, 5))
+    assert [s.name for s in one] == [s.name for s in other]
+    first, again = (slice(spans[0].start, spans[-1].stop) for spans in (one, other))
+    assert torch.equal(values[:, first], values[:, again])
+    distance = torch.full((9,), other[0].start - one[0].start)
+    torch.testing.assert_close(
+        reposition_keys(keys[:, first], turn_by(FULL, distance)), keys[:, again], rtol=0, atol=1e-5
+    )
+
+
+def test_misses_are_not_read() -> None:
+    plan, source = planned(drop=5)
+    assert [s.source for s in plan.spans if s.segment == 3] == [Source.LOADED, Source.MISS, Source.LOADED]
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=0) as loader:
+        check(plan, source, [loader.layer(i) for i in range(4)], 0)
+
+
+def test_a_rank_reads_its_heads() -> None:
+    plan, source = planned()
+    layout = KVLayout(tuple(LayerShape(1, s.head_dim) for s in LAYOUT.layers), torch.float32)
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS) as whole:
+        all_heads = [whole.layer(i) for i in range(4)]
+    with LayerLoader(plan, source, layout, ROTATIONS, heads=slice(1, 2)) as part:
+        for layer in range(4):
+            keys, values = part.layer(layer)
+            for span in plan.spans:
+                if span.source in (Source.PREFIX, Source.LOADED):
+                    rows = slice(span.start, span.stop)
+                    assert torch.equal(keys[:, rows], all_heads[layer].keys[1:2, rows])
+                    assert torch.equal(values[:, rows], all_heads[layer].values[1:2, rows])
+
+
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_a_loss_names_every_lost_block_of_the_layer(read_ahead: int) -> None:
+    plan, _ = planned()
+    lost = [plan.spans[2].name, plan.spans[8].name]
+    source = FakeSource(plan, lost=[(lost[0], 2), (lost[1], 2), (plan.spans[4].name, 3)])
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=read_ahead) as loader:
+        loader.layer(0)
+        loader.layer(1)
+        with pytest.raises(BlockLostError, match=r"2 block.*layer 2: gone") as caught:
+            loader.layer(2)
+    assert set(caught.value.names) == set(lost)
+    assert len(caught.value.names) == 2
+
+
+def test_close_while_reading_waits_and_stops() -> None:
+    plan, _ = planned()
+    source = FakeSource(plan, delay_s=0.005)
+    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=3)
+    loader.layer(0)
+    loader.close()
+    reads = len(source.reads)
+    assert reads < 4 * len({s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)})
+    assert not any(t.name.startswith("cacheblend-loader") for t in threading.enumerate())
+    time.sleep(0.02)
+    assert len(source.reads) == reads
+    loader.close()
+
+
+def test_a_prompt_without_hits_starts_no_thread() -> None:
+    plan = PLANNER.plan(Prompt.of([text([5]), chunk([6])]), _Nothing())
+    with LayerLoader(plan, _Nothing(), LAYOUT, ROTATIONS) as loader:
+        keys, _ = loader.layer(0)
+        assert not any(t.name.startswith("cacheblend-loader") for t in threading.enumerate())
+    assert keys.shape == (2, 2, 8)
+
+
+def test_runs_longer_than_one_turn() -> None:
+    """More moved rows in a row than are re-positioned at once."""
+    big = Planner(ROOT, Anchor("bos", BOS), block_size=1500)
+    prompt = Prompt.of([text([BOS, 7]), *(chunk([9 + i] * 3001) for i in range(2)), text([2])])
+    source = FakeSource(big.plan(prompt, _Nothing()))
+    plan = big.plan(prompt, source).without([big.plan(prompt, source).spans[0].name])
+    assert sum(len(s) for s in plan.spans if s.source is Source.LOADED) > ROWS_AT_ONCE
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS) as loader:
+        check(plan, source, [loader.layer(i) for i in range(4)], 0)

@@ -1,0 +1,327 @@
+"""Plans: laws that hold for any prompt over any store, and the cases that shaped them."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name, split_blocks
+from cacheblend.core.plan import Anchor, BlendPlan, Planner, Source, Span, cut_bos
+from cacheblend.core.prompt import Prompt, Segment, chunk, text
+
+ROOT = root_name("model", "float32")
+LAYOUT = KVLayout((LayerShape(1, 2),), torch.float32)
+BOS = 1
+HELD = (Source.PREFIX, Source.LOADED)
+
+
+class FakeSource:
+    """Holds names with token ids; some may be wrong, as after a hash collision."""
+
+    def __init__(self, held: dict[BlockName, TokenIds], tier: str = "memory") -> None:
+        self.held, self.tier = held, tier
+        self.asked: list[BlockName] = []
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        self.asked += names
+        return [BlockEntry(self.held[n], LAYOUT, self.tier) if n in self.held else None for n in names]
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        raise AssertionError("a plan reads no records")
+
+
+EMPTY = FakeSource({})
+
+
+def tokens_of(plan: BlendPlan, span: Span) -> TokenIds:
+    return plan.prompt.token_ids[span.start : span.stop]
+
+
+def prompt_chain(plan: BlendPlan) -> list[BlockName]:
+    names, name = [], ROOT
+    for span in plan.spans:
+        name = block_name(name, tokens_of(plan, span))
+        names.append(name)
+    return names
+
+
+def own_chain(planner: Planner, plan: BlendPlan, index: int) -> list[BlockName]:
+    """Names of the blocks of segment `index` behind the plan's anchor."""
+    name, names = plan.anchor_name, []
+    for tokens in split_blocks(plan.prompt.segments[index].token_ids, planner.block_size):
+        name = block_name(name, tokens)
+        names.append(name)
+    return names
+
+
+def all_names(planner: Planner, plan: BlendPlan) -> dict[BlockName, TokenIds]:
+    """Every name under which a block of the plan could be stored: prompt chain, and chunk chains."""
+    found = {n: tokens_of(plan, s) for n, s in zip(prompt_chain(plan), plan.spans, strict=True)}
+    for index, segment in enumerate(plan.prompt.segments):
+        if segment.is_chunk:
+            blocks = split_blocks(segment.token_ids, planner.block_size)
+            found |= dict(zip(own_chain(planner, plan, index), blocks, strict=True))
+    return found
+
+
+def holding(names: Iterable[BlockName], every: dict[BlockName, TokenIds]) -> FakeSource:
+    return FakeSource({name: every[name] for name in names})
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompt:
+    """Few ids and few passages, so that chunks repeat and chains share their starts."""
+    passages = draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=9), min_size=1, max_size=3))
+    segments: list[Segment] = [text(draw(st.sampled_from([[], [BOS], [BOS, 2], [2, 2, 3]])))]
+    for _ in range(draw(st.integers(0, 5))):
+        if draw(st.booleans()):
+            segments.append(chunk(draw(st.sampled_from(passages))))
+        else:
+            segments.append(text(draw(st.lists(st.integers(1, 3), max_size=6))))
+    if not any(map(len, segments)) or draw(st.booleans()):
+        segments.append(text([3]))
+    return Prompt.of(segments)
+
+
+anchors = st.sampled_from([Anchor(), Anchor("bos", BOS), Anchor("system"), Anchor("system", BOS), Anchor("none", BOS)])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Planner, FakeSource, BlendPlan]:
+    """A plan over a store that holds a random part of what it could hold, collisions included."""
+    planner = Planner(ROOT, draw(anchors), draw(st.integers(1, 5)))
+    prompt = draw(prompts())
+    every = all_names(planner, planner.plan(prompt, EMPTY))
+    names = sorted(every)
+    held = {n: every[n] for n, kept in zip(names, draw(st.tuples(*[st.booleans()] * len(names))), strict=True) if kept}
+    for name in draw(st.lists(st.sampled_from(sorted(held)), max_size=2)) if held else []:
+        held[name] = as_token_ids([*held[name].tolist()[:-1], 99])  # same length, another token
+    source = FakeSource(held)
+    return planner, source, planner.plan(prompt, source)
+
+
+@settings(max_examples=120, deadline=None)
+@given(plans())
+def test_the_laws_of_a_plan(made: tuple[Planner, FakeSource, BlendPlan]) -> None:
+    planner, source, plan = made
+    check_spans(planner, plan)
+    check_sources(planner, source, plan)
+    check_rows(plan)
+    check_publishing(plan)
+
+
+def check_spans(planner: Planner, plan: BlendPlan) -> None:
+    """Gapless, ordered, cover the prompt, cut at segment boundaries, named after their parents."""
+    assert [s.start for s in plan.spans] == [0, *(s.stop for s in plan.spans[:-1])]
+    assert len(plan) == plan.spans[-1].stop == len(plan.prompt)
+    lengths = [len(s) for s in plan.prompt.segments]
+    for index, group in groupby(plan.spans, key=lambda s: s.segment):
+        spans = list(group)
+        assert [s.chunk_offset for s in spans] == [s.start - spans[0].start for s in spans]
+        assert spans[0].start == sum(lengths[:index])
+        assert sum(map(len, spans)) == lengths[index]
+        assert all(len(s) == planner.block_size for s in spans[:-1])
+        assert 1 <= len(spans[-1]) <= planner.block_size
+    for span in plan.spans:
+        assert span.name == block_name(span.parent, tokens_of(plan, span))
+
+
+def check_sources(planner: Planner, source: FakeSource, plan: BlendPlan) -> None:
+    """Each row's source follows from what is held; the prefix is the leading run of the prompt's own chain."""
+    in_prefix = True
+    for span, name in zip(plan.spans, prompt_chain(plan), strict=True):
+        tokens = tokens_of(plan, span)
+        in_prefix = in_prefix and np.array_equal(source.held.get(name), tokens)
+        is_chunk = plan.prompt.segments[span.segment].is_chunk
+        if in_prefix:
+            assert (span.source, span.name, span.stored_start) == (Source.PREFIX, name, span.start)
+        elif not is_chunk:
+            assert (span.source, span.name) == (Source.TEXT, name)
+        else:
+            own = own_chain(planner, plan, span.segment)[span.chunk_offset // planner.block_size]
+            is_held = np.array_equal(source.held.get(own), tokens)
+            assert (span.source, span.name) == (Source.LOADED if is_held else Source.MISS, own)
+            assert span.stored_start == len(plan.anchor_ids) + span.chunk_offset
+        assert span.tier == (source.tier if span.source in HELD else "")
+    assert len(source.asked) == len(set(source.asked))
+
+
+def check_rows(plan: BlendPlan) -> None:
+    last = len(plan) - 1
+    rows = {source: [p for s in plan.spans if s.source is source for p in range(s.start, s.stop)] for source in Source}
+    assert sorted(chain.from_iterable(rows.values())) == list(range(len(plan)))
+    assert plan.prefix_length == min(len(rows[Source.PREFIX]), last)
+    assert plan.candidate_rows.tolist() == [p for p in rows[Source.LOADED] if p != last]
+    assert plan.chunk_offsets.tolist() == [i for s in plan.prompt.segments for i in range(len(s))]
+    counts = plan.tokens_by_source()
+    assert counts == {
+        "prefix": len(rows[Source.PREFIX]),
+        "memory": len(rows[Source.LOADED]),
+        "disk": 0,
+        "miss": len(rows[Source.MISS]),
+        "text": len(rows[Source.TEXT]),
+    }
+
+
+def check_publishing(plan: BlendPlan) -> None:
+    """Only text in front of the first chunk, with nothing but exact KV before it; missed chunks are listed once."""
+    first_chunk = next((i for i, s in enumerate(plan.prompt.segments) if s.is_chunk), 0)
+    assert plan.publishable == [s for s in plan.spans if s.source is Source.TEXT and s.segment < first_chunk]
+    chain = prompt_chain(plan)
+    for span in plan.publishable:
+        at = plan.spans.index(span)
+        assert [s.name for s in plan.spans[: at + 1]] == chain[: at + 1]
+        assert all(s.stored_start == s.start for s in plan.spans[:at])
+    lacking = [s.segment for s in plan.spans if s.source is Source.MISS]
+    expected = list(dict.fromkeys(plan.prompt.segments[i].token_ids.tobytes() for i in lacking))
+    assert [s.token_ids.tobytes() for s in plan.missed_chunks()] == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(plans(), st.data())
+def test_the_plan_without_lost_blocks(made: tuple[Planner, FakeSource, BlendPlan], data: st.DataObject) -> None:
+    planner, _, plan = made
+    held = sorted({s.name for s in plan.spans if s.source in HELD})
+    lost = set(data.draw(st.lists(st.sampled_from(held), max_size=3))) if held else set()
+    less = plan.without(lost)
+    in_prefix = True
+    for before, after in zip(plan.spans, less.spans, strict=True):
+        assert (before.start, before.stop, before.name, before.stored_start) == (
+            after.start,
+            after.stop,
+            after.name,
+            after.stored_start,
+        )
+        if before.source in HELD and before.name in lost:
+            is_chunk = plan.prompt.segments[before.segment].is_chunk
+            assert after.source is (Source.MISS if is_chunk else Source.TEXT)
+            assert after.tier == ""
+        elif before.source is Source.PREFIX and not in_prefix:
+            assert after.source is Source.LOADED
+            assert after.start == after.stored_start  # nothing to move
+        else:
+            assert after.source is before.source
+        in_prefix = in_prefix and after.source is Source.PREFIX
+    check_spans(planner, less)
+    check_rows(less)
+    check_publishing(less)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
+def test_the_plan_without_everything_loads_nothing(made: tuple[Planner, FakeSource, BlendPlan]) -> None:
+    _, _, plan = made
+    nothing = plan.without("all")
+    assert {s.source for s in nothing.spans} <= {Source.MISS, Source.TEXT}
+    assert nothing.prefix_length == 0
+    assert len(nothing.candidate_rows) == 0
+    check_publishing(nothing)
+
+
+def test_a_chunks_names_do_not_depend_on_where_it_stands() -> None:
+    planner = Planner(ROOT, Anchor("bos", BOS), block_size=4)
+    passage = chunk(range(10, 21))
+    fronts = [[], [text([BOS])], [text([BOS, 5])], [text([5]), chunk([6, 7])], [chunk(range(9))], [passage]]
+    names = set()
+    for front in fronts:
+        plan = planner.plan(Prompt.of([*front, passage, text([3])]), EMPTY)
+        names.add(tuple(s.name for s in plan.spans if s.segment == len(plan.prompt.segments) - 2))
+    assert len(names) == 1
+
+
+def test_a_chunk_right_behind_its_anchor_is_an_exact_prefix() -> None:
+    for anchor, front in [
+        (Anchor(), []),
+        (Anchor("bos", BOS), [text([BOS])]),
+        (Anchor("system", BOS), [text([BOS, 5, 6]), text([7])]),
+    ]:
+        planner = Planner(ROOT, anchor, block_size=4)
+        prompt = Prompt.of([*front, chunk(range(10, 20)), text([3])])
+        plan = planner.plan(prompt, EMPTY)
+        assert [s.source for s in plan.spans[-4:]] == [*[Source.MISS] * 3, Source.TEXT]
+        again = planner.plan(prompt, FakeSource({s.name: tokens_of(plan, s) for s in plan.spans[:-1]}))
+        assert {s.source for s in again.spans[:-1]} == {Source.PREFIX}
+        assert again.prefix_length == len(prompt) - 1
+        assert again.publishable == []
+
+
+def test_the_last_row_is_computed_even_if_it_is_held() -> None:
+    planner = Planner(ROOT, block_size=4)
+    prompt = Prompt.of([chunk(range(8)), chunk(range(20, 28))])
+    empty = planner.plan(prompt, EMPTY)
+    own = {s.name: tokens_of(empty, s) for s in empty.spans}
+    plan = planner.plan(prompt, FakeSource(own))
+    assert [s.source for s in plan.spans] == [Source.PREFIX] * 2 + [Source.LOADED] * 2
+    assert plan.prefix_length == 8
+    assert plan.candidate_rows.tolist() == [8, 9, 10, 11, 12, 13, 14]
+    every = planner.plan(prompt, FakeSource(all_names(planner, empty)))
+    assert {s.source for s in every.spans} == {Source.PREFIX}
+    assert every.prefix_length == 15
+    assert len(every.candidate_rows) == 0
+
+
+def test_a_collision_is_a_miss_and_ends_the_prefix() -> None:
+    planner = Planner(ROOT, block_size=4)
+    prompt = Prompt.of([chunk(range(12)), text([3])])
+    empty = planner.plan(prompt, EMPTY)
+    held = all_names(planner, empty)
+    held[empty.spans[1].name] = as_token_ids([0, 0, 0, 0])
+    plan = planner.plan(prompt, FakeSource(held))
+    assert [s.source for s in plan.spans] == [Source.PREFIX, Source.MISS, Source.LOADED, Source.TEXT]
+    assert plan.spans[2].start - plan.spans[2].stored_start == 0
+
+
+def test_bos_alone_starts_the_chain_wherever_the_text_was_cut() -> None:
+    planner = Planner(ROOT, Anchor("bos", BOS), block_size=8)
+    joined = planner.plan(Prompt.of([text([BOS, 5, 6]), chunk([7])]), EMPTY)
+    apart = planner.plan(Prompt.of([text([BOS]), text([5, 6]), chunk([7])]), EMPTY)
+    assert [s.name for s in joined.spans] == [s.name for s in apart.spans]
+    assert joined.spans[1].parent == joined.anchor_name == planner.chain_of([as_token_ids([BOS])])
+    for prompt in (Prompt.of([chunk([BOS, 5])]), Prompt.of([text([BOS])]), Prompt.of([text([5, BOS])])):
+        assert cut_bos(prompt, BOS) is prompt
+    assert cut_bos(joined.prompt, None) is joined.prompt
+
+
+def test_the_anchor_bos_needs_its_id() -> None:
+    with pytest.raises(InvalidInputError, match="BOS token; use 'none' or 'system'"):
+        Anchor("bos")
+
+
+def test_the_system_anchor_is_the_text_in_front_of_the_first_chunk() -> None:
+    anchor = Anchor("system", BOS)
+    system = [text([BOS, 5, 6]), text([7])]
+    with_chunk = anchor.segments(Prompt.of([*system, chunk([8]), text([9]), chunk([4])]))
+    assert [ids.tolist() for ids in with_chunk] == [[BOS], [5, 6], [7]]
+    alone = anchor.segments(Prompt.of(system))  # what `warm(..., behind=...)` is given
+    assert [ids.tolist() for ids in alone] == [[BOS], [5, 6], [7]]
+    assert anchor.segments(Prompt.of([chunk([8]), text([9])])) == []
+
+
+def test_chunks_behind_different_systems_have_different_names() -> None:
+    planner = Planner(ROOT, Anchor("system"))
+    names = {planner.plan(Prompt.of([text([i]), chunk([8])]), EMPTY).spans[1].name for i in range(5)}
+    assert len(names) == 5
+
+
+def test_missed_chunks_come_once_and_in_order() -> None:
+    plan = Planner(ROOT).plan(Prompt.of([text([1]), *(chunk([i]) for i in (5, 6, 5, 7, 6)), text([2])]), EMPTY)
+    assert [s.token_ids.tolist() for s in plan.missed_chunks()] == [[5], [6], [7]]
+
+
+def test_a_long_prompt_of_many_chunks() -> None:
+    planner = Planner(ROOT, Anchor("bos", BOS))
+    rng = np.random.default_rng(0)
+    chunks = [chunk(rng.integers(2, 50_000, 512)) for _ in range(62)]
+    prompt = Prompt.of([text([BOS]), *chunks, chunks[0], chunks[1], text(range(2, 34))])
+    held = planner.plan(prompt, EMPTY)
+    plan = planner.plan(prompt, FakeSource({s.name: tokens_of(held, s) for s in held.spans[1:-1:2]}))
+    assert len(plan) == 1 + 64 * 512 + 32
+    assert {len(s) for s in plan.spans} == {1, 256, 32}
+    assert len(plan.candidate_rows) == 64 * 256 - 256 * (plan.spans[1].source is Source.PREFIX)
+    assert all(a.stop == b.start for a, b in pairwise(plan.spans))

@@ -1,0 +1,71 @@
+"""Prompts: what is refused, and in which words."""
+
+import numpy as np
+import pytest
+
+from cacheblend.core.errors import CacheBlendError, InvalidInputError
+from cacheblend.core.naming import as_token_ids
+from cacheblend.core.prompt import Prompt, check_ids, chunk, text
+
+
+def test_segments_in_order_without_the_empty_ones() -> None:
+    prompt = Prompt.of([text([]), text([1]), chunk([2, 3], "title"), text([]), chunk([2, 3]), text([4])])
+    assert prompt.token_ids.tolist() == [1, 2, 3, 2, 3, 4]
+    assert prompt.token_ids.dtype == np.dtype("<u4")
+    assert len(prompt) == 6
+    assert [s.is_chunk for s in prompt.segments] == [False, True, True, False]
+    assert [s.label for s in prompt.chunks] == ["title", ""]
+
+
+@pytest.mark.parametrize("segments", [[], [text([])]])
+def test_an_empty_prompt_is_refused(segments: list) -> None:
+    with pytest.raises(InvalidInputError, match="prompt is empty; it needs at least one token"):
+        Prompt.of(segments)
+
+
+def test_an_empty_chunk_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="chunk has no tokens; leave empty passages out"):
+        chunk([])
+
+
+@pytest.mark.parametrize("make", [text, chunk])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, -5], r"-5\.\.1"),
+        ([2**40], "1099511627776"),
+        ([2**70], "integers"),
+        ([1.5], "float64"),
+        ([float("nan")], "float64"),
+        (["1"], "integers"),
+        ([[1], [2, 3]], "inhomogeneous"),
+        ([[1, 2], [3, 4]], "one list"),
+        (3, "one list"),
+    ],
+)
+def test_bad_ids_are_refused(make: object, ids: object, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"token ids.*{message}"):
+        make(ids)  # type: ignore[operator]
+
+
+def test_an_id_outside_the_vocabulary_is_named_with_its_place_and_the_limit() -> None:
+    prompt = Prompt.of([text([1, 2]), chunk([9, 3])])
+    prompt.check(vocab_size=10, max_length=None)
+    with pytest.raises(InvalidInputError, match=r"token id 9 at index 2.*0\.\.8.*another model's tokenizer"):
+        prompt.check(vocab_size=9, max_length=None)
+
+
+def test_a_prompt_longer_than_the_context_is_refused() -> None:
+    prompt = Prompt.of([text(range(8))])
+    prompt.check(vocab_size=10, max_length=8)
+    with pytest.raises(InvalidInputError, match=r"8 tokens.*context 7; use fewer or shorter chunks"):
+        prompt.check(vocab_size=10, max_length=7)
+
+
+def test_no_ids_are_inside_any_vocabulary() -> None:
+    check_ids(as_token_ids([]), 0, "nothing")
+
+
+def test_input_errors_are_value_errors_too() -> None:
+    assert issubclass(InvalidInputError, ValueError)
+    assert issubclass(InvalidInputError, CacheBlendError)

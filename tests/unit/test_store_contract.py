@@ -1,0 +1,251 @@
+"""What every store promises, on memory, on a folder, and on both."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend.core.blocks import Block, LayerShape
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
+from cacheblend.core.naming import BlockName, as_token_ids, block_name
+from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
+from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, same_bits
+
+KINDS = ("memory", "disk", "tiered", "tiered without memory")
+
+
+def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24) -> KVStore:
+    if kind == "memory":
+        return MemoryStore(max_bytes)
+    disk = DiskStore(path, max_bytes=max_bytes, durable=False)
+    if kind == "disk":
+        return disk
+    return TieredStore(MemoryStore(0 if "without" in kind else 1 << 20), disk)
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    with open_kind(request.param, tmp_path / "store") as opened:
+        yield opened
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Block:
+    shapes = draw(
+        st.lists(st.builds(LayerShape, st.integers(1, 5), st.sampled_from([1, 3, 8, 64])), min_size=1, max_size=6)
+    )
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    return make_block(draw(st.integers(0, 10**6)), draw(st.integers(1, 37)), shapes, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(block=blocks(), data=st.data())
+def test_any_block_reads_back_bit_for_bit(
+    kind: str, block: Block, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with open_kind(kind, tmp_path_factory.mktemp("store")) as store:
+        assert store.find([block.name]) == [None]
+        assert store.write(block)
+        assert not store.write(block)
+        for _ in range(2):  # the second time from memory, where there is one
+            assert holds(store, block)
+        entry = store.find([block.name])[0]
+        assert entry is not None
+        assert entry.layout.dtype == block.records[0].dtype
+        assert [(s.kv_heads, s.head_dim) for s in entry.layout.layers] == [
+            (r.shape[0], r.shape[3]) for r in block.records
+        ]
+        layer = data.draw(st.integers(0, len(block.records) - 1))
+        start = data.draw(st.integers(0, block.records[layer].shape[0] - 1))
+        stop = data.draw(st.integers(start + 1, block.records[layer].shape[0]))
+        part = store.read(block.name, layer, slice(start, stop))
+        assert same_bits(part, block.records[layer][start:stop])
+
+
+def test_records_that_are_views_of_a_larger_tensor(store: KVStore) -> None:
+    whole = random_bits((2, 2, 20, 8), torch.bfloat16, 1)
+    ids = as_token_ids(range(7))
+    block = Block(block_name(ROOT, ids), ROOT, ids, [whole[:, :, 5:12], whole[:, :, 12:19]])
+    store.write(block)
+    before = [record.clone() for record in block.records]
+    whole.zero_()
+    assert all(same_bits(store.read(block.name, i), before[i]) for i in range(2))
+
+
+def test_what_is_not_held_is_lost(store: KVStore) -> None:
+    block = make_block(1)
+    with pytest.raises(BlockLostError) as caught:
+        store.read(block.name, 0)
+    assert caught.value.names == [block.name]
+    store.write(block)
+    store.pin([block.name])
+    assert store.delete(block.name)
+    assert not store.delete(block.name)
+    assert store.find([block.name]) == [None]
+    with pytest.raises(BlockLostError):
+        store.read(block.name, 0)
+    assert store.stats().pinned == 0
+
+
+@pytest.mark.parametrize("layer", [-1, 3])
+def test_no_such_layer(store: KVStore, layer: int) -> None:
+    block = make_block(1)
+    store.write(block)
+    with pytest.raises(InvalidInputError, match=f"layer {layer} .*0..2"):
+        store.read(block.name, layer)
+
+
+@pytest.mark.parametrize("heads", [slice(0, 3), slice(1, 1), slice(2, 3), slice(0, 2, 2)])
+def test_no_such_heads(store: KVStore, heads: slice) -> None:
+    block = make_block(1)
+    store.write(block)
+    with pytest.raises(InvalidInputError, match="2 KV heads"):
+        store.read(block.name, 0, heads)
+
+
+def bad_blocks() -> dict[str, Block]:
+    good = make_block(1)
+    records = list(good.records)
+    return {
+        "named after": Block(BlockName(bytes(32)), good.parent, good.token_ids, records),
+        "at least 1 token": Block(good.name, good.parent, good.token_ids[:0], records),
+        "and 0": Block(good.name, good.parent, good.token_ids, []),
+        "layer 1: a record must be": Block(good.name, good.parent, good.token_ids, [records[0], records[1][:, :, :4]]),
+        "bfloat16": Block(good.name, good.parent, good.token_ids, [records[0], records[1].float()]),
+        "on meta": Block(good.name, good.parent, good.token_ids, [records[0], records[1].to("meta")]),
+    }
+
+
+@pytest.mark.parametrize("message", bad_blocks())
+def test_a_block_that_does_not_fit_together_is_refused(store: KVStore, message: str) -> None:
+    block = bad_blocks()[message]
+    with pytest.raises(InvalidInputError, match=message):
+        store.write(block)
+    assert store.find([block.name]) == [None]
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_block_larger_than_the_bound_is_refused(kind: str, tmp_path: Path) -> None:
+    with open_kind(kind, tmp_path / "store", max_bytes=100) as store:
+        with pytest.raises(StoreFullError, match=r"bounded to 100\b.*raise max_bytes"):
+            store.write(make_block(1))
+        assert store.stats().write_failures == 1
+        assert store.stats().blocks == 0
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_pinned_blocks_fill_the_store(kind: str, tmp_path: Path) -> None:
+    with open_kind(kind, tmp_path / "store", max_bytes=10_000 if kind == "disk" else 1_000) as store:
+        held = []
+        with pytest.raises(StoreFullError, match="pinned"):
+            for seed in range(100):
+                block = make_block(seed)
+                store.pin([block.name])
+                store.write(block)
+                held.append(block)
+        assert held
+        assert all(holds(store, block) for block in held)
+        store.unpin([held[0].name])
+        assert store.write(block)
+        assert not holds(store, held[0])
+        assert all(holds(store, b) for b in [*held[1:], block])
+
+
+def test_manifests_are_listed_replaced_and_taken_off(store: KVStore) -> None:
+    block, other = make_block(1), make_block(2)
+    long = make_manifest(block, "old", token_count=32000)
+    store.put_manifest(long)
+    store.put_manifest(make_manifest(other, "ünï \u0000 \ud800".encode("utf-8", "replace").decode()))
+    listed = {m.chunk_id: m for m in store.manifests()}
+    assert set(listed) == {block.name, other.name}
+    got = listed[block.name]
+    assert np.array_equal(got.token_ids, long.token_ids)
+    assert np.array_equal(got.anchor_ids, long.anchor_ids)
+    assert (got.root, got.block_names, got.model, got.label) == (ROOT, long.block_names, "model", "old")
+    store.put_manifest(make_manifest(block, "new"))
+    assert {m.label for m in store.manifests() if m.chunk_id == block.name} == {"new"}
+    assert store.stats().chunks == 2
+    assert store.delete_manifest(block.name)
+    assert not store.delete_manifest(block.name)
+    assert [m.chunk_id for m in store.manifests()] == [other.name]
+    with pytest.raises(InvalidInputError, match="last of its block names"):
+        store.put_manifest(
+            make_manifest(Block(ROOT, block.name, block.token_ids, [])).__class__(
+                ROOT, ROOT, block.token_ids, block.token_ids, (block.name,)
+            )
+        )
+
+
+def test_prune_keeps_what_is_pinned_and_drops_empty_manifests(store: KVStore) -> None:
+    made = [make_block(seed) for seed in range(6)]
+    for block in made:
+        store.write(block)
+        store.put_manifest(make_manifest(block))
+    store.pin([made[2].name])
+    before = store.stats().bytes
+    freed = store.prune(before // 2)
+    stats = store.stats()
+    assert stats.bytes == before - freed <= before // 2
+    assert [store.find([b.name])[0] is not None for b in made] == [False, False, True, False, True, True]
+    assert {m.chunk_id for m in store.manifests()} == {made[i].name for i in (2, 4, 5)}
+    store.prune(0)
+    assert store.stats().blocks == 1
+    with pytest.raises(InvalidInputError, match="-1"):
+        store.prune(-1)
+
+
+def test_hits_and_misses_are_counted(store: KVStore) -> None:
+    block, other = make_block(1), make_block(2)
+    store.write(block)
+    store.find([block.name, other.name, other.name])
+    stats = store.stats()
+    assert (stats.hits, stats.misses, stats.blocks) == (1, 2, 1)
+
+
+def test_many_threads(store: KVStore) -> None:
+    made = [make_block(seed) for seed in range(12)]
+    errors: list[BaseException] = []
+
+    def work(turn: int) -> None:
+        try:
+            for step in range(60):
+                block = made[(step * (turn + 1)) % len(made)]
+                store.write(block)
+                if step % 7 == turn:
+                    store.delete(block.name)
+                try:
+                    got = store.read(block.name, step % 3)
+                except BlockLostError:
+                    continue
+                assert same_bits(got, block.records[step % 3])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert store.verify() == []
+
+
+def test_of_blocks_found_together_the_first_stay_longest(store: KVStore) -> None:
+    made = [make_block(seed) for seed in range(5)]
+    for block in made:
+        store.write(block)
+    order = [3, 0, 4, 2, 1]
+    store.find([made[i].name for i in order])
+    store.prune(store.stats().bytes - 1)
+    assert [i for i in order if store.delete(made[i].name)] == order[:-1]
+    for block in made:
+        store.write(block)
+    store.find([made[i].name for i in order])
+    store.prune(store.stats().bytes * 2 // 5)
+    assert [i for i in order if store.delete(made[i].name)] == order[:2]

@@ -1,0 +1,77 @@
+"""From a URL to a store."""
+
+from pathlib import Path
+
+import pytest
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        (17, 17),
+        ("8GiB", 8 << 30),
+        ("8 GB", 8 * 10**9),
+        ("1.5KiB", 1536),
+        ("500MB", 5 * 10**8),
+        ("2TiB", 2 << 40),
+        ("12B", 12),
+    ],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "8 gigs", "8Gi B", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"is not a size: write e\.g\. 8GiB"):
+        parse_bytes(text)
+
+
+def test_memory() -> None:
+    for url in (None, "memory", "memory://"):
+        store = open_store(url)
+        assert isinstance(store, MemoryStore)
+        assert 0 < store.max_bytes <= 4 << 30
+    assert open_store("memory://?max_bytes=8GiB").stats().max_bytes == 8 << 30
+    assert open_store("memory://?max_bytes=8GiB", max_bytes="1MiB").stats().max_bytes == 1 << 20
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for url in (tmp_path / "a", str(tmp_path / "a"), f"file://{tmp_path}/a", "~/a"):
+        with open_store(url) as store:
+            assert isinstance(store, DiskStore)
+            assert store.path == tmp_path / "a"
+            assert store.stats().max_bytes == 50 << 30
+    with open_store(f"file://{tmp_path}/b%20c?max_bytes=1GiB&ram_bytes=1MiB") as store:
+        assert isinstance(store, TieredStore)
+        assert [tier.max_bytes for tier in store.stats().tiers] == [1 << 20, 1 << 30]
+        assert (tmp_path / "b c" / "cacheblend.json").exists()
+    with open_store(tmp_path / "a", read_only=True) as store:
+        assert isinstance(store, DiskStore)
+        assert store.read_only
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://localhost", "unknown scheme 'redis'; use \"memory\""),
+        ("s3://bucket/x", "unknown scheme 's3'"),
+        ("memory://somewhere", "names a place in memory"),
+        ("file://relative/path", "absolute path behind three slashes"),
+        ("file://", "three slashes"),
+        ("", "empty store name"),
+        ("memory://?ram_bytes=1", "memory store has no option 'ram_bytes'; it has max_bytes"),
+        ("file:///tmp/no-such-cacheblend-store?max_byte=1", "no option 'max_byte'; it has max_bytes, ram_bytes"),
+        ("memory://?max_bytes=lots", "'lots' is not a size"),
+    ],
+)
+def test_what_cannot_be_opened(url: str, message: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        open_store(url)
+    assert message in str(caught.value)
+    assert not Path("/tmp/no-such-cacheblend-store").exists()
