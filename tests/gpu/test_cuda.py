@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cacheblend.core.attention import AttentionSpec, attend_rows
-from cacheblend.core.plan import Anchor
 from cacheblend.core.prompt import Prompt, text
 from cacheblend.core.selection import AllRows, Head, Hkvd, NoRows, RandomRows
 from cacheblend.engines.hf import SamplingParams
@@ -23,6 +22,7 @@ from parity.scenes import (
     assert_as_reference,
     assert_close,
     assert_same,
+    greedy,
     open_engine,
     run,
 )
@@ -82,7 +82,7 @@ def test_full_recompute_in_bf16_is_as_near_the_truth_as_full_prefill(family: str
 def test_a_lone_chunk_behind_its_anchor_is_exact(family: str, dtype: torch.dtype) -> None:
     model, prompt = on_device(family, dtype), Prompt.of([text([BOS]), A, QUESTION])
     plain, kv = plain_kv(model, prompt.token_ids)
-    with open_engine(model, anchor=Anchor("bos", BOS)) as engine:
+    with open_engine(model, anchor="bos") as engine:
         outcome = run(engine, prompt, NoRows())
     assert outcome.report.hit_tokens["prefix"] == 1 + len(A)
     if dtype == torch.float32:
@@ -119,7 +119,7 @@ def test_what_the_cpu_stored_serves_the_device(family: str) -> None:
 def test_captured_chunks_are_what_a_plain_prefill_gives(family: str) -> None:
     model = on_device(family)
     with open_engine(model, [B], capture=True) as engine:
-        engine.prefill(Prompt.of([QUESTION, B, UNSEEN, A]))
+        engine.generate(Prompt.of([QUESTION, B, UNSEEN, A]), SamplingParams(max_tokens=1))
         assert engine.flush(timeout=60)
         manifests = engine.store.manifests()
         assert len(manifests) == 3
@@ -136,10 +136,7 @@ def test_greedy_decoding_equals_generate(family: str) -> None:
     model, steps = on_device(family), 8
     with open_engine(model) as engine:
         answer = engine.generate(RAG, SamplingParams(max_tokens=steps, ignore_eos=True), ratio=1.0)
-    ids = torch.tensor([RAG.token_ids.tolist()], device=DEVICE)
-    options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert answer.token_ids == expected[0, len(RAG) :].tolist()
+    assert answer.token_ids == greedy(model, RAG, steps)
 
 
 SPECS = {

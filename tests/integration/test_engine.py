@@ -215,7 +215,7 @@ def test_what_was_warmed_behind_a_system_prompt_is_hit_behind_it(open_engine: Op
     [
         ([""], "chunk has no tokens"),
         (["The dog sleeps on. " * 60], rf"chunk 1 has \d+ tokens with its anchor, .*context {CONTEXT}; split it"),
-        ([Passage("dog " * 300, "dogs")], "chunk 'dogs' has"),
+        ([Passage("dog " * 300, "dogs")], "chunk dogs has"),
         ([chunk([5, 600])], r"token id 600 at index 1, outside the vocabulary 0\.\.511"),
     ],
 )
@@ -394,7 +394,9 @@ def test_a_chunk_missed_behind_two_system_prompts_is_captured_behind_both(open_e
     prompts = [engine.prompt([system, *PASSAGES[:2], QUESTION]) for system in ("One. ", "Two. ")]
     with engine._background.request():  # as if a third request were under way: both wait
         for prompt in prompts:
-            engine.prefill(prompt)
+            under_way = engine.start(prompt, GREEDY)
+            for _ in range(2):
+                engine.step(under_way)
     assert engine.flush(SOON)
     for prompt in prompts:
         assert engine.planner.plan(prompt, engine.store).tokens_by_source()["miss"] == 0
@@ -411,11 +413,22 @@ def test_a_generator_closed_early_lets_the_background_work(open_engine: Open) ->
     engine = open_engine()
     stream = engine.stream(PARTS, SamplingParams(max_tokens=40, ignore_eos=True))
     next(stream)
+    next(stream)
     missed = names_of(engine, PASSAGES[2])
     time.sleep(0.05)
     assert engine.store.find(missed) == [None] * len(missed)  # the request is still under way
     stream.close()
     wait_until(lambda: all(engine.store.find(missed)))
+
+
+def test_a_generator_closed_behind_its_first_delta_is_captured(open_engine: Open) -> None:
+    """The first token has gone out: what was computed and missed for it is not lost with the caller's interest."""
+    engine = open_engine()
+    stream = engine.stream(PARTS, GREEDY)
+    next(stream)
+    stream.close()
+    assert engine.flush(SOON)
+    assert all(engine.store.find(names_of(engine, PASSAGES[2])))
 
 
 def test_a_request_that_is_refused_lets_the_background_work(open_engine: Open) -> None:

@@ -1,17 +1,16 @@
 """What the parity tests share: prompts, warmed engines, a pass that tells which rows it recomputed, comparisons."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from cacheblend.core.config import BlendConfig
+from cacheblend.core.config import AnchorKind, BlendConfig
 from cacheblend.core.fusor import FusedPrefill, Prefill, first_reused_layer
 from cacheblend.core.loader import LayerLoader
-from cacheblend.core.plan import Anchor
 from cacheblend.core.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.report import BlendReport
 from cacheblend.core.selection import Candidates, Measure, Selector
@@ -45,16 +44,19 @@ def open_engine(
     model: torch.nn.Module,
     stored: Iterable[Segment] = (A, B, C),
     *,
-    anchor: Anchor | None = None,
+    anchor: AnchorKind = "none",
     store: KVStore | None = None,
     **config: Any,
 ) -> BlendEngine:
-    """An engine of token ids that holds these chunks. `anchor`: one that needs no tokenizer to know its BOS."""
-    settings = {"block_size": BLOCK_SIZE, "tile_rows": TILE_ROWS, "capture": False, **config}
-    engine = BlendEngine(model, store=MemoryStore() if store is None else store, config=BlendConfig(**settings))
-    if anchor is not None:
-        engine.planner = replace(engine.planner, anchor=anchor)
-    engine.warm(list(stored), behind=RAG if anchor is not None and anchor.rule == "system" else None)
+    """An engine of token ids that holds these chunks, captured behind SYSTEM if that is the anchor."""
+    settings = {"anchor": anchor, "block_size": BLOCK_SIZE, "tile_rows": TILE_ROWS, "capture": False, **config}
+    engine = BlendEngine(
+        model,
+        store=MemoryStore() if store is None else store,
+        config=BlendConfig(**settings),
+        bos_id=BOS if anchor == "bos" else None,
+    )
+    engine.warm(list(stored), behind=RAG if anchor == "system" else None)
     return engine
 
 
@@ -119,6 +121,14 @@ def finish(run: FusedPrefill) -> Prefill:
     while not run.advance():
         pass
     return run.result()
+
+
+def greedy(model: torch.nn.Module, prompt: Prompt, steps: int) -> list[int]:
+    """What the model's own `generate` answers."""
+    ids = torch.tensor([prompt.token_ids.tolist()], device=model.device)
+    options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return answer[0, len(prompt) :].tolist()
 
 
 def rows_of(prompt: Prompt, *segments: int) -> list[int]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from cacheblend.core.config import AnchorKind
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.plan import Anchor
 from cacheblend.core.prompt import Prompt, text
 from cacheblend.core.rope import reposition_keys, turn_by
 from cacheblend.core.selection import AllRows, Candidates, Hkvd, Measure, NoRows, Selector
@@ -25,6 +25,7 @@ from parity.scenes import (
     B,
     assert_close,
     assert_same,
+    greedy,
     open_engine,
     run,
     warm_engine,
@@ -33,7 +34,7 @@ from reference import plain_kv
 
 TOLERANCE = 1e-5
 NO_NEGATIVE_POSITIONS = {"ministral3"}  # it scales queries by the logarithm of the position
-ANCHORS = {"none": Anchor(), "bos": Anchor("bos", BOS), "system": Anchor("system")}
+IN_FRONT = {"none": [], "bos": [text([BOS])], "system": [SYSTEM]}
 
 
 @pytest.mark.parametrize("selector", [Hkvd((1,), (1.0,)), AllRows()], ids=["hkvd", "all"])
@@ -54,13 +55,12 @@ def test_a_lone_chunk_in_front_is_exact_at_any_ratio(family: str) -> None:
     assert_same(outcome.result, *plain_kv(tiny_model(family), prompt.token_ids), TOLERANCE)
 
 
-@pytest.mark.parametrize("anchor", ANCHORS)
+@pytest.mark.parametrize("anchor", IN_FRONT)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_a_lone_chunk_behind_its_anchor_is_a_prefix_hit(family: str, anchor: str) -> None:
-    in_front = {"none": [], "bos": [text([BOS])], "system": [SYSTEM]}[anchor]
-    prompt = Prompt.of([*in_front, A, QUESTION])
+def test_a_lone_chunk_behind_its_anchor_is_a_prefix_hit(family: str, anchor: AnchorKind) -> None:
+    prompt = Prompt.of([*IN_FRONT[anchor], A, QUESTION])
     model = tiny_model(family)
-    with open_engine(model, [A], anchor=ANCHORS[anchor]) as engine:
+    with open_engine(model, [A], anchor=anchor) as engine:
         outcome = run(engine, prompt, NoRows())
     assert outcome.report.hit_tokens == {"prefix": len(prompt) - len(QUESTION), "memory": 0, "disk": 0}
     assert_same(outcome.result, *plain_kv(model, prompt.token_ids), TOLERANCE)
@@ -112,10 +112,7 @@ def test_deviation_is_zero_in_layer_0_and_not_behind_it(family: str) -> None:
 def test_greedy_decoding_from_the_fused_cache_equals_generate(family: str) -> None:
     model, steps = tiny_model(family), 6
     answer = warm_engine(family).generate(RAG, SamplingParams(max_tokens=steps, ignore_eos=True), ratio=1.0)
-    ids = torch.tensor([RAG.token_ids.tolist()])
-    options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert answer.token_ids == expected[0, len(RAG) :].tolist()
+    assert answer.token_ids == greedy(model, RAG, steps)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma4_text"])

@@ -7,7 +7,6 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan import Anchor
 from cacheblend.core.prompt import Prompt, text
 from cacheblend.core.selection import Head, Hkvd, NoRows, Selector
 from cacheblend.store import MemoryStore
@@ -96,7 +95,7 @@ def test_a_block_of_a_repeated_chunk_is_lost_at_both_places(store: LossyStore) -
 def test_a_block_of_the_exact_prefix_is_lost(lost: int, store: LossyStore) -> None:
     """What stands behind it in its chain is still there and still exact, but no longer in front of everything."""
     model, prompt = tiny_model("llama"), Prompt.of([text([BOS]), A, B, QUESTION])
-    with open_engine(model, store=store, anchor=Anchor("bos", BOS)) as engine:
+    with open_engine(model, store=store, anchor="bos") as engine:
         store.losses = [Loss(names_at(engine, prompt, lost)[0], 1)]
         outcome = run(engine, prompt, SELECTORS["hkvd"])
     missing = {0: [0], 1: range(1, 17), 20: range(17, 33)}[lost]

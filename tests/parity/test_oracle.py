@@ -2,7 +2,6 @@
 
 import pytest
 
-from cacheblend.core.plan import Anchor
 from cacheblend.core.prompt import Prompt, text
 from cacheblend.core.selection import AllRows, Head, Hkvd, Measure, NoRows, RandomRows, Threshold
 from cacheblend.engines.hf import SamplingParams
@@ -77,7 +76,7 @@ def test_threshold(family: str, measure: Measure, share: float) -> None:
 def test_the_bos_anchor(family: str, selector: str) -> None:
     """Chunks computed behind BOS; the first stands right behind it, the last far off, one in front of it all."""
     model, prompt = tiny_model(family), Prompt.of([text([BOS]), A, B, C, QUESTION])
-    with open_engine(model, anchor=Anchor("bos", BOS)) as engine:
+    with open_engine(model, anchor="bos") as engine:
         outcome = run(engine, prompt, SELECTORS[selector])
         without_bos = run(engine, Prompt.of([B, A, QUESTION]), SELECTORS[selector])
     assert outcome.report.hit_tokens["prefix"] == 1 + len(A)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cacheblend.core.blocks import Block
+from cacheblend.core.config import AnchorKind
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan import Anchor
 from cacheblend.core.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import MemoryStore
@@ -14,7 +14,8 @@ from parity.scenes import BOS, QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, assert_cl
 from reference import plain_kv
 
 TOLERANCE = 1e-5
-ANCHORS = {"none": Anchor(), "bos": Anchor("bos", BOS), "system": Anchor("system")}
+ANCHORS = ["none", "bos", "system"]
+ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
 class Witness(MemoryStore):
@@ -55,9 +56,9 @@ def requests(bos: bool) -> list[Prompt]:
 
 @pytest.mark.parametrize("anchor", ANCHORS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe"])
-def test_stored_kv_is_what_its_name_promises(family: str, anchor: str) -> None:
+def test_stored_kv_is_what_its_name_promises(family: str, anchor: AnchorKind) -> None:
     model, store = tiny_model(family), Witness()
-    with open_engine(model, [A], store=store, anchor=ANCHORS[anchor], capture=True) as engine:
+    with open_engine(model, [A], store=store, anchor=anchor, capture=True) as engine:
         for prompt in requests(bos=anchor == "bos"):
             for ratio in (0.15, 0.0):  # the second time its chunks are hits
                 engine.generate(prompt, SamplingParams(max_tokens=2), ratio=ratio)
@@ -75,13 +76,13 @@ def test_stored_kv_is_what_its_name_promises(family: str, anchor: str) -> None:
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-def test_every_missed_chunk_is_stored_behind_its_anchor(anchor: str) -> None:
+def test_every_missed_chunk_is_stored_behind_its_anchor(anchor: AnchorKind) -> None:
     """The second time the same chunks in another order are all hits, and nothing more is stored."""
-    with open_engine(tiny_model("llama"), [], anchor=ANCHORS[anchor], capture=True) as engine:
-        engine.prefill(Prompt.of([SYSTEM, A, UNSEEN, B, QUESTION]))
+    with open_engine(tiny_model("llama"), [], anchor=anchor, capture=True) as engine:
+        engine.generate(Prompt.of([SYSTEM, A, UNSEEN, B, QUESTION]), ONE_TOKEN)
         assert engine.flush(timeout=60)
         blocks = engine.store.stats().blocks
-        _, report = engine.prefill(Prompt.of([SYSTEM, B, A, UNSEEN, QUESTION]))
+        report = engine.generate(Prompt.of([SYSTEM, B, A, UNSEEN, QUESTION]), ONE_TOKEN).report
         assert engine.flush(timeout=60)
         assert report.missed_tokens == 0
         assert engine.store.stats().blocks == blocks
@@ -91,7 +92,7 @@ def test_every_missed_chunk_is_stored_behind_its_anchor(anchor: str) -> None:
 def test_blended_kv_is_not_found_by_a_plain_request() -> None:
     """Behind a blended prompt, its own tokens as plain text hit nothing but what is exact."""
     with open_engine(tiny_model("llama"), capture=True) as engine:
-        engine.prefill(RAG, ratio=0.15)
+        engine.generate(RAG, ONE_TOKEN, ratio=0.15)
         assert engine.flush(timeout=60)
         _, report = engine.prefill(Prompt.of([text(RAG.token_ids)]))
         assert report.loaded_tokens == 0

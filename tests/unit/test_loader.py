@@ -71,9 +71,7 @@ class _Nothing:
         raise AssertionError
 
 
-def check(
-    plan: BlendPlan, source: FakeSource, loaded: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int
-) -> None:
+def check(plan: BlendPlan, source: FakeSource, loaded: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int) -> None:
     for layer, (keys, values) in enumerate(loaded):
         shape = LAYOUT.layers[layer]
         assert keys.shape == values.shape == (shape.kv_heads, len(plan), shape.head_dim)

@@ -26,9 +26,7 @@ shares = st.floats(0, 1)
 deviations = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1e30]) | st.floats(0, 100, width=32), max_size=40)
 
 
-def candidates(
-    deviation: list[float], layer: int | None = 1, total: int | None = None, chunk: int = 8
-) -> Candidates:
+def candidates(deviation: list[float], layer: int | None = 1, total: int | None = None, chunk: int = 8) -> Candidates:
     n = len(deviation)
     positions = torch.arange(n) * 2 + 3
     return Candidates(

@@ -117,6 +117,7 @@ def ttft(
     to_stdout = str(json) == "-"
     with progress("measuring", "rounds", quiet=to_stdout) as advance:
         result = bench.run(settings, lambda done, total, arm: advance(done, total))
+        advance(1, 1)
     _write(result, json)
     if plot is not None:
         bench.plot(result, plot)

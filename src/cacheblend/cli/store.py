@@ -148,13 +148,14 @@ def _open(url: str, *, read_only: bool = False) -> "KVStore":
     from urllib.parse import unquote, urlsplit
 
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.store.open import open_store
 
     if url.split(":")[0] == "memory":
         raise InvalidInputError("a store in memory ends with its process; name a folder")
     folder = Path(unquote(urlsplit(url).path)) if "://" in url else Path(url).expanduser()
     if not folder.is_dir():
         raise InvalidInputError(f"there is no store at {folder}")
+    from cacheblend.store.open import open_store
+
     return open_store(url, ram_bytes=0, read_only=read_only)
 
 

@@ -74,7 +74,7 @@ class LiveCheck:
         self._shift = min([SHIFT, *(max(1, n - self._chunk_tokens) for n in limits)])
 
     def run(self) -> Iterator[Outcome]:
-        """Each promise in turn; a failure in one does not hide the others."""
+        """Each promise in turn; ends early where the model cannot be run at all."""
         promises: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
             ("re-positioned keys", self._repositioning),
             ("r = 1 is full prefill", self._everything_recomputed),
@@ -84,7 +84,8 @@ class LiveCheck:
             try:
                 ok, detail = promise()
             except ModelNotBlendableError as error:
-                ok, detail = False, str(error)
+                yield title, False, " ".join(str(error).split())
+                return
             except Exception as error:
                 ok, detail = False, f"failed: {' '.join(str(error).split())} ({type(error).__name__})"
             yield title, ok, detail
@@ -154,14 +155,18 @@ class LiveCheck:
     def _plain(self, ids: torch.Tensor, *, first: int = 0, split: int | None = None) -> Plain:
         """transformers' own forward of `ids` [n] from position `first` on; behind `split` rows in a second call."""
         cache = DynamicCache()  # without a config: sliding-window layers keep all tokens, so that all are compared
-        out = None
-        for start, stop in ((0, split or len(ids)), (split or len(ids), len(ids))):
-            if start < stop:
-                positions = torch.arange(first + start, first + stop, device=ids.device)[None]
+        parts = [(0, len(ids))] if split is None else [(0, split), (split, len(ids))]
+        for start, stop in parts:
+            positions = torch.arange(first + start, first + stop, device=ids.device)[None]
+            try:
                 out = self._model(
                     input_ids=ids[None, start:stop], position_ids=positions, past_key_values=cache, use_cache=True
                 )
-        assert out is not None
+            except Exception as error:
+                raise ModelNotBlendableError(
+                    f"{type(self._model).__name__} cannot be run with a cache of keys and values alone "
+                    f"(does it keep other state?): {error}"
+                ) from error
         return Plain(out.logits[0, -1], self._kv_of(cache))
 
     def _kv_of(self, cache: DynamicCache) -> list[LayerKV]:
