@@ -137,6 +137,7 @@ BLENDABLE = [
     _family("starcoder2"),
     _family("exaone4", sliding_window=24),
     _family("gpt_neox"),
+    _family("nanochat"),
     _family("nemotron"),
     _family("helium", head_dim=16),
     _family("arcee"),
@@ -233,13 +234,15 @@ REFUSED = [
     _refused("lfm2", "attention", layer_types=["conv", FULL, "conv", FULL]),
     _refused("qwen3_next", "attention", head_dim=16, shared_expert_intermediate_size=32, **GATED_DELTA, **MOE),
     _refused("falcon_h1", "layer 0", **MAMBA2),
-    _refused("inkling_text", "layer 0", head_dim=16, num_local_experts=4, **ROUTED_MOE, **ALTERNATING),
+    _refused(
+        "inkling_text", "hands its attention|layer 0", head_dim=16, num_local_experts=4, **ROUTED_MOE, **ALTERNATING
+    ),
     _refused(
         "llama4_text", "fixed chunks", attention_chunk_size=32, intermediate_size_mlp=64, head_dim=16, **LOCAL_MOE
     ),
     _refused(
         "minimax_m3-sparse",
-        "layer 0",
+        "block_indices",
         "minimax_m3_vl_text",
         head_dim=16,
         moe_intermediate_size=32,

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend.cli import app, main
-from cacheblend.cli.data import read_passages, read_row
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.data import read_passages, read_row
 from cacheblend.engines.hf.tiny import TinyShape, build_tiny
 
 PASSAGES = [

@@ -78,7 +78,7 @@ def test_is_plain_data() -> None:
 
 
 def test_catches_a_model_that_breaks_the_laws() -> None:
-    """Values that depend on a token's neighbours pass the survey's single layers, but not the live check."""
+    """Rows that meet outside attention only in long prompts pass the survey's few rows, but not the live check."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
                          num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
@@ -91,7 +91,7 @@ def test_catches_a_model_that_breaks_the_laws() -> None:
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = self.inner(hidden)
-            return out + out.roll(1, dims=1)
+            return out + out.roll(1, dims=1) if hidden.shape[1] > 16 else out
 
     with torch.no_grad():
         for parameter in model.parameters():

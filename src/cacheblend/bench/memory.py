@@ -13,10 +13,11 @@ import torch
 from rich.table import Table
 
 from cacheblend.bench import environment
-from cacheblend.bench.ttft import TtftSettings, draw_prompt, full_prefill, open_chunks, open_model
+from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.arms import full_recompute
 from cacheblend.store import open_store
 
 Progress = Callable[[int, int, str], None]
@@ -97,7 +98,7 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
         prompt = draw_prompt(settings, chunks, engine.survey.vocab_size, draw)
         _forget_peak()
         if arm == "full":
-            full_prefill(engine, prompt)
+            full_recompute(engine, prompt)
         elif arm == "blend":
             # The KV cache is part of the peak, as it is in transformers' own: it is held until the end.
             result, _ = engine.prefill(prompt, ratio=settings.ratios[0])

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cacheblend.bench import environment
 from cacheblend.bench.passages import read_chunks
@@ -28,6 +28,7 @@ from cacheblend.core.prompt import Prompt, Segment, text
 from cacheblend.core.report import BlendReport
 from cacheblend.core.selection import NoRows
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.arms import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.store import KVStore, MemoryStore, open_store
 
 ARMS = ("full", "prefix", "reuse", "blend", "miss")
@@ -99,7 +100,7 @@ class Arm:
     """One way to the first token, and its times so far."""
 
     name: str
-    run: Callable[[Prompt], BlendReport | None]
+    run: Callable[[Prompt], FirstToken]
     ratio: float | None = None
     store: str | None = None
     seconds: list[float] = field(default_factory=list)
@@ -129,72 +130,6 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
             }
             result["arms"] = [arm for _, summary in points for arm in summary]
     return result
-
-
-def table(result: dict[str, Any]) -> Table:
-    """The result for people."""
-    prompt = result["prompt"]
-    title = f"TTFT, {result['model']}, {prompt['chunks']} x {prompt['chunk_tokens']} tokens"
-    out = Table(title=title)
-    for column in (
-        "arm",
-        "r",
-        "store",
-        "TTFT",
-        "min .. max",
-        "full / arm",
-        "load",
-        "compute",
-        "loaded",
-        "recomputed",
-    ):
-        out.add_column(column, justify="left" if column in ("arm", "store") else "right")
-    for arm in result["arms"]:
-        ttft = arm["ttft_s"]
-        out.add_row(
-            arm["arm"],
-            "" if arm["ratio"] is None else f"{arm['ratio']:g}",
-            arm["store"] or "",
-            f"{ttft['median']:.3f} s",
-            f"{ttft['min']:.3f} .. {ttft['max']:.3f}",
-            "" if arm["speedup_vs_full"] is None else f"{arm['speedup_vs_full']:.2f} x",
-            f"{arm['load_s']:.3f} s",
-            f"{arm['compute_s']:.3f} s",
-            str(arm["loaded_tokens"]),
-            str(arm["recomputed_tokens"]),
-        )
-    return out
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws a sweep's curves: TTFT of each arm. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    over, points = result["sweep"]["over"], result["sweep"]["points"]
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for point in points:
-        for arm in point["arms"]:
-            moving = over == "ratio" and arm["ratio"] is not None
-            label = arm["arm"] if moving or arm["ratio"] is None else f"{arm['arm']} r = {arm['ratio']:g}"
-            x = arm["ratio"] if moving else point["prompt"].get(over.replace("-", "_"))
-            if x is not None:
-                curves.setdefault(label, []).append((x, arm["ttft_s"]["median"]))
-    flat = [arm for arm in points[0]["arms"] if over == "ratio" and arm["ratio"] is None]
-    for label, curve in curves.items():
-        axes.plot(*zip(*sorted(curve), strict=True), marker="o", label=label)
-    for index, arm in enumerate(flat):
-        axes.axhline(arm["ttft_s"]["median"], linestyle="--", color=f"C{index + 5}", label=arm["arm"])
-    axes.set(xlabel={"ratio": "recompute ratio"}.get(over, over), ylabel="time to first token, s", ylim=(0, None))
-    axes.set_title(result["model"])
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _points(settings: TtftSettings) -> list[TtftSettings]:
@@ -254,7 +189,7 @@ def _engine(model: PreTrainedModel, tokenizer: Any, store: str) -> Iterator[Blen
 def open_chunks(settings: TtftSettings, engine: BlendEngine, draw: random.Random) -> list[Segment]:
     """The chunks that are stored: real passages, or random tokens."""
     if settings.data is not None:
-        return read_chunks(settings.data, engine, settings.chunks, settings.chunk_tokens)
+        return read_chunks(Path(settings.data), engine, settings.chunks, settings.chunk_tokens)
     vocab = engine.survey.vocab_size
     return [text(_random_ids(vocab, settings.chunk_tokens, draw)) for _ in range(settings.chunks)]
 
@@ -274,9 +209,9 @@ def _arms(settings: TtftSettings, engines: dict[str, BlendEngine], empty: BlendE
     arms = []
     for name in settings.arms:
         if name == "full":
-            arms.append(Arm(name, lambda prompt: full_prefill(empty, prompt)))
+            arms.append(Arm(name, partial(full_recompute, empty)))
         elif name == "miss":
-            arms.append(Arm(name, lambda prompt: empty.prefill(prompt)[1]))
+            arms.append(Arm(name, partial(fused, empty, selector=empty.config.make_selector())))
         else:
             for store, engine in engines.items():
                 arms += _cached_arms(name, store, engine, settings.ratios)
@@ -285,41 +220,19 @@ def _arms(settings: TtftSettings, engines: dict[str, BlendEngine], empty: BlendE
 
 def _cached_arms(name: str, store: str, engine: BlendEngine, ratios: tuple[float, ...]) -> list[Arm]:
     if name == "prefix":
-        return [Arm(name, lambda prompt: _prefix_caching(engine, prompt), store=store)]
+        return [Arm(name, partial(prefix_caching, engine), store=store)]
     if name == "reuse":
-        return [Arm(name, lambda prompt: engine.prefill(prompt, selector=NoRows())[1], ratio=0.0, store=store)]
+        return [Arm(name, partial(fused, engine, selector=NoRows()), ratio=0.0, store=store)]
     return [
-        Arm(name, lambda prompt, r=ratio: engine.prefill(prompt, ratio=r)[1], ratio=ratio, store=store)  # type: ignore[misc]
+        Arm(name, partial(fused, engine, selector=engine.config.make_selector(ratio)), ratio=ratio, store=store)
         for ratio in ratios
     ]
-
-
-@torch.no_grad()
-def full_prefill(engine: BlendEngine, prompt: Prompt) -> None:
-    """What a user would run today: transformers' own forward with a cache, last logits only."""
-    ids = torch.from_numpy(prompt.token_ids.astype("i8")).to(engine.model.device)[None]
-    cache = DynamicCache(config=engine.model.config)
-    engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-
-@torch.no_grad()
-def _prefix_caching(engine: BlendEngine, prompt: Prompt) -> BlendReport:
-    """Exact prefix hits are loaded into transformers' cache, its own forward computes the rest."""
-    started = time.perf_counter()
-    plan = engine.planner.plan(prompt, engine.store)
-    report = BlendReport(prompt_tokens=len(plan), hit_tokens={"prefix": plan.prefix_length})
-    cache = engine.load_prefix(plan)
-    report.load_s = time.perf_counter() - started
-    ids = torch.from_numpy(prompt.token_ids[plan.prefix_length :].astype("i8")).to(engine.model.device)[None]
-    engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    report.compute_s = time.perf_counter() - started - report.load_s
-    return report
 
 
 def _timed(arm: Arm, prompt: Prompt, model: PreTrainedModel) -> tuple[float, BlendReport | None]:
     _synchronize(model)
     started = time.perf_counter()
-    report = arm.run(prompt)
+    report = arm.run(prompt).report
     _synchronize(model)
     return time.perf_counter() - started, report
 

@@ -140,9 +140,9 @@ def _inputs(
     question: str | None, arguments: list[str], data: Path | None, row: int
 ) -> tuple[list[tuple[str, str]], str]:
     """The passages as (text, title), and the question."""
-    from cacheblend.cli.data import read_row
     from cacheblend.cli.prompts import passage_text
     from cacheblend.core.errors import InvalidInputError
+    from cacheblend.data import read_row
 
     texts = [passage_text(argument) for argument in arguments]
     if data is not None:
@@ -180,7 +180,7 @@ def _show(answer: "Answer", layers: int, as_json: bool) -> None:
 
 def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
     """Blend and full recompute on the same ids, the weights touched before either is timed."""
-    from cacheblend.cli.arms import agreement, finish, full_recompute, touch
+    from cacheblend.engines.hf.arms import agreement, finish, full_recompute, touch
 
     touch(engine, prompt)
     if not as_json:

@@ -65,11 +65,6 @@ Plot = Annotated[
 ]
 
 
-@app.callback()
-def _bench() -> None:
-    """Keeps `ttft` a subcommand while it is the only one."""
-
-
 @app.command()
 def ttft(
     model: Folder = None,
@@ -98,6 +93,7 @@ def ttft(
 
     quiet_transformers()
     from cacheblend.bench import ttft as bench
+    from cacheblend.bench import ttft_report as report
 
     settings = bench.TtftSettings(
         model=None if model is None else str(model),
@@ -120,9 +116,62 @@ def ttft(
         advance(1, 1)
     _write(result, json)
     if plot is not None:
-        bench.plot(result, plot)
+        report.plot(result, plot)
     if not to_stdout:
+        console().print(report.table(result))
+
+
+@app.command()
+def memory(
+    model: Folder = None,
+    shape: Shape = None,
+    chunks: Chunks = 8,
+    chunk_tokens: ChunkTokens = 512,
+    ratio: Ratios = None,
+    threads: Threads = None,
+    json: JsonFile = None,
+) -> None:
+    """Peak resident memory of a blend and of a full prefill, each in a process of its own, the store on disk."""
+    _check_outputs(json, None, None)
+
+    from cacheblend.bench import memory as bench
+    from cacheblend.bench.ttft import TtftSettings
+
+    settings = TtftSettings(
+        model=None if model is None else str(model),
+        shape=shape,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        ratios=tuple(ratio or (0.15,)),
+        threads=threads,
+    )
+    with progress("measuring", "processes", quiet=str(json) == "-") as advance:
+        result = bench.run(settings, lambda done, total, arm: advance(done, total))
+    _write(result, json)
+    if str(json) != "-":
         console().print(bench.table(result))
+
+
+@app.command()
+def plan(
+    chunks: Annotated[int, typer.Option("--chunks", help="Chunks of the prompt, all stored.")] = 64,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of a chunk.")] = 511,
+    store: Annotated[str, typer.Option("--store", help="memory, or a folder to be filled.")] = "memory",
+    runs: Annotated[int, typer.Option("--runs", help="Prompts planned.")] = 20,
+    json: JsonFile = None,
+) -> None:
+    """Time of names and plan of a long prompt: what blending costs before the first layer."""
+    _check_outputs(json, None, None)
+
+    from cacheblend.bench import plan as bench
+
+    result = bench.run(chunks=chunks, chunk_tokens=chunk_tokens, store=store, runs=runs)
+    _write(result, json)
+    if str(json) != "-":
+        console().print(
+            f"names and plan of {result['prompt_tokens']} tokens, {chunks} chunks: "
+            f"{1e3 * result['plan_s']['median']:.1f} ms (median of {runs})"
+        )
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -17,10 +17,10 @@ from cacheblend.cli.options import BLENDING, OUTPUT, AsJson
 from cacheblend.cli.output import console, print_json, progress, seconds_text, share_text, status
 
 if TYPE_CHECKING:
-    from cacheblend.cli.arms import Agreement, FirstToken
-    from cacheblend.cli.data import Text
     from cacheblend.core.prompt import Prompt
+    from cacheblend.data import Text
     from cacheblend.engines.hf import BlendEngine, WarmReport
+    from cacheblend.engines.hf.arms import Agreement, FirstToken
     from cacheblend.engines.hf.live_check import Outcome
 
 Ratio = Annotated[
@@ -84,7 +84,7 @@ def demo(ratio: Ratio = 0.15, keep: Keep = None, seed: Seed = 0, json: AsJson = 
 
 def _prepare(folder: Path, seed: int, *, quiet: bool) -> list["Text"]:
     """Writes the model and the passages."""
-    from cacheblend.cli.data import read_passages
+    from cacheblend.data import read_passages
 
     with as_file(files("cacheblend.cli") / "demo_passages.txt") as file:
         source = file.read_text(encoding="utf-8")
@@ -130,8 +130,8 @@ def _prompt(engine: "BlendEngine", passages: list["Text"], seed: int) -> "Prompt
 
 def _measure(engine: "BlendEngine", prompt: "Prompt", ratio: float) -> list[Row]:
     """All arms in turns, a few rounds; the median of each."""
-    from cacheblend.cli.arms import agreement, full_recompute, fused, prefix_caching, touch
     from cacheblend.core.selection import NoRows
+    from cacheblend.engines.hf.arms import agreement, full_recompute, fused, prefix_caching, touch
 
     arms: dict[str, Callable[[], FirstToken]] = {
         "full recompute": lambda: full_recompute(engine, prompt),

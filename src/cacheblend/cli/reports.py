@@ -8,7 +8,7 @@ from cacheblend.cli.output import seconds_text, share_text
 from cacheblend.core.report import BlendReport
 
 if TYPE_CHECKING:
-    from cacheblend.cli.arms import Agreement
+    from cacheblend.engines.hf.arms import Agreement
 
 
 def report_table(report: BlendReport, layers: int) -> Table:

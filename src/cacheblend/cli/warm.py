@@ -54,9 +54,9 @@ def warm(
 
     Passages that the store holds already are not computed again, so this may be repeated and interrupted.
     """
-    from cacheblend.cli.data import read_passages
     from cacheblend.cli.prompts import build_prompt
     from cacheblend.core.errors import InvalidInputError
+    from cacheblend.data import read_passages
 
     if store.split("?")[0] in ("memory", "memory://"):
         raise InvalidInputError("a store in memory ends with this command; give --store a folder")

@@ -31,7 +31,8 @@ class Prefill:
         kv: the request's fused KV cache, a layer each.
         plan: the plan that was carried out in the end.
         recomputed_tokens: loaded rows that were still active behind the last selection.
-        row_layers: rows times layers that were computed, projections for checks not counted.
+        row_layers: rows times layers that were computed.
+        projected_rows: rows that went through a layer's norm and projections only: at checks, and in the last layer.
         load_s, wait_s: time the loader read, and time the pass waited for it.
         fallbacks: why the pass was restarted, a line each.
     """
@@ -41,6 +42,7 @@ class Prefill:
     plan: BlendPlan
     recomputed_tokens: int
     row_layers: int
+    projected_rows: int
     load_s: float
     wait_s: float
     fallbacks: list[str] = field(default_factory=list)
@@ -72,7 +74,7 @@ class FusedPrefill:
         self._plan, self._walk, self._loader, self._selector = plan, walk, loader, selector
         self._reduce, self._tile_rows = reduce_deviation, tile_rows
         self._kv: list[LayerKV] = []
-        self._row_layers = 0
+        self._row_layers = self._projected_rows = 0
         self._start()
 
     @property
@@ -107,6 +109,7 @@ class FusedPrefill:
             plan=self._plan,
             recomputed_tokens=self._recomputed,
             row_layers=self._row_layers,
+            projected_rows=self._projected_rows,
             load_s=self._loader.load_s,
             wait_s=self._loader.wait_s,
         )
@@ -142,7 +145,7 @@ class FusedPrefill:
         parts = []
         for tile in self._tiles():
             rows, candidates = self._rows[tile], self._is_candidate[tile]
-            fresh = self._walk.project(layer, self._hidden[tile], rows)
+            fresh = self._project(layer, tile)
             at = rows[candidates] + self._plan.prefix_length
             loaded = (kv.keys[:, at], kv.values[:, at])
             parts.append(
@@ -153,12 +156,16 @@ class FusedPrefill:
             deviation = self._reduce(deviation)
         self._keep(self._selector.select(self._candidates(layer, deviation)))
 
+    def _project(self, layer: int, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._rows[tile]
+        self._projected_rows += len(rows)
+        return self._walk.project(layer, self._hidden[tile], rows)
+
     def _finish_all_but_last_row(self, layer: int, kv: LayerKV) -> None:
         """In the last layer nobody reads the other rows' output, only their keys and values."""
         for tile in self._tiles():
             at = self._rows[tile] + self._plan.prefix_length
-            fresh = self._walk.project(layer, self._hidden[tile], self._rows[tile])
-            _write(kv, at, *fresh)
+            _write(kv, at, *self._project(layer, tile))
         self._hidden, self._rows = self._hidden[-1:].clone(), self._rows[-1:]
 
     def _fuse_and_attend(self, kv: LayerKV, rows: torch.Tensor) -> Attend:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
@@ -19,7 +18,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fusor import Prefill, check_selector, prefill
 from cacheblend.core.loader import LayerKV, LayerLoader
-from cacheblend.core.naming import TokenIds, root_name
+from cacheblend.core.naming import TokenIds, as_token_ids, root_name
 from cacheblend.core.plan import Anchor, BlendPlan, Planner, cut_bos
 from cacheblend.core.prompt import Prompt, Segment, chunk
 from cacheblend.core.report import BlendReport
@@ -150,7 +149,7 @@ class BlendEngine:
             InvalidInputError: an empty chunk, one longer than the context, or ids outside the vocabulary.
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
-        segments = [self._segment(part) for part in chunks]
+        segments = [self._segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
         return self._warmer.warm(self.planner, self._anchor_segments(behind), segments, progress)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -188,13 +187,15 @@ class BlendEngine:
         with self._background.request():
             request = self.start(prompt, params, ratio=ratio)
             stream = TextStream(self.builder.decode if self.builder else _no_text, params.stop)
-            while not request.done and not stream.stopped:
-                text = stream.push(self.step(request))
-                if text:
-                    yield Delta(text)
-            tail = stream.finish()
-            yield Delta(tail, request.answer(stream))
-            self._settle(request)
+            try:
+                while not request.done and not stream.stopped:
+                    text = stream.push(self.step(request))
+                    if text:
+                        yield Delta(text)
+                tail = stream.finish()
+                yield Delta(tail, request.answer(stream))
+            finally:  # also where the caller leaves early
+                self._settle(request)
 
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
         """Prefills a prompt; `step` draws its tokens."""
@@ -292,7 +293,8 @@ class BlendEngine:
             return self.planner.anchor.segments(cut_bos(self.prompt(behind), self.planner.anchor.bos_id))
         if self.planner.anchor.rule == "system":
             raise InvalidInputError("the anchor 'system' needs the text in front of the chunks: warm(..., behind=...)")
-        return [] if self.planner.anchor.bos_id is None else [_one(self.planner.anchor.bos_id)]
+        bos = self.planner.anchor.bos_id
+        return [as_token_ids([bos])] if self.planner.anchor.rule == "bos" and bos is not None else []
 
     def _within_context(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         context = self.survey.context_length
@@ -323,7 +325,3 @@ def _as_tensor(ids: TokenIds, model: PreTrainedModel) -> torch.Tensor:
 
 def _no_text(ids: Sequence[int]) -> str:
     return ""
-
-
-def _one(token_id: int) -> TokenIds:
-    return np.array([token_id], dtype="<u4")

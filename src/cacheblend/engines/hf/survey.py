@@ -6,6 +6,7 @@ rotation that turns the one into the other is the layer's, and where none does, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -119,9 +120,9 @@ class _Probe:
         self._candidates = list(_candidate_rotations(view.model))
         self.masks: list[LayerMask] = []
 
-    def _open(self, shift: int) -> HfWalk:
+    def _open(self, shift: int, ids: torch.Tensor | None = None) -> HfWalk:
         try:
-            return HfWalk(self._view, self._ids, self._rows + shift)
+            return HfWalk(self._view, self._ids if ids is None else ids, self._rows + shift)
         except ModelNotBlendableError:
             raise
         except Exception as error:
@@ -132,7 +133,11 @@ class _Probe:
 
     def check_calls(self) -> None:
         """Absolute positions in the embedding, or arguments that are neither positions nor our mask, are refused."""
-        if any(not torch.equal(self._base.embed(), moved.embed()) for moved in self._moved):
+        # Some models count rows and ignore the positions they are given: the same token must look alike everywhere.
+        alike = self._open(0, self._ids[:1].expand(ROWS)).embed()
+        if not torch.equal(alike, alike[:1].expand_as(alike)) or any(
+            not torch.equal(self._base.embed(), moved.embed()) for moved in self._moved
+        ):
             raise ModelNotBlendableError(
                 f"{self._name} adds positions to its embeddings; keys that carry absolute positions cannot be moved"
             )
@@ -152,40 +157,58 @@ class _Probe:
 
     def layer(self, index: int) -> tuple[LayerShape, torch.dtype, KeyRotation | None]:
         """One layer's record shape, dtype and rotation."""
-        self._check_run(index)
+        try:
+            self._check_run(index)
+            return self._shape_and_rotation(index)
+        except ModelNotBlendableError:
+            raise
+        except Exception as error:
+            raise ModelNotBlendableError(f"{self._layer(index)} cannot be walked: {error}") from error
+
+    def _shape_and_rotation(self, index: int) -> tuple[LayerShape, torch.dtype, KeyRotation | None]:
         keys, values = self._base.project(index, self._noise, self._rows)
         if keys.shape != values.shape or keys.dim() != 3:
             raise ModelNotBlendableError(
-                f"layer {index} of {self._name} has keys {list(keys.shape)} and values {list(values.shape)}; "
+                f"{self._layer(index)} has keys {list(keys.shape)} and values {list(values.shape)}; "
                 "they must have one shape"
             )
         return LayerShape(keys.shape[0], keys.shape[2]), keys.dtype, self._rotation(index, keys, values)
 
+    def _layer(self, index: int) -> str:
+        return f"layer {index} of {self._name} ({type(self._view.layers[index]).__name__})"
+
     def _check_run(self, index: int) -> None:
-        """The layer attends once, through transformers' attention interface, and gives one row out for one in."""
-        calls = 0
+        """The layer attends once, through transformers' attention interface, and rows meet nowhere else."""
+        attended: list[torch.Tensor] = []
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            return attend_rows(query, keys, values, self._rows, spec)
+            attended.append(attend_rows(query, keys, values, self._rows, spec))
+            return attended[-1]
 
-        kind = type(self._view.layers[index]).__name__
-        try:
-            out = self._base.run(index, self._noise, self._rows, attend)
-        except Exception as error:
-            raise ModelNotBlendableError(f"layer {index} of {self._name} ({kind}) cannot be walked: {error}") from error
-        if calls != 1 or out.shape != self._noise.shape:
+        out = self._base.run(index, self._noise, self._rows, attend)
+        if len(attended) != 1 or out.shape != self._noise.shape:
             raise ModelNotBlendableError(
-                f"layer {index} of {self._name} ({kind}) called transformers' attention interface {calls} times; "
+                f"{self._layer(index)} called transformers' attention interface {len(attended)} times; "
                 "blending needs one attention a layer (state-space and convolution layers have none)"
+            )
+        alone = 0
+        for row in range(1, ROWS):
+            rows = self._rows[row : row + 1]
+            single = self._base.run(index, self._noise[rows], rows, lambda *_, rows=rows: attended[0][rows])
+            alone += _same_change(self._noise[rows], single, out[rows])
+        # Not all of them: rounding may send a row to another expert.
+        if alone < ROWS // 2:
+            raise ModelNotBlendableError(
+                f"{self._layer(index)} mixes rows outside its attention (a state-space or convolution part); "
+                "rows cannot be computed alone"
             )
 
     def _rotation(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KeyRotation | None:
         moved = [walk.project(index, self._noise, self._rows) for walk in self._moved]
         if any(not _close(new_values, values) for _, new_values in moved):
-            raise ModelNotBlendableError(f"the values of layer {index} of {self._name} depend on the position")
+            raise ModelNotBlendableError(f"the values of {self._layer(index)} depend on the position")
         if all(_close(new_keys, keys) for new_keys, _ in moved):
+            self._check_without_positions(index)
             return None
         for rotation in [*self._found, *self._candidates]:
             if all(
@@ -196,17 +219,23 @@ class _Probe:
                     self._found.append(rotation)
                 return rotation
         raise ModelNotBlendableError(
-            f"the keys of layer {index} of {self._name} do not move by any of its {len(self._candidates)} rotations; "
+            f"the keys of {self._layer(index)} do not move by any of its {len(self._candidates)} rotations; "
             "they cannot be re-positioned"
         )
 
+    def _check_without_positions(self, index: int) -> None:
+        """Keys that stay when positions move must not depend on the row's number either."""
+        alike, _ = self._base.project(index, self._noise[:1].expand_as(self._noise), self._rows)
+        if not _close(alike, alike[:, :1].expand_as(alike)):
+            raise ModelNotBlendableError(f"{self._layer(index)} ignores the positions it is given and counts rows")
+
 
 def _candidate_rotations(model: nn.Module) -> Iterator[KeyRotation]:
-    """Every inverse frequency that the model holds, in both pairings."""
+    """Every inverse frequency that the model holds, in both pairings and both directions (NanoChat turns back)."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dim() == 1 and buffer.numel():
-            for pairing in get_args(Pairing):
-                yield KeyRotation(buffer.detach().cpu().double(), pairing)
+            for pairing, sign in product(get_args(Pairing), (1, -1)):
+                yield KeyRotation(sign * buffer.detach().cpu().double(), pairing)
 
 
 def _shifted(keys: torch.Tensor, rotation: KeyRotation, shift: int) -> torch.Tensor | None:
@@ -222,6 +251,13 @@ def _close(one: torch.Tensor | None, other: torch.Tensor) -> bool:
     error = (one.float() - other.float()).norm(dim=(0, 1))
     size = other.float().norm(dim=(0, 1)).max()
     return bool((error <= TOLERANCE * size + 1e-9).all())
+
+
+def _same_change(given: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """A layer did the same to `given` both times: equal to rounding, beside what it changed."""
+    rounding = 4 * torch.finfo(other.dtype).eps
+    given, one, other = given.float(), one.float(), other.float()
+    return bool((one - other).norm() <= 0.01 * (other - given).norm() + rounding * other.norm())
 
 
 def _holds_tensor(value: Any) -> bool:

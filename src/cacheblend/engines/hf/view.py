@@ -21,6 +21,7 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.walk import Attend
 
 ATTENTION = "cacheblend"
+WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})  # attention functions are handed them and ignore them
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,16 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hands q, k, v [1, heads, n, head_dim] to the mask's `attend`; returns [1, n, heads, head_dim]."""
     if not isinstance(attention_mask, LayerMask) or attention_mask.attend is None:
         raise ModelNotBlendableError(f"{type(module).__name__} attends outside a walk; use the model, not its view")
+    unknown = [name for name, value in others.items() if torch.is_tensor(value) and name not in WITHOUT_EFFECT]
+    if unknown:
+        raise ModelNotBlendableError(
+            f"{type(module).__name__} hands its attention {', '.join(unknown)}, which blending does not know"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     spec = AttentionSpec(scaling=scaling, window=attention_mask.window, softcap=softcap or None, sinks=s_aux)
     return attention_mask.attend(query[0], key[0], value[0], spec)[None], None
@@ -99,11 +105,10 @@ class _Stub(nn.Module):
 class _Shell:
     """The model's forward with stubs for layers; one object a call, so that calls do not meet."""
 
-    def __init__(self, view: "ModelView", output: torch.Tensor | None, returns_tuple: bool) -> None:
+    def __init__(self, view: "ModelView", output: Any) -> None:
         self.calls: list[LayerCall] = []
         self.first_hidden: torch.Tensor | None = None
-        self._output, self._returns_tuple = output, returns_tuple
-        self._num_layers = len(view.layers)
+        self._output, self._num_layers = output, len(view.layers)
         stubs = nn.ModuleList(_Stub(layer, self, i) for i, layer in enumerate(view.layers))
         self.model = _with_child(view.model, view.layers_path, stubs)
 
@@ -114,8 +119,7 @@ class _Shell:
         self.calls.append(LayerCall(args[1:], kwargs))
         if index == self._num_layers - 1 and self._output is None:
             raise _AllLayersSeenError
-        result = hidden if self._output is None else self._output
-        return (result,) if self._returns_tuple else result
+        return hidden if self._output is None else self._output
 
 
 class ModelView:
@@ -135,7 +139,6 @@ class ModelView:
         self.model: PreTrainedModel = _twin(model, memo)
         self.model.config._attn_implementation = ATTENTION
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
-        self.returns_tuple = False
 
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """The first layer's input [1, n, width] and how each layer would be called.
@@ -144,7 +147,7 @@ class ModelView:
             token_ids: [n] int64 on the model's device.
             positions: [n] int64.
         """
-        shell = _Shell(self, None, self.returns_tuple)
+        shell = _Shell(self, None)
         with contextlib.suppress(_AllLayersSeenError):
             shell.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         if shell.first_hidden is None or len(shell.calls) != len(self.layers):
@@ -153,9 +156,14 @@ class ModelView:
             )
         return shell.first_hidden, shell.calls
 
-    def close(self, hidden: torch.Tensor, token_id: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Logits [vocab] of one row whose last layer gave `hidden` [1, width]: the model's own norm and head."""
-        shell = _Shell(self, hidden[None], self.returns_tuple)
+    def close(self, output: Any, token_id: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Logits [vocab] of one row: the model's own norm and head.
+
+        Args:
+            output: what the last layer gives back for this row: [1, 1, width], or a tuple of it.
+            token_id, position: the row's, [1] each.
+        """
+        shell = _Shell(self, output)
         out = shell.model(input_ids=token_id[None], position_ids=position[None], use_cache=False)
         logits: torch.Tensor = out.logits[0, -1]
         return logits

@@ -36,6 +36,7 @@ class HfWalk:
     def __init__(self, view: ModelView, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         self._view, self._token_ids, self._positions = view, token_ids, positions
         self._first_hidden, self._calls = view.open(token_ids, positions)
+        self._layers_give_tuples = False
 
     @property
     def num_layers(self) -> int:
@@ -65,12 +66,14 @@ class HfWalk:
         args = [self._of_rows(value, rows, attend) for value in call.args]
         kwargs = {name: self._of_rows(value, rows, attend) for name, value in call.kwargs.items()}
         out = self._view.layers[layer](hidden[None], *args, **kwargs)
-        output: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        self._layers_give_tuples = isinstance(out, tuple)
+        output: torch.Tensor = out[0] if self._layers_give_tuples else out
         return output[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[vocab] of the last row, given its final hidden state [1, width]."""
-        return self._view.close(hidden, self._token_ids[-1:], self._positions[-1:])
+        output = (hidden[None],) if self._layers_give_tuples else hidden[None]
+        return self._view.close(output, self._token_ids[-1:], self._positions[-1:])
 
     def _of_rows(self, value: Any, rows: torch.Tensor, attend: Attend) -> Any:
         """The part of a layer's argument that belongs to these rows: tensors [1, rows, ...] are indexed."""

@@ -1,0 +1,71 @@
+"""A TTFT benchmark's result for people: a table, and a sweep's curves."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The result for people, 80 columns wide; a sweep has one block a point."""
+    caption = "gain: full / arm; loaded: tokens from the store; again: those that were recomputed"
+    out = Table(title=f"Time to first token, {result['model']}", caption=caption, box=SIMPLE_HEAD)
+    for column in ("arm", "store"):
+        out.add_column(column, no_wrap=True)
+    for column in ("TTFT, s", "min", "max", "gain", "load, s", "loaded", "again"):
+        out.add_column(column, justify="right", no_wrap=True)
+    points = result["sweep"]["points"] if "sweep" in result else [result]
+    for point in points:
+        prompt = point["prompt"]
+        out.add_row(f"[dim]{prompt['chunks']} x {prompt['chunk_tokens']}[/dim]")
+        for arm in point["arms"]:
+            out.add_row(*_cells(arm))
+        out.add_section()
+    return out
+
+
+def _cells(arm: dict[str, Any]) -> tuple[str, ...]:
+    ttft, gain = arm["ttft_s"], arm["speedup_vs_full"]
+    return (
+        arm["arm"] if arm["arm"] != "blend" else f"blend {arm['ratio']:g}",
+        arm["store"] or "",
+        f"{ttft['median']:.3f}",
+        f"{ttft['min']:.3f}",
+        f"{ttft['max']:.3f}",
+        "" if gain is None else f"{gain:.2f}",
+        f"{arm['load_s']:.3f}",
+        str(arm["loaded_tokens"]),
+        str(arm["recomputed_tokens"]),
+    )
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws a sweep's curves: TTFT of each arm. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    over, points = result["sweep"]["over"], result["sweep"]["points"]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for point in points:
+        for arm in point["arms"]:
+            moving = over == "ratio" and arm["ratio"] is not None
+            label = arm["arm"] if moving or arm["ratio"] is None else f"{arm['arm']} r = {arm['ratio']:g}"
+            x = arm["ratio"] if moving else point["prompt"].get(over.replace("-", "_"))
+            if x is not None:
+                curves.setdefault(label, []).append((x, arm["ttft_s"]["median"]))
+    flat = [arm for arm in points[0]["arms"] if over == "ratio" and arm["ratio"] is None]
+    for label, curve in curves.items():
+        axes.plot(*zip(*sorted(curve), strict=True), marker="o", label=label)
+    for index, arm in enumerate(flat):
+        axes.axhline(arm["ttft_s"]["median"], linestyle="--", color=f"C{index + 5}", label=arm["arm"])
+    axes.set(xlabel={"ratio": "recompute ratio"}.get(over, over), ylabel="time to first token, s", ylim=(0, None))
+    axes.set_title(result["model"])
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
