@@ -1,19 +1,28 @@
 """The command line on a tiny model in a folder: what it prints, what it leaves behind, how it fails."""
 
+import errno
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from cacheblend.cli import app, main
+from cacheblend.bench.ttft_report import table
+from cacheblend.cli import app, ask, main
+from cacheblend.cli.output import error_text
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.report import BlendReport
 from cacheblend.data import read_passages, read_row
+from cacheblend.engines.hf.request import Answer, Delta
 from cacheblend.engines.hf.tiny import TinyShape, build_tiny
 
 PASSAGES = [
@@ -133,9 +142,11 @@ def test_warm_takes_several_files_and_a_limit(run: Run, model: Path, data: Path,
 
 
 def test_warm_shows_its_progress_on_stderr(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
-    result = run("warm", "-m", model, "-s", tmp_path / "s", "-d", data)
-    assert "3/3" in result.err
-    assert "3 passages stored" in result.out
+    command = ("warm", "-m", model, "-s", tmp_path / "s", "-d", data)
+    for stored in (3, 0):  # the second time all are held
+        result = run(*command)
+        assert "3/3" in result.err
+        assert f"{stored} passages stored" in result.out
 
 
 def test_ask_answers_from_the_store(run: Run, model: Path, data: Path, store: Path) -> None:
@@ -185,6 +196,24 @@ def test_ask_takes_every_selector(run: Run, model: Path, data: Path, store: Path
     found = run("ask", "-m", model, "-s", store, "-d", data, "-n", 1, "--selector", selector, "--json").json
     share = {"none": 0.0, "all": 1.0}.get(selector, 0.15)
     assert found["report"]["recomputed_tokens"] == round(share * found["report"]["hit_tokens"]["disk"])
+
+
+def test_ask_filters_gradually(run: Run, model: Path, data: Path, store: Path) -> None:
+    command = ("ask", "-m", model, "-s", store, "-d", data, "-n", 1, "--json")
+    levels = ("--check-layer", 1, "--ratio", 0.5, "--check-layer", 2, "--ratio", 0.25)
+    gradual, one = run(*command, *levels).json["report"], run(*command, "--ratio", 0.25).json["report"]
+    loaded = gradual["hit_tokens"]["disk"]
+    assert gradual["recomputed_tokens"] == one["recomputed_tokens"] == round(0.25 * loaded)
+    assert gradual["row_layers"] == one["row_layers"] + round(0.5 * loaded) - round(0.25 * loaded)
+
+
+def test_ask_takes_measure_and_threshold(run: Run, model: Path, data: Path, store: Path) -> None:
+    command = ("ask", "-m", model, "-s", store, "-d", data, "-n", 1, "--json", "--selector", "threshold")
+    counts = {
+        (measure, bound): run(*command, "--measure", measure, "--threshold", bound).json["report"]["recomputed_tokens"]
+        for measure, bound in (("kv", 0), ("k", 1e-6), ("v", 1e9))
+    }
+    assert counts[("kv", 0)] >= counts[("k", 1e-6)] > counts[("v", 1e9)] == 0
 
 
 def test_the_system_prompt_as_anchor(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
@@ -239,12 +268,106 @@ def test_store_verify_reports_and_removes_damage(run: Run, store: Path) -> None:
     result = run("store", "verify", store)
     assert result.code == 1
     assert "removed block" in result.out
+    assert "3 blocks are intact, 1 damaged things were removed" in result.out
     assert run("store", "verify", store).code == 0
 
 
+def test_store_verify_of_a_read_only_folder_removes_nothing_and_says_so(
+    run: Run, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = max((file for file in (store / "blocks").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "unlink", refused)
+    shown, found = run("store", "verify", store), run("store", "verify", store, "--json")
+    assert shown.code == found.code == 1
+    assert "removed block" not in shown.out
+    assert f"damaged block {file.stem[:12]}" in shown.out
+    assert "3 blocks are intact, 0 damaged things were removed" in shown.out
+    assert "1 damaged things are left, since the store cannot be written to" in shown.out
+    assert found.json["intact_blocks"] == 3
+    assert [damage["removed"] for damage in found.json["damaged"]] == [False]
+    assert file.exists()
+
+
 def test_looking_at_a_store_makes_none(run: Run, tmp_path: Path) -> None:
-    assert run("store", "ls", tmp_path / "none").code == 2
-    assert not (tmp_path / "none").exists()
+    for command in (("ls",), ("verify",), ("prune", "--max-bytes", "0")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        for name in ("none", "empty"):
+            result = run("store", command[0], tmp_path / name, *command[1:])
+            assert result.code == 2
+            assert f"there is no store in {tmp_path / name}" in result.err
+        assert not (tmp_path / "none").exists()
+        assert not list((tmp_path / "empty").iterdir())
+
+
+# ---- text from outside ------------------------------------------------------------------------------------
+
+TITLES = ["Mercury [disambiguation]", "x [/b]", "[red]all[/red] :smile:"]
+
+
+@pytest.fixture
+def odd(run: Run, model: Path, tmp_path: Path) -> Path:
+    """A folder "a [b" with a model "m [/b] [i]", a store "s [/i]" and passages, all with markup in their names."""
+    folder = tmp_path / "a [b"
+    shutil.copytree(model, folder / "m [/b] [i]")
+    rows = [
+        {"ctxs": [{"title": title, "text": text} for title, text in zip(TITLES, PASSAGES, strict=True)]}
+        | {"question": "Why [/red]?"}
+    ]
+    (folder / "d [u].json").write_text(json.dumps(rows))
+    result = run("warm", "-m", folder / "m [/b] [i]", "-s", folder / "s [/i]", "-d", folder / "d [u].json")
+    assert result.code == 0
+    assert "s [/i] takes" in result.out.replace("\n", " ")
+    return folder
+
+
+def test_titles_and_paths_with_markup_are_shown_as_they_are(run: Run, odd: Path) -> None:
+    store, model = odd / "s [/i]", odd / "m [/b] [i]"
+    shown = run("store", "ls", store).out
+    assert all(title in shown for title in [*TITLES, "b] [i]"])
+    for title in TITLES:
+        assert title in run("store", "pin", store, title).out
+        assert title in run("store", "unpin", store, title).out
+    assert "s [/i]: 3 chunks" in run("store", "stat", store).out.replace("\n", " ")
+    assert "b] [i]" in run("doctor", "--model", model).out
+    result = run("ask", "-m", model, "-s", store, "-d", odd / "d [u].json", "-n", 2, "--compare")
+    assert result.code == 0
+    assert "same first token" in result.err or "another first token" in result.err
+    bench = ("bench", "ttft", "-m", model, "--chunks", 2, "--chunk-tokens", 8, "--question-tokens", 2, "--runs", 1)
+    assert "b] [i]" in run(*bench, "--arms", "full").out
+    assert all(title in run("store", "rm", store, "--all").out for title in TITLES[:1])
+    assert "s [/i] lists no chunk" in run("store", "ls", store).out.replace("\n", " ")
+
+
+def test_labels_cannot_steer_the_terminal(run: Run, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": PASSAGES[0], "title": "a\x1b[2Jb\nc"}))
+    assert run("warm", "-m", model, "-s", tmp_path / "s", "-d", tmp_path / "d.jsonl").code == 0
+    assert "a\ufffd[2Jb c" in run("store", "ls", tmp_path / "s").out
+    assert "a\ufffd[2Jb c" in run("store", "pin", tmp_path / "s", "--all").out
+
+
+def test_an_answer_is_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = ["[/b] :smile:", "\tx" + " y" * 100, " [red", "]"]
+
+    class Engine:
+        def stream(self, *_: object) -> Iterator[Delta]:
+            yield from (Delta(piece) for piece in pieces)
+            yield Delta("", Answer("", [], "stop", BlendReport(fallbacks=["a block of [/x] [y] was lost"])))
+
+    answer = ask._stream(Engine(), None, None, quiet=False)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "".join(pieces) + "\n"
+    ask._show(answer, 3, as_json=False)
+    assert "fallback: a block of [/x] [y] was lost" in capsys.readouterr().err
+
+
+def test_typers_own_errors_show_markup_as_it_is(run: Run) -> None:
+    result = run("ask", "-m", "x", "-s", "y", "-q", "?", "--nothing[/b]")
+    assert result.code == 2
+    assert "--nothing[/b]" in result.err
 
 
 # ---- doctor, bench, demo ----------------------------------------------------------------------------------
@@ -271,6 +394,64 @@ def test_bench_ttft(run: Run, tmp_path: Path) -> None:
     assert "blend" in result.out
 
 
+TINY = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 8, "--question-tokens", 2, "--runs", 1)
+
+
+def test_a_sweep_is_drawn(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1, 2), "ratio": (0.1, 0.9)})
+    few = (*TINY, "--arms", "full,blend")
+    result = run(*few, "--sweep", "chunks")
+    assert "the curves are in bench-ttft-chunks.png" in result.err
+    assert Path("bench-ttft-chunks.png").stat().st_size > 1000
+    assert "1 x 8" in result.out
+    assert "2 x 8" in result.out
+    found = run(*few, "--sweep", "ratio", "-r", 0, "-r", 0.5, "-r", 1, "--plot", "x.svg", "--json", "-")
+    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0, 0.5, 1]
+    assert "<svg" in Path("x.svg").read_text()
+    found = run(*few, "--sweep", "ratio", "-r", 0.3, "--json", "-")
+    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0.1, 0.9]
+
+
+def test_a_sweep_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1,)})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(*TINY, "--arms", "full", "--sweep", "chunks")
+    assert result.code == 0
+    assert "pip install 'cacheblend[plot]'" in result.err
+    assert "1 x 8" in result.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_point_of_a_sweep_is_checked_before_one_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunk-tokens": (8, 40_000)})
+    monkeypatch.setattr("cacheblend.bench.ttft._measure", lambda *_: pytest.fail("measured"))
+    result = run(*TINY, "--sweep", "chunk-tokens")
+    assert result.code == 2
+    assert "80034 tokens" in result.err
+    assert "32768" in result.err
+
+
+@pytest.mark.parametrize("seconds", [0.0123, 9.9996, 12.3456, 99.999, 1234.56])
+def test_the_bench_table_fits_80_columns(seconds: float) -> None:
+    arms = [
+        {"arm": name, "ratio": 0.123457 if name == "blend" else None, "store": "memory", "speedup_vs_full": 123.456}
+        | {"ttft_s": {"median": seconds, "min": seconds, "max": seconds}, "load_s": seconds}
+        | {"loaded_tokens": 131072, "recomputed_tokens": 131072}
+        for name in ("full", "prefix", "reuse", "blend", "miss")
+    ]
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    console.print(table({"model": "m [/b] [i]", "prompt": {"chunks": 1024, "chunk_tokens": 131072}, "arms": arms}))
+    text = console.export_text()
+    assert "…" not in text
+    assert "m [/b] [i]" in text
+    assert re.search("TTFT, s +min +max +gain +load, s +loaded +again", text)
+    assert re.search(r"blend 0.123457 +memory .* 123\.46 .* 131072 +131072", text)
+    assert "again: those recomputed" in text
+
+
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2)
     monkeypatch.setattr("cacheblend.engines.hf.tiny.TinyShape", lambda: small)
@@ -286,6 +467,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 # ---- bad input --------------------------------------------------------------------------------------------
 
 
+LEVELS = ("--check-layer", "1", "--check-layer", "2")
 BAD = [
     (["warm", "-m", "{model}", "-s", "{tmp}/s", "-d", "{tmp}/none.json"], "none.json cannot be read"),
     (["warm", "-m", "{model}", "-s", "memory", "-d", "{data}"], "ends with this command"),
@@ -298,6 +480,14 @@ BAD = [
     (["ask", "-m", "{model}", "-s", "s3://x", "-q", "?"], "s3"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--selector", "best"], "'best'"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--check-layer", "9"], "check layer 9"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-r", "0.5", "-r", "0.2"], "2 --ratio need as many"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", *LEVELS, "-r", "0.2", "-r", "0.5"], "must not rise"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", *LEVELS, "-r", "1", "-r", "0", "--selector", "head"], "hkvd"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--selector", "threshold"], "needs a bound"),
+    (["ask", "-m", "{model}", "-s", "{data}", "-q", "?"], "is not a folder"),
+    (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-p", "@{tmp}/[/b]"], "[/b]: the file cannot be read"),
+    (["store", "ls", "{data}"], "is not a folder"),
+    (["store", "ls", "{tmp}/none [/b]"], "none [/b]: check the path"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--dtype", "int8"], "int8"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--device", "moon"], "moon"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-n", "0"], "max_tokens"),
@@ -312,8 +502,16 @@ BAD = [
     (["doctor", "--shape", "round"], "no shape is called"),
     (["bench", "ttft"], "model"),
     (["bench", "ttft", "--shape", "tiny", "--json", "{tmp}/no/r.json"], "no folder"),
+    (["bench", "ttft", "--shape", "tiny", "--json", "{tmp}"], "it is a folder"),
+    (["bench", "memory", "--shape", "tiny", "--json", "{tmp}"], "it is a folder"),
+    (["bench", "plan", "--json", "{tmp}"], "it is a folder"),
+    (["bench", "ttft", "--shape", "tiny", "--plot", "x.png"], "give --sweep"),
+    (["bench", "ttft", "--shape", "tiny", "--sweep", "ratio", "--plot", "{tmp}/x.txt"], "'x.txt'"),
+    (["bench", "ttft", "--shape", "tiny", "--sweep", "time"], "'time'"),
+    (["bench", "ttft", "--shape", "tiny", "--chunks", "100"], "51264 tokens"),
     (["demo", "--ratio", "2"], "0..1"),
     (["demo", "--keep", "{tmp}"], "exists already"),
+    (["demo", "--keep", "{data}/kept"], "the folder cannot be made: Not a directory"),
 ]
 
 
@@ -328,6 +526,39 @@ def test_a_users_error_is_one_line(
     last = result.err.strip().splitlines()[-1]
     assert last.startswith("error: ")
     assert message in last
+
+
+def test_a_folder_that_is_no_store_file(run: Run, store: Path) -> None:
+    (store / "cacheblend.json").unlink()
+    (store / "cacheblend.json").mkdir()
+    for command in ("ls", "stat", "verify"):
+        result = run("store", command, store)
+        assert result.code == 2
+        assert f"the store in {store} cannot be read" in result.err
+        assert "Is a directory" in result.err
+
+
+def test_the_systems_errors_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/x/[/b]")
+
+    monkeypatch.setattr("cacheblend.bench.plan.run", full)
+    result = run("bench", "plan")
+    assert result.code == 2
+    assert result.err == "error: /x/[/b]: No space left on device\n"
+    assert error_text(OSError(5, "Input/output error")) == "Input/output error"
+    assert error_text(OSError("said so")) == "said so"
+    assert error_text(OSError()) == "OSError"
+
+
+def test_what_cannot_be_written_is_said_before_the_work(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend.bench.ttft.run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as root, everything may be written
+    result = run(*TINY, "--json", tmp_path / "r.json")
+    assert result.code == 2
+    assert result.err == f"error: {tmp_path / 'r.json'} cannot be written: permission denied\n"
 
 
 def test_errors_as_json(run: Run, tmp_path: Path) -> None:
@@ -350,7 +581,7 @@ def test_as_a_process(model: Path, data: Path, tmp_path: Path) -> None:
     assert json.loads(warmed.stdout)["stored"] == 3
     failed = subprocess.run([*program, "store", "ls", str(tmp_path / "none")], capture_output=True, text=True)
     assert failed.returncode == 2
-    assert failed.stderr == f"error: there is no store at {tmp_path / 'none'}\n"
+    assert failed.stderr == f"error: there is no store in {tmp_path / 'none'}: check the path\n"
 
 
 # ---- data files -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from cacheblend.core.blocks import Block
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreReadOnlyError
 from cacheblend.core.naming import BlockName, chain_names, split_blocks
 from cacheblend.core.prompt import Prompt, chunk, text
 from cacheblend.core.selection import NoRows
@@ -576,3 +576,74 @@ def test_a_prefill_with_a_selector_of_its_own(open_engine: Open) -> None:
 def test_what_is_no_model_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no model folder"):
         BlendEngine.from_pretrained(tmp_path)
+
+
+def test_options_that_change_the_kv_change_the_names(folder: Path, loaded: BlendEngine) -> None:
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
+    with BlendEngine.from_pretrained(folder, rope_parameters=linear) as other:
+        assert other.planner.root != loaded.planner.root
+
+
+def test_a_folder_without_a_tokenizer_serves_ids(folder: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*", "chat*"))
+    with pytest.raises(InvalidInputError, match=r"no tokenizer .* with_tokenizer=False"):
+        BlendEngine.from_pretrained(bare)
+    with BlendEngine.from_pretrained(bare, with_tokenizer=False) as engine:
+        assert engine.generate(Prompt.of([text([5, 6, 7])]), GREEDY).token_ids
+
+
+def test_a_config_that_is_not_json_is_refused(folder: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    with pytest.raises(InvalidInputError, match="is not JSON"):
+        BlendEngine.from_pretrained(broken)
+
+
+def test_stepping_by_hand_holds_the_background_back_until_finish(open_engine: Open) -> None:
+    engine = open_engine()
+    request = engine.start(PARTS, SamplingParams(max_tokens=1, ignore_eos=True))
+    engine.step(request)
+    assert request.done and request.to_capture is not None
+    assert not engine.store.manifests()
+    engine.finish(request)
+    engine.finish(request)
+    assert request.to_capture is None
+    assert engine.flush(SOON)
+    assert {manifest.label for manifest in engine.store.manifests()} == {"fox", "stored", "who"}
+
+
+def test_a_store_that_cannot_be_written_costs_one_chunk_of_computing(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    tried: list[BlockName] = []
+
+    def refuse(block: Block) -> bool:
+        tried.append(block.name)
+        raise StoreReadOnlyError("read-only")
+
+    monkeypatch.setattr(store, "write", refuse)
+    engine = open_engine(store)
+    for _ in range(3):
+        engine.generate(PARTS, GREEDY)
+        assert engine.flush(SOON)
+    computed = [name for name in tried if name != tried[0]]
+    assert len(computed) <= 2  # the text in front, and the first block of one chunk
+
+
+def test_blocks_without_their_manifest_are_listed_by_warming_again(open_engine: Open) -> None:
+    engine = open_engine()
+    engine.warm(PASSAGES)
+    [engine.store.delete_manifest(manifest.chunk_id) for manifest in engine.store.manifests()[:1]]
+    engine.warm(PASSAGES)
+    assert len(engine.store.manifests()) == len(PASSAGES)
+
+
+def test_documents_stand_where_the_template_or_the_last_message_puts_them(open_engine: Open) -> None:
+    engine = open_engine()
+    engine.warm(PASSAGES)
+    if not engine.tokenizer.chat_template:
+        pytest.skip("this tokenizer has no chat template")
+    prompt = engine.chat([{"role": "user", "content": QUESTION}], documents=PASSAGES)
+    assert [segment.label for segment in prompt.chunks] == ["fox", "stored", "who"]
+    assert engine.generate(prompt, GREEDY).report.missed_tokens == 0

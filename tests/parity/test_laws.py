@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend.core.config import AnchorKind
-from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.prompt import Prompt, text
 from cacheblend.core.rope import reposition_keys, turn_by
 from cacheblend.core.selection import AllRows, Candidates, Hkvd, Measure, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from families import REFUSED, tiny_model
+from families import REFUSED, SMALL, tiny_model
 from parity.scenes import (
     BOS,
     FAMILIES,
@@ -27,6 +28,7 @@ from parity.scenes import (
     assert_same,
     greedy,
     open_engine,
+    random_ids,
     run,
     warm_engine,
 )
@@ -139,3 +141,15 @@ def test_what_cannot_be_blended_is_refused_with_the_reason(family) -> None:
     with pytest.raises(ModelNotBlendableError) as refusal:
         BlendEngine(tiny_model(family.name), store="memory")
     assert re.search(family.reason, str(refusal.value)), str(refusal.value)
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16, use_bidirectional_attention=True)
+    with pytest.raises(ModelNotBlendableError, match="not causal"):
+        BlendEngine(AutoModelForCausalLM.from_config(config).eval(), store="memory")
+
+
+def test_a_prompt_behind_longropes_switch_is_refused() -> None:
+    engine = open_engine(tiny_model("phi3-longrope"), [A])
+    with pytest.raises(InvalidInputError, match=r"LongRoPE's switch, .* at 1024; use fewer"):
+        engine.prompt(Prompt.of([A, text(random_ids(1000, 3))]))

@@ -117,6 +117,19 @@ def test_sdpa_route_without_a_device(rows, kv_heads, kind, monkeypatch):
     _check(_inputs(14, kv_heads, 16, 640, ROWS[rows]), _spec(14, **SPECS[kind]), attend=attend)
 
 
+def _check_as_good_as_sdpa(query, keys, values, at, window=None):
+    spec = AttentionSpec(0.125, window=window)
+    behind = at[:, None] - torch.arange(keys.shape[1])
+    mask = (behind >= 0) & (behind < (window or keys.shape[1]))
+    wide = (tensor.repeat_interleave(query.shape[0] // keys.shape[0], 0)[None] for tensor in (keys, values))
+    sdpa = F.scaled_dot_product_attention(query[None], *wide, attn_mask=mask, scale=0.125)[0].transpose(0, 1)
+    exact = dense_attention(query, keys, values, at, spec)
+    ours = attend_rows(query, keys, values, at, spec)
+    ours, sdpa = ((result - exact).square().mean(-1) for result in (ours, sdpa))  # [rows, heads]
+    assert ours.max() <= 2.5**2 * sdpa.max()
+    assert ours.mean() <= 2.0**2 * sdpa.mean()
+
+
 @pytest.mark.parametrize("query_scale,common_key", [(1, 0), (1.5, 0), (3, 0), (20, 0), (1, 10), (3, 10)])
 def test_bf16_is_as_good_as_sdpa(query_scale, common_key):
     """Large logits (Qwen2's key bias makes such) must not lose what a rounded product loses."""
@@ -124,14 +137,18 @@ def test_bf16_is_as_good_as_sdpa(query_scale, common_key):
     query, keys, values, at = _inputs(4, 2, 64, 1200, positions)
     keys += common_key * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))
     query, keys, values = ((query * query_scale).bfloat16(), keys.bfloat16(), values.bfloat16())
-    spec = AttentionSpec(0.125)
-    exact = dense_attention(query, keys, values, at, spec)
-    sdpa = F.scaled_dot_product_attention(
-        query[None], keys[None], values[None], is_causal=True, scale=0.125, enable_gqa=True
-    )[0].transpose(0, 1)
-    ours = attend_rows(query, keys, values, at, spec)
-    assert (ours - exact).abs().max() <= 2.5 * (sdpa - exact).abs().max()
-    assert (ours - exact).square().mean() <= (2.0**2) * (sdpa - exact).square().mean()
+    _check_as_good_as_sdpa(query, keys, values, at)
+
+
+@pytest.mark.parametrize("query_scale,common_key", [(4, 0), (11, 0), (21, 0), (4, 10)])
+@pytest.mark.parametrize("window", [512, 40, None])
+@pytest.mark.parametrize("positions", [range(4200, 4821, 20), range(4070, 4160), range(4590, 4700)])
+def test_bf16_is_as_good_as_sdpa_where_a_window_hides_a_first_span(positions, window, query_scale, common_key):
+    """Groups that reach over the tile boundary at 4096: a window hides the first span from some of their rows."""
+    query, keys, values, at = _inputs(4, 2, 64, positions[-1] + 1, list(positions))
+    keys += common_key * torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))
+    query, keys, values = ((query * query_scale).bfloat16(), keys.bfloat16(), values.bfloat16())
+    _check_as_good_as_sdpa(query, keys, values, at, window)
 
 
 def test_extreme_scores_stay_finite():

@@ -182,6 +182,25 @@ def test_manifests_are_listed_replaced_and_taken_off(store: KVStore) -> None:
         )
 
 
+def test_pins_and_manifests_are_known_by_name(store: KVStore) -> None:
+    held, other = make_block(1), make_block(2)
+    store.write(held)
+    assert store.pinned() == set()
+    assert not store.has_manifest(held.name)
+    store.pin([held.name, other.name])  # the other is only written later
+    store.put_manifest(make_manifest(held))
+    assert store.pinned() == {held.name, other.name}
+    assert [store.has_manifest(block.name) for block in (held, other)] == [True, False]
+    store.pinned().clear()  # a snapshot
+    store.unpin([other.name])
+    assert store.pinned() == {held.name}
+    store.delete(held.name)
+    assert store.pinned() == set()
+    assert store.has_manifest(held.name)
+    store.delete_manifest(held.name)
+    assert not store.has_manifest(held.name)
+
+
 def test_prune_keeps_what_is_pinned_and_drops_empty_manifests(store: KVStore) -> None:
     made = [make_block(seed) for seed in range(6)]
     for block in made:

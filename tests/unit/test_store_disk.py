@@ -29,7 +29,7 @@ from cacheblend.core.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
-from cacheblend.core.naming import as_token_ids, block_name, root_name
+from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.store import DiskStore, MemoryStore, TieredStore
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import Folder
@@ -141,6 +141,38 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="not a folder"):
         disk(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cacheblend.json").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "loop", "symbolic links")):
+        for read_only in (False, True):
+            with pytest.raises(StoreError) as caught:
+                disk(path, read_only=read_only)
+            assert f"the store in {path} cannot be read" in str(caught.value)
+            assert reason in str(caught.value)
+            assert "use another folder" in str(caught.value)
+    monkeypatch.setattr(Path, "read_text", failing(errno.EACCES, lambda *a, **k: True, Path.read_text))
+    with pytest.raises(StoreError, match="cannot be read: Permission denied; check what is there and its permissions"):
+        disk(tmp_path / "other")
+
+
+def test_a_part_of_the_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    with disk(tmp_path) as store:
+        store.write(make_block(1))
+    for part, calls in (
+        ("pins", (DiskStore.pinned, DiskStore.stats, DiskStore.verify)),
+        ("manifests", (DiskStore.manifests, DiskStore.stats, DiskStore.verify)),
+    ):
+        (tmp_path / part).rmdir()
+        (tmp_path / part).write_text("a file")
+        with disk(tmp_path, read_only=True) as store:
+            for call in calls:
+                with pytest.raises(StoreError, match=rf"cannot be read: .*{part}: Not a directory"):
+                    call(store)
+        (tmp_path / part).unlink()
+        (tmp_path / part).mkdir()
 
 
 def test_a_fresh_mount_and_a_store_half_made_are_taken(tmp_path: Path) -> None:
@@ -500,6 +532,46 @@ def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytes
         assert holds(store, block)
 
 
+@pytest.mark.parametrize("how", ["asked", errno.EROFS])
+def test_verify_says_what_was_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str | int
+) -> None:
+    block = make_block(1)
+    with disk(tmp_path) as store:
+        store.write(block)
+        store.put_manifest(make_manifest(block))
+    damaged = [*block_files(tmp_path), *(tmp_path / "manifests").iterdir()]
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:-1])
+    if isinstance(how, int):
+        monkeypatch.setattr(os, "unlink", failing(how, lambda *a, **k: True, os.unlink))
+    with disk(tmp_path, read_only=how == "asked") as store:
+        for _ in range(2):
+            assert [(d.kind, d.removed) for d in store.verify()] == [("block", False), ("manifest", False)]
+    assert all(path.exists() for path in damaged)
+    assert "; removed" not in caplog.text
+    monkeypatch.undo()
+    with disk(tmp_path) as store:
+        assert [(d.kind, d.removed) for d in store.verify()] == [("block", True), ("manifest", True)]
+    assert not any(path.exists() for path in damaged)
+
+
+def test_a_manifest_that_cannot_be_opened_is_left_out_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    block = make_block(1)
+    with disk(tmp_path) as store:
+        store.put_manifest(make_manifest(block))
+    with disk(tmp_path) as store:
+        read = failing(errno.EMFILE, lambda *a, **k: True, store._manifests.read)
+        monkeypatch.setattr(store._manifests, "read", read)
+        assert store.manifests() == store.verify() == []
+        assert "Too many open files; left out" in caplog.text
+        monkeypatch.undo()
+        assert [m.chunk_id for m in store.manifests()] == [block.name]
+        assert store.stats().damaged == 0
+
+
 # The bound
 
 
@@ -549,3 +621,26 @@ def test_layers_gather_in_memory_without_a_second_read(tmp_path: Path, monkeypat
         assert [entry and entry.tier for entry in store.find([block.name, ROOT])] == ["memory", None]
         front, back = store.stats().tiers
         assert (front.tier, front.blocks, back.tier, back.blocks) == ("memory", 1, "disk", 1)
+
+
+def test_what_is_evicted_from_memory_during_a_read_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make_block(1)
+    front = MemoryStore(10_000)
+    peek = front.peek
+
+    def peek_and_lose(name: BlockName, layer: int) -> torch.Tensor | None:
+        record = peek(name, layer)
+        front.delete(name)  # as another thread's write may do
+        return record
+
+    with TieredStore(front, disk(tmp_path)) as store:
+        monkeypatch.setattr(front, "peek", peek_and_lose)
+        for layer, heads in ((0, None), (1, slice(1, 2)), (0, None)):
+            store.write(block)
+            front.write(block)
+            assert same_bits(store.read(block.name, layer, heads), block.records[layer][heads or slice(None)])
+        front.write(block)
+        with pytest.raises(InvalidInputError, match="2 KV heads"):
+            store.read(block.name, 0, slice(0, 3))

@@ -126,6 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = self.store.stats()
         assert stats.blocks == len(self.order)
         assert stats.bytes == sum(self.sizes[name] for name in self.order) <= self.max_bytes
+        assert self.store.pinned() == self.pins
         assert stats.pinned == len(self.pins.intersection(self.order))
         assert all(tier.bytes <= (tier.max_bytes or 0) for tier in stats.tiers)
         assert stats.damaged == 0

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from cacheblend.bench import environment
 from cacheblend.bench.passages import read_chunks
 from cacheblend.bench.shapes import build_shape
-from cacheblend.core.config import BlendConfig, check_ratio
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.prompt import Prompt, Segment, text
+from cacheblend.core.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.report import BlendReport
-from cacheblend.core.selection import NoRows
+from cacheblend.core.selection import NoRows, check_ratio
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.arms import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.store import KVStore, MemoryStore, open_store
@@ -54,7 +54,7 @@ class TtftSettings:
         runs: measured rounds, behind one that is not.
         threads: of torch; None leaves it as it is.
         seed: of the weights, the tokens and the orders.
-        sweep: one of `SWEEPS`: the benchmark at each of its values.
+        sweep: one of `SWEEPS`: the benchmark at each of its values (of several `ratios` at those).
     """
 
     model: str | None = None
@@ -108,9 +108,14 @@ class Arm:
 
 
 def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str, Any]:
-    """Runs the benchmark and returns the result as it is written to JSON."""
+    """Runs the benchmark and returns the result as it is written to JSON.
+
+    Raises:
+        InvalidInputError: a prompt is longer than the model's context, or the data too short for it.
+    """
     with _threads(settings.threads):
         model, tokenizer, name = open_model(settings)
+        _check(_points(settings), model, tokenizer)
         points = []
         for point in _points(settings):
             arms = _measure(point, model, tokenizer, on_progress)
@@ -137,9 +142,17 @@ def _points(settings: TtftSettings) -> list[TtftSettings]:
         return [settings]
     values = SWEEPS[settings.sweep]
     if settings.sweep == "ratio":
-        return [replace(settings, ratios=values)]
+        return [settings if len(settings.ratios) > 1 else replace(settings, ratios=values)]
     name = settings.sweep.replace("-", "_")
     return [replace(settings, **{name: int(value)}) for value in values]  # type: ignore[arg-type]
+
+
+def _check(points: list[TtftSettings], model: PreTrainedModel, tokenizer: Any) -> None:
+    """Holds the prompts of all points against the model's limits, before any is measured."""
+    with _engine(model, tokenizer, "memory") as engine:
+        for point in points:
+            draw = random.Random(point.seed)
+            engine.prompt(draw_prompt(point, open_chunks(point, engine, draw), engine.survey.vocab_size, draw))
 
 
 def open_model(settings: TtftSettings) -> tuple[PreTrainedModel, Any, str]:
@@ -191,12 +204,12 @@ def open_chunks(settings: TtftSettings, engine: BlendEngine, draw: random.Random
     if settings.data is not None:
         return read_chunks(Path(settings.data), engine, settings.chunks, settings.chunk_tokens)
     vocab = engine.survey.vocab_size
-    return [text(_random_ids(vocab, settings.chunk_tokens, draw)) for _ in range(settings.chunks)]
+    return [chunk(_random_ids(vocab, settings.chunk_tokens, draw)) for _ in range(settings.chunks)]
 
 
 def draw_prompt(settings: TtftSettings, chunks: list[Segment], vocab: int, draw: random.Random) -> Prompt:
     """New plain text, the chunks in a new order, a new question."""
-    shuffled = [replace(chunk, is_chunk=True) for chunk in draw.sample(chunks, len(chunks))]
+    shuffled = draw.sample(chunks, len(chunks))
     plain = text(_random_ids(vocab, settings.plain_tokens, draw))
     return Prompt.of([plain, *shuffled, text(_random_ids(vocab, settings.question_tokens, draw))])
 

@@ -5,12 +5,19 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 
 def table(result: dict[str, Any]) -> Table:
     """The result for people, 80 columns wide; a sweep has one block a point."""
-    caption = "gain: full / arm; loaded: tokens from the store; again: those that were recomputed"
-    out = Table(title=f"Time to first token, {result['model']}", caption=caption, box=SIMPLE_HEAD)
+    out = Table(
+        title=Text(f"Time to first token, {result['model']}", "table.title"),
+        caption="gain: full / arm; loaded: tokens from the store; again: those recomputed",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     for column in ("arm", "store"):
         out.add_column(column, no_wrap=True)
     for column in ("TTFT, s", "min", "max", "gain", "load, s", "loaded", "again"):
@@ -18,7 +25,7 @@ def table(result: dict[str, Any]) -> Table:
     points = result["sweep"]["points"] if "sweep" in result else [result]
     for point in points:
         prompt = point["prompt"]
-        out.add_row(f"[dim]{prompt['chunks']} x {prompt['chunk_tokens']}[/dim]")
+        out.add_row(Text(f"{prompt['chunks']} x {prompt['chunk_tokens']}", "dim"))
         for arm in point["arms"]:
             out.add_row(*_cells(arm))
         out.add_section()
@@ -30,14 +37,19 @@ def _cells(arm: dict[str, Any]) -> tuple[str, ...]:
     return (
         arm["arm"] if arm["arm"] != "blend" else f"blend {arm['ratio']:g}",
         arm["store"] or "",
-        f"{ttft['median']:.3f}",
-        f"{ttft['min']:.3f}",
-        f"{ttft['max']:.3f}",
+        _seconds(ttft["median"]),
+        _seconds(ttft["min"]),
+        _seconds(ttft["max"]),
         "" if gain is None else f"{gain:.2f}",
-        f"{arm['load_s']:.3f}",
+        _seconds(arm["load_s"]),
         str(arm["loaded_tokens"]),
         str(arm["recomputed_tokens"]),
     )
+
+
+def _seconds(value: float) -> str:
+    """Six characters at most, below three hours."""
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -63,7 +75,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for index, arm in enumerate(flat):
         axes.axhline(arm["ttft_s"]["median"], linestyle="--", color=f"C{index + 5}", label=arm["arm"])
     axes.set(xlabel={"ratio": "recompute ratio"}.get(over, over), ylabel="time to first token, s", ylim=(0, None))
-    axes.set_title(result["model"])
+    axes.set_title(result["model"], parse_math=False)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()

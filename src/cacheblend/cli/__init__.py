@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from cacheblend.cli import ask, bench, demo, doctor, store, warm
-from cacheblend.cli.output import print_error
+from cacheblend.cli.output import error_text, print_error
 
 ERROR = 2
 
@@ -44,7 +44,7 @@ def _root(version: bool = typer.Option(False, "--version", "-V", help="Show the 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line; a user's error is one line (with ``--json`` an object) and exit code 2.
+    """Runs the command line; a user's error, or the system's, is one line (with ``--json`` an object), exit code 2.
 
     Args:
         arguments: without the program's name; None takes the process's own.
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception as error:
         from cacheblend.core.errors import CacheBlendError
 
-        if not isinstance(error, CacheBlendError):
+        if not isinstance(error, CacheBlendError | OSError):
             raise
-        print_error(str(error), as_json="--json" in arguments and arguments[:1] != ["bench"])
+        print_error(error_text(error), as_json="--json" in arguments and arguments[:1] != ["bench"])
         sys.exit(ERROR)

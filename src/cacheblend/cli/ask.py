@@ -1,7 +1,7 @@
 """`cacheblend ask`: one answer, and what it cost."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -20,7 +20,7 @@ from cacheblend.cli.options import (
     Salt,
     System,
 )
-from cacheblend.cli.output import console, print_json, status
+from cacheblend.cli.output import console, print_json, status, write
 
 if TYPE_CHECKING:
     from cacheblend.core.prompt import Prompt
@@ -43,8 +43,15 @@ Data = Annotated[
 RowNumber = Annotated[
     int, typer.Option("--row", min=0, help="Which row of a .json file, from 0.", rich_help_panel=PROMPT)
 ]
-Ratio = Annotated[
-    float, typer.Option("--ratio", "-r", help="Share of loaded tokens to recompute, 0..1.", rich_help_panel=BLENDING)
+Ratios = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--ratio",
+        "-r",
+        help="Share of loaded tokens to recompute, 0..1. Several: one for each check layer, falling. Default: 0.15.",
+        rich_help_panel=BLENDING,
+        show_default=False,
+    ),
 ]
 SelectorName = Annotated[
     str,
@@ -58,6 +65,10 @@ CheckLayers = Annotated[
         rich_help_panel=BLENDING,
         show_default=False,
     ),
+]
+Measure = Annotated[
+    Literal["kv", "k", "v"],
+    typer.Option("--measure", help="Deviation over keys and values, or one of them.", rich_help_panel=BLENDING),
 ]
 Threshold = Annotated[
     float | None, typer.Option("--threshold", help="Bound of the selector threshold.", rich_help_panel=BLENDING)
@@ -87,9 +98,10 @@ def ask(
     row: RowNumber = 0,
     system: System = None,
     chat: Chat = None,
-    ratio: Ratio = 0.15,
+    ratio: Ratios = None,
     selector: SelectorName = "hkvd",
     check_layer: CheckLayers = None,
+    measure: Measure = "kv",
     threshold: Threshold = None,
     anchor: AnchorRule = "auto",
     block_size: BlockSize = 256,
@@ -114,10 +126,13 @@ def ask(
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.hf import Passage, SamplingParams
 
+    ratios, layers = _levels(ratio or [0.15], check_layer or [1], selector)
     config = BlendConfig(
-        recompute_ratio=ratio,
+        recompute_ratio=ratios[-1],
+        ratios=ratios if len(ratios) > 1 else None,
         selector=selector,
-        check_layers=tuple(check_layer or (1,)),
+        check_layers=layers,
+        measure=measure,
         threshold=threshold,
         anchor=anchor,  # type: ignore[arg-type]
         block_size=block_size,
@@ -127,13 +142,7 @@ def ask(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     with open_engine(model, store, config, dtype=dtype, device=device, quiet=json) as engine:
         prompt = build_prompt(engine, [Passage(*text) for text in texts], asked, system, chat)
-        if compare:
-            _compare(engine, prompt, params, json)
-            return
-        answer = _stream(engine, prompt, params, quiet=json)
-        _show(answer, len(engine.survey.layout.layers), json)
-        with status("storing what was missed ...", quiet=json or not answer.report.missed_tokens):
-            engine.flush()
+        (_compare if compare else _answer)(engine, prompt, params, json)
 
 
 def _inputs(
@@ -154,15 +163,33 @@ def _inputs(
     return texts, question
 
 
+def _levels(ratios: list[float], layers: list[int], selector: str) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Ratios and check layers: one ratio for all layers, or one for each (gradual filtering)."""
+    from cacheblend.core.errors import InvalidInputError
+
+    if len(ratios) > 1 and selector != "hkvd":
+        raise InvalidInputError(f"several --ratio are for the selector hkvd; {selector} takes one")
+    if len(ratios) > 1 and len(ratios) != len(layers):
+        raise InvalidInputError(f"{len(ratios)} --ratio need as many --check-layer, one each, got {len(layers)}")
+    return tuple(ratios), tuple(layers)
+
+
+def _answer(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
+    """The answer, and what was missed into the store behind it."""
+    answer = _stream(engine, prompt, params, quiet=as_json)
+    _show(answer, len(engine.survey.layout.layers), as_json)
+    with status("storing what was missed ...", quiet=as_json or not answer.report.missed_tokens):
+        engine.flush()
+
+
 def _stream(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", *, quiet: bool) -> "Answer":
     """The answer, written to stdout as it comes unless `quiet`."""
-    out = console()
     for delta in engine.stream(prompt, params):
         if not quiet:
-            out.print(delta.text, end="", markup=False, soft_wrap=True)
+            write(delta.text)
     assert delta.answer is not None
     if not quiet:
-        out.print()
+        write("\n")
     return delta.answer
 
 
@@ -170,12 +197,14 @@ def _show(answer: "Answer", layers: int, as_json: bool) -> None:
     if as_json:
         print_json(_facts(answer))
         return
+    from rich.text import Text
+
     from cacheblend.cli.reports import report_table
 
     out = console(stderr=True)
     out.print(report_table(answer.report, layers))
     for line in answer.report.fallbacks:
-        out.print(f"[yellow]fallback:[/] {line}")
+        out.print(Text.assemble(("fallback:", "yellow"), f" {line}"))
 
 
 def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
@@ -184,7 +213,7 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
 
     touch(engine, prompt)
     if not as_json:
-        console().print("[bold]blend[/]")
+        console().print("blend", style="bold")
     blended = _stream(engine, prompt, params, quiet=as_json)
     full = full_recompute(engine, prompt)
     text, ids = finish(engine, prompt, full, params)
@@ -204,9 +233,8 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
             }
         )
         return
-    out = console()
-    out.print("[bold]full recompute[/]")
-    out.print(text, markup=False, soft_wrap=True)
+    console().print("full recompute", style="bold")
+    write(f"{text}\n")
     _show(blended, len(engine.survey.layout.layers), as_json=False)
     from cacheblend.cli.reports import comparison_line
 

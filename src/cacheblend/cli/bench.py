@@ -1,15 +1,20 @@
 """`cacheblend bench`: parses options; what is measured, and how, is in `cacheblend.bench`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cacheblend.cli.output import console, progress
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
 
 WHAT, HOW, RESULT = "What is measured", "How it is measured", "Result"
+PICTURES = (".png", ".svg", ".pdf")
+INSTALL = "pip install 'cacheblend[plot]'"
 
 Folder = Annotated[
     Path | None, typer.Option("--model", "-m", help="Model folder.", rich_help_panel=WHAT, show_default=False)
@@ -54,14 +59,19 @@ Threads = Annotated[
 Seed = Annotated[int, typer.Option("--seed", help="Of weights, tokens and orders.", rich_help_panel=HOW)]
 Sweep = Annotated[
     str | None,
-    typer.Option("--sweep", help="Draw a curve over chunks, chunk-tokens or ratio.", rich_help_panel=HOW),
+    typer.Option("--sweep", help="Measure and draw over chunks, chunk-tokens or ratio.", rich_help_panel=HOW),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the result here; - for stdout.", rich_help_panel=RESULT)
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", help="Draw a sweep here (.png, .svg); needs matplotlib.", rich_help_panel=RESULT),
+    typer.Option(
+        "--plot",
+        help="Draw the sweep here (.png, .svg, .pdf); default: bench-ttft-SWEEP.png. Needs matplotlib.",
+        rich_help_panel=RESULT,
+        show_default=False,
+    ),
 ]
 
 
@@ -87,8 +97,6 @@ def ttft(
 
     A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question.
     """
-    _check_outputs(json, plot, sweep)
-
     from cacheblend.cli.models import quiet_transformers
 
     quiet_transformers()
@@ -110,15 +118,15 @@ def ttft(
         seed=seed,
         sweep=sweep,
     )
-    to_stdout = str(json) == "-"
-    with progress("measuring", "rounds", quiet=to_stdout) as advance:
+    curves = _curves_file(sweep, plot)
+    _check_outputs(json, curves)
+    with progress("measuring", "rounds", quiet=str(json) == "-") as advance:
         result = bench.run(settings, lambda done, total, arm: advance(done, total))
         advance(1, 1)
-    _write(result, json)
-    if plot is not None:
-        report.plot(result, plot)
-    if not to_stdout:
-        console().print(report.table(result))
+    _show(report.table(result), result, json)
+    if curves is not None:
+        report.plot(result, curves)
+        console(stderr=True).print(f"the curves are in {curves}", soft_wrap=True)
 
 
 @app.command()
@@ -132,7 +140,7 @@ def memory(
     json: JsonFile = None,
 ) -> None:
     """Peak resident memory of a blend and of a full prefill, each in a process of its own, the store on disk."""
-    _check_outputs(json, None, None)
+    _check_outputs(json)
 
     from cacheblend.bench import memory as bench
     from cacheblend.bench.ttft import TtftSettings
@@ -147,9 +155,7 @@ def memory(
     )
     with progress("measuring", "processes", quiet=str(json) == "-") as advance:
         result = bench.run(settings, lambda done, total, arm: advance(done, total))
-    _write(result, json)
-    if str(json) != "-":
-        console().print(bench.table(result))
+    _show(bench.table(result), result, json)
 
 
 @app.command()
@@ -161,46 +167,69 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Time of names and plan of a long prompt: what blending costs before the first layer."""
-    _check_outputs(json, None, None)
+    _check_outputs(json)
 
     from cacheblend.bench import plan as bench
 
     result = bench.run(chunks=chunks, chunk_tokens=chunk_tokens, store=store, runs=runs)
-    _write(result, json)
-    if str(json) != "-":
-        console().print(
-            f"names and plan of {result['prompt_tokens']} tokens, {chunks} chunks: "
-            f"{1e3 * result['plan_s']['median']:.1f} ms (median of {runs})"
-        )
+    line = (
+        f"names and plan of {result['prompt_tokens']} tokens, {chunks} chunks: "
+        f"{1e3 * result['plan_s']['median']:.1f} ms (median of {runs})"
+    )
+    _show(line, result, json)
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _check_outputs(json: Path | None, plot: Path | None, sweep: str | None) -> None:
-    """Said before minutes of measuring, not behind them."""
+def _curves_file(sweep: str | None, plot: Path | None) -> Path | None:
+    """Where a sweep's curves go; None where none are drawn."""
+    from importlib.util import find_spec
+
     from cacheblend.core.errors import InvalidInputError
 
-    if plot is not None and sweep is None:
-        raise InvalidInputError("--plot draws a sweep: give --sweep, too")
-    for file in (json, plot):
-        if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
-            raise InvalidInputError(f"{file} cannot be written: there is no folder {file.absolute().parent}")
-    if plot is not None:
-        from importlib.util import find_spec
+    if sweep is None:
+        if plot is not None:
+            raise InvalidInputError("--plot draws a sweep: give --sweep, too")
+        return None
+    if find_spec("matplotlib") is None:
+        if plot is not None:
+            raise InvalidInputError(f"--plot needs matplotlib: {INSTALL}")
+        console(stderr=True).print(f"no curves are drawn, that needs matplotlib: {INSTALL}", soft_wrap=True)
+        return None
+    file = plot or Path(f"bench-ttft-{sweep}.png")
+    if file.suffix not in PICTURES:
+        raise InvalidInputError(f"--plot draws {', '.join(PICTURES)}, not {file.name!r}")
+    return file
 
-        if find_spec("matplotlib") is None:
-            raise InvalidInputError("--plot needs matplotlib: pip install 'cacheblend[plot]'")
+
+def _check_outputs(*files: Path | None) -> None:
+    """Said before minutes of measuring, not behind them."""
+    import os
+
+    from cacheblend.core.errors import InvalidInputError
+
+    for file in files:
+        if file is None or str(file) == "-":
+            continue
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            raise InvalidInputError(f"{file} cannot be written: there is no folder {folder}")
+        if file.is_dir():
+            raise InvalidInputError(f"{file} cannot be written: it is a folder")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise InvalidInputError(f"{file} cannot be written: permission denied")
 
 
-def _write(result: dict[str, object], file: Path | None) -> None:
+def _show(shown: "Table | str", result: dict[str, object], json: Path | None) -> None:
+    """The table, then the JSON file; or JSON alone, where it goes to stdout."""
     from json import dumps
 
-    if file is None:
-        return
     text = dumps(result, ensure_ascii=False, indent=2)
-    if str(file) == "-":
+    if str(json) == "-":
         typer.echo(text)
-    else:
-        file.write_text(text + "\n")
+        return
+    console().print(shown)
+    if json is not None:
+        json.write_text(text + "\n", encoding="utf-8")

@@ -17,6 +17,8 @@ from cacheblend.cli.options import BLENDING, OUTPUT, AsJson
 from cacheblend.cli.output import console, print_json, progress, seconds_text, share_text, status
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from cacheblend.core.prompt import Prompt
     from cacheblend.data import Text
     from cacheblend.engines.hf import BlendEngine, WarmReport
@@ -53,12 +55,11 @@ def demo(ratio: Ratio = 0.15, keep: Keep = None, seed: Seed = 0, json: AsJson = 
 
     Builds a small model with random weights, so that nothing has to be downloaded.
     """
-    from cacheblend.core.config import check_ratio
-    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.core.selection import check_ratio
 
     check_ratio(ratio)
-    if keep is not None and keep.exists():
-        raise InvalidInputError(f"{keep} exists already; --keep makes a new folder")
+    if keep is not None:
+        _make(keep)
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
         passages = _prepare(folder, seed, quiet=json)
@@ -82,13 +83,24 @@ def demo(ratio: Ratio = 0.15, keep: Keep = None, seed: Seed = 0, json: AsJson = 
 # ---- the work ---------------------------------------------------------------------------------------------
 
 
+def _make(folder: Path) -> None:
+    """The folder that is kept; said before the work, not behind it."""
+    from cacheblend.core.errors import InvalidInputError
+
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise InvalidInputError(f"{folder} exists already; --keep makes a new folder") from error
+    except OSError as error:
+        raise InvalidInputError(f"--keep {folder}: the folder cannot be made: {error.strerror}") from error
+
+
 def _prepare(folder: Path, seed: int, *, quiet: bool) -> list["Text"]:
     """Writes the model and the passages."""
     from cacheblend.data import read_passages
 
     with as_file(files("cacheblend.cli") / "demo_passages.txt") as file:
         source = file.read_text(encoding="utf-8")
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "passages.txt").write_text(source, encoding="utf-8")
     passages = read_passages(folder / "passages.txt")
     with status("building a small model with random weights ...", quiet=quiet):
@@ -161,6 +173,7 @@ def _show(
     engine: "BlendEngine", prompt: "Prompt", warmed: "WarmReport", rows: list[Row], laws: list["Outcome"]
 ) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     out = console()
     survey = engine.survey
@@ -168,12 +181,31 @@ def _show(
         f"\n[bold]1.[/] {warmed.stored} passages ({warmed.tokens} tokens) were computed once, each alone, and "
         f"stored: {seconds_text(warmed.seconds)}.\n"
         f"[bold]2.[/] A prompt of {len(prompt)} tokens has them in another order, behind a system prompt that no "
-        "cache has seen:\n"
+        "cache has seen:\n",
+        markup=True,
     )
+    out.print(_arms_table(rows, len(prompt) * len(survey.layout.layers)))
+    out.print("\n[bold]3.[/] What must be exact is exact, to rounding:", markup=True)
+    checks = Table.grid(padding=(0, 2, 0, 0))
+    for title, ok, detail in laws:
+        checks.add_row(Text("  ✓", "green") if ok else Text("  ✗", "red"), title, detail)
+    out.print(checks)
+    layers, parameters = len(survey.layout.layers), sum(p.numel() for p in engine.model.parameters()) / 1e6
+    out.print(
+        f"\nThe model ({layers} layers, {parameters:.0f} M parameters) has random weights: its answers mean "
+        "nothing, and are not shown. What carries over to a real model is the time, the share that is computed "
+        "and the exactness; how near blend comes to full recompute depends on the trained weights.",
+        style="dim",
+    )
+
+
+def _arms_table(rows: list[Row], whole: int) -> "Table":
+    """A line an arm; `whole`: the row-layers of a full recompute."""
+    from rich.table import Table
+
     table = Table()
     for column in ("", "first token", "faster", "computed", "KL to full", "same top"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    whole = len(prompt) * len(survey.layout.layers)
     for row in rows:
         style = "bold green" if row.name.startswith("blend") else ""
         table.add_row(
@@ -185,18 +217,7 @@ def _show(
             "" if row is rows[0] else "yes" if row.close.top_1 else "no",
             style=style,
         )
-    out.print(table)
-    out.print("\n[bold]3.[/] What must be exact is exact, to rounding:")
-    checks = Table.grid(padding=(0, 2, 0, 0))
-    for title, ok, detail in laws:
-        checks.add_row("  [green]✓[/]" if ok else "  [red]✗[/]", title, detail)
-    out.print(checks)
-    layers, parameters = len(survey.layout.layers), sum(p.numel() for p in engine.model.parameters()) / 1e6
-    out.print(
-        f"\n[dim]The model ({layers} layers, {parameters:.0f} M parameters) has random weights: its answers mean "
-        "nothing, and are not shown. What carries over to a real model is the time, the share that is computed "
-        "and the exactness; how near blend comes to full recompute depends on the trained weights.[/]"
-    )
+    return table
 
 
 def _show_kept(folder: Path) -> None:
@@ -208,7 +229,7 @@ def _show_kept(folder: Path) -> None:
         f"cacheblend doctor {model}",
         f"cacheblend ask {model} {store} --data {folder}/passages.txt --question 'Who?' -n 16 --compare",
     ):
-        out.print(f"  {command}", soft_wrap=True, markup=False)
+        out.print(f"  {command}", soft_wrap=True)
 
 
 def _facts(

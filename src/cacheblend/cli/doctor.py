@@ -17,7 +17,7 @@ Shape = Annotated[
     typer.Option("--shape", help="Random weights of a known shape, e.g. qwen2.5-0.5b.", show_default=False),
 ]
 
-MARKS = {True: "[green]✓[/]", False: "[red]✗[/]", None: "[dim]·[/]"}
+MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 
 
 def doctor(
@@ -64,10 +64,10 @@ def _show(diagnosis: "Diagnosis") -> None:
 
     table = Table(title=diagnosis.model, title_justify="left", box=None, padding=(0, 1), show_header=False)
     for check in diagnosis.checks:
-        table.add_row(MARKS[check.ok], check.name, Text(check.detail))
+        table.add_row(Text(*MARKS[check.ok]), check.name, check.detail)
     out = console()
     out.print(table)
     if diagnosis.blendable:
-        out.print("\n[bold green]yes[/], this model can be blended")
+        out.print(Text.assemble("\n", ("yes", "bold green"), ", this model can be blended"))
     else:
         out.print(Text.assemble("\n", ("no", "bold red"), ": ", diagnosis.reason))

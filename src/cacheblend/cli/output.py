@@ -1,9 +1,11 @@
 """What commands print: results on stdout (tables, or one JSON object), progress and errors on stderr."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unicodedata import category
 
 import typer
 
@@ -15,15 +17,32 @@ Advance = Callable[[int, int], None]
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """A console on the stream as it is now (tests and pipes replace it)."""
+    """A console on the stream as it is now (tests and pipes replace it).
+
+    Strings are printed as they are, since titles, paths and reasons may have brackets or ``:colons:`` in them; what
+    is styled says so (`style=`, `Text`, or `markup=True` where nothing but constants and numbers is printed).
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def write(text: str) -> None:
+    """Exactly this on stdout, at once: a model's answer is neither wrapped nor styled."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def print_json(result: Any) -> None:
     """One JSON value on stdout."""
     typer.echo(json.dumps(result, ensure_ascii=False, indent=2))
+
+
+def error_text(error: Exception) -> str:
+    """What a user is told of an error; of the system's errors the file and the reason."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def print_error(message: str, *, as_json: bool) -> None:
@@ -61,8 +80,15 @@ def status(title: str, *, quiet: bool) -> Iterator[None]:
     if quiet:
         yield
         return
-    with console(stderr=True).status(title):
+    from rich.text import Text
+
+    with console(stderr=True).status(Text(title)):
         yield
+
+
+def visible(text: str) -> str:
+    """`text` from a file in one line, control characters (a terminal's escapes) shown as replaced."""
+    return "".join("\ufffd" if category(c) == "Cc" else c for c in " ".join(text.split()))
 
 
 def size_text(count: int) -> str:

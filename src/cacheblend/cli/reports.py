@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from cacheblend.cli.output import seconds_text, share_text
 from cacheblend.core.report import BlendReport
@@ -44,10 +45,11 @@ def report_table(report: BlendReport, layers: int) -> Table:
 _SOURCES = {"prefix": "loaded, exact prefix", "memory": "loaded from memory", "disk": "loaded from disk"}
 
 
-def comparison_line(blend_s: float, full_s: float, close: "Agreement") -> str:
-    """Blend against full recompute, in rich markup."""
+def comparison_line(blend_s: float, full_s: float, close: "Agreement") -> Text:
+    """Blend against full recompute."""
     same = "the same first token" if close.top_1 else "another first token"
-    return (
-        f"first token: blend {seconds_text(blend_s)}, full recompute {seconds_text(full_s)}: "
-        f"[bold green]{full_s / blend_s:.1f} x[/]; {same}, KL {close.kl:.2g} nats"
+    return Text.assemble(
+        f"first token: blend {seconds_text(blend_s)}, full recompute {seconds_text(full_s)}: ",
+        (f"{full_s / blend_s:.1f} x", "bold green"),
+        f"; {same}, KL {close.kl:.2g} nats",
     )

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend.cli.options import AsJson
-from cacheblend.cli.output import console, print_json, progress, size_text
+from cacheblend.cli.output import console, print_json, progress, size_text, visible
 
 if TYPE_CHECKING:
     from cacheblend.core.blocks import ChunkManifest
-    from cacheblend.store import KVStore, StoreStats
+    from cacheblend.core.naming import BlockName
+    from cacheblend.store import Damage, KVStore, StoreStats
 
 app = typer.Typer(help="Look at a store, check it, make room in it.", no_args_is_help=True, rich_markup_mode="rich")
 
@@ -28,12 +29,13 @@ SHORT = 12
 def list_chunks(url: Url, model: Model = None, json: AsJson = False) -> None:
     """List the chunks."""
     with _open(url, read_only=True) as store:
-        pinned = _pinned(store)
+        pinned = store.pinned()
         rows = [_row(store, chunk, pinned) for chunk in store.manifests() if model in (None, chunk.model)]
     if json:
         print_json({"chunks": rows})
         return
     from rich.table import Table
+    from rich.text import Text
 
     table = Table()
     for column in ("chunk", "label", "model", "tokens", "blocks held", "size", "pinned"):
@@ -42,10 +44,10 @@ def list_chunks(url: Url, model: Model = None, json: AsJson = False) -> None:
         held = f"{row['blocks_held']} of {row['blocks']}"
         table.add_row(
             row["chunk"][:SHORT],
-            row["label"],
-            row["model"],
+            visible(row["label"]),
+            visible(row["model"]),
             str(row["tokens"]),
-            held if row["blocks_held"] == row["blocks"] else f"[yellow]{held}[/]",
+            Text(held, "" if row["blocks_held"] == row["blocks"] else "yellow"),
             size_text(row["bytes"]),
             "yes" if row["pinned"] else "",
         )
@@ -68,18 +70,15 @@ def show_stats(url: Url, json: AsJson = False) -> None:
 
 @app.command()
 def verify(url: Url, json: AsJson = False) -> None:
-    """Read everything and check it; what is damaged is removed. Exit code 1 if anything was."""
+    """Read everything and check it; what is damaged is removed where that is possible. Exit code 1 if anything was."""
     with _open(url) as store, progress("verifying", "blocks", quiet=json) as advance:
         damage = store.verify(advance)
-        blocks = store.stats().blocks
+        blocks = store.stats().blocks - sum(d.kind == "block" and not d.removed for d in damage)
     if json:
-        found = [{"kind": d.kind, "name": d.name.hex(), "reason": d.reason} for d in damage]
+        found = [{"kind": d.kind, "name": d.name.hex(), "reason": d.reason, "removed": d.removed} for d in damage]
         print_json({"intact_blocks": blocks, "damaged": found})
     else:
-        out = console()
-        for d in damage:
-            out.print(f"[red]removed[/] {d.kind} {d.name.hex()[:SHORT]}: {d.reason}")
-        out.print(f"{blocks} blocks are intact, {len(damage)} damaged things were removed")
+        _show_damage(blocks, damage)
     if damage:
         raise typer.Exit(1)
 
@@ -102,7 +101,7 @@ def prune(
         return
     console().print(f"{size_text(freed)} freed, {size_text(stats.bytes)} in {stats.blocks} blocks stay")
     if stats.bytes > limit:
-        console(stderr=True).print(f"[yellow]more than {size_text(limit)} stay, since they are pinned[/]")
+        console(stderr=True).print(f"more than {size_text(limit)} stay, since they are pinned", style="yellow")
 
 
 @app.command()
@@ -142,21 +141,32 @@ def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJso
     _done("removed", chosen, json)
 
 
+def _show_damage(intact: int, damage: list["Damage"]) -> None:
+    from rich.text import Text
+
+    out = console()
+    for d in damage:
+        what = "removed" if d.removed else "damaged"
+        out.print(Text.assemble((what, "red"), f" {d.kind} {d.name.hex()[:SHORT]}: {d.reason}"))
+    left = sum(not d.removed for d in damage)
+    out.print(f"{intact} blocks are intact, {len(damage) - left} damaged things were removed")
+    if left:
+        out.print(f"{left} damaged things are left, since the store cannot be written to", style="yellow")
+
+
 def _open(url: str, *, read_only: bool = False) -> "KVStore":
     """The store in a folder that is there already: looking at a store must not make one."""
-    from pathlib import Path
-    from urllib.parse import unquote, urlsplit
-
     from cacheblend.core.errors import InvalidInputError
 
     if url.split(":")[0] == "memory":
         raise InvalidInputError("a store in memory ends with its process; name a folder")
-    folder = Path(unquote(urlsplit(url).path)) if "://" in url else Path(url).expanduser()
-    if not folder.is_dir():
-        raise InvalidInputError(f"there is no store at {folder}")
     from cacheblend.store.open import open_store
 
-    return open_store(url, ram_bytes=0, read_only=read_only)
+    store = open_store(url, ram_bytes=0, read_only=True)
+    if read_only:
+        return store
+    store.close()
+    return open_store(url, ram_bytes=0)
 
 
 def _choose(store: "KVStore", wanted: list[str], everything: bool) -> list["ChunkManifest"]:
@@ -180,15 +190,7 @@ def _choose(store: "KVStore", wanted: list[str], everything: bool) -> list["Chun
     return list(chosen.values())
 
 
-def _pinned(store: "KVStore") -> set[str]:
-    """Names, in hexadecimal, of a folder's pinned blocks (docs/format.md: an empty file a pin)."""
-    from cacheblend.store import DiskStore
-
-    folder = store.path / "pins" if isinstance(store, DiskStore) else None
-    return {file.name for file in folder.iterdir()} if folder is not None and folder.is_dir() else set()
-
-
-def _row(store: "KVStore", manifest: "ChunkManifest", pinned: set[str]) -> dict[str, Any]:
+def _row(store: "KVStore", manifest: "ChunkManifest", pinned: set["BlockName"]) -> dict[str, Any]:
     entries = [entry for entry in store.find(manifest.block_names) if entry is not None]
     return {
         "chunk": manifest.chunk_id.hex(),
@@ -199,7 +201,7 @@ def _row(store: "KVStore", manifest: "ChunkManifest", pinned: set[str]) -> dict[
         "blocks": len(manifest.block_names),
         "blocks_held": len(entries),
         "bytes": sum(entry.layout.bytes_per_token * len(entry.token_ids) for entry in entries),
-        "pinned": all(name.hex() in pinned for name in manifest.block_names),
+        "pinned": pinned.issuperset(manifest.block_names),
     }
 
 
@@ -213,4 +215,4 @@ def _done(verb: str, chunks: list["ChunkManifest"], as_json: bool) -> None:
         print_json({verb: [manifest.chunk_id.hex() for manifest in chunks]})
         return
     for manifest in chunks:
-        console().print(f"{verb} {manifest.chunk_id.hex()[:SHORT]} {manifest.label}", markup=False)
+        console().print(f"{verb} {manifest.chunk_id.hex()[:SHORT]} {visible(manifest.label)}", soft_wrap=True)

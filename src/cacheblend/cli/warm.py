@@ -1,7 +1,8 @@
 """`cacheblend warm`: stores the KV of passages ahead of their use."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,10 @@ from cacheblend.cli.options import (
     System,
 )
 from cacheblend.cli.output import console, print_json, progress, seconds_text, size_text
+
+if TYPE_CHECKING:
+    from cacheblend.data import Text
+    from cacheblend.engines.hf import WarmReport
 
 Data = Annotated[
     list[Path],
@@ -54,15 +59,10 @@ def warm(
 
     Passages that the store holds already are not computed again, so this may be repeated and interrupted.
     """
-    from cacheblend.cli.prompts import build_prompt
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.data import read_passages
-
-    if store.split("?")[0] in ("memory", "memory://"):
-        raise InvalidInputError("a store in memory ends with this command; give --store a folder")
-    passages = [passage for path in data for passage in read_passages(path)][:limit]
+    passages = _passages(store, data, limit)
 
     from cacheblend.cli.models import open_engine
+    from cacheblend.cli.prompts import build_prompt
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.hf import Passage
 
@@ -77,21 +77,30 @@ def warm(
         behind = build_prompt(engine, chunks[:1], "?", system, chat) if anchor == "system" else None
         with progress("warming", "passages", quiet=json) as advance:
             done = engine.warm(chunks, behind=behind, progress=advance)
-        stats = engine.store.stats()
+        taken = engine.store.stats().bytes
     if json:
-        print_json(
-            {
-                "passages": len(chunks),
-                "stored": done.stored,
-                "held": done.held,
-                "tokens": done.tokens,
-                "seconds": done.seconds,
-                "store": store,
-                "store_bytes": stats.bytes,
-            }
-        )
-        return
+        print_json({"passages": len(chunks), **asdict(done), "store": store, "store_bytes": taken})
+    else:
+        _show(done, store, taken)
+
+
+def _passages(store: str, files: list[Path], limit: int | None) -> "list[Text]":
+    """What is to be stored; `InvalidInputError` also for a store that would not keep it."""
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.data import read_passages
+
+    if store.split("?")[0] in ("memory", "memory://"):
+        raise InvalidInputError("a store in memory ends with this command; give --store a folder")
+    return [passage for file in files for passage in read_passages(file)][:limit]
+
+
+def _show(done: "WarmReport", store: str, taken: int) -> None:
+    from rich.text import Text
+
     console().print(
-        f"[bold green]{done.stored}[/] passages stored ({done.tokens} tokens, {seconds_text(done.seconds)}), "
-        f"{done.held} held already; {store} takes {size_text(stats.bytes)}"
+        Text.assemble(
+            (str(done.stored), "bold green"),
+            f" passages stored ({done.tokens} tokens, {seconds_text(done.seconds)}), "
+            f"{done.held} held already; {store} takes {size_text(taken)}",
+        )
     )

@@ -20,6 +20,7 @@ _TILE_SCORES = 1 << 20  # scores a tile, over all heads: 4 MB fp32 + 2 MB bf16, 
 _MIN_TILE_KEYS, _MAX_TILE_KEYS = 256, 4096
 _END_STEP = 128  # tiles end at its multiples: oneDNN compiles a kernel per shape (0.8 ms), so keep shapes few
 _SHIFT_ABOVE = 4.0  # a guessed shift may be off by this logit: rounds weights by 4 / 2 ** 9 at most
+_UNSEEN = -(2.0**100)  # the top score of a row that has seen no key; finite: inf - inf is NaN
 _SDPA_GROUP_ROWS = 512  # not tuned: fewer rows mask fewer keys in vain, more rows fill the device
 _SDPA_MASK_ELEMENTS = 1 << 26  # a group's mask: 64 MB of booleans, and a bias of the query's dtype from it
 
@@ -196,7 +197,7 @@ class _GroupSoftmax:
         self.mixed = query.new_zeros(*folded, self.head_dim, dtype=torch.float32)
         self.shift = query.new_zeros(*folded, 1, dtype=torch.float32)
         self.total = torch.zeros_like(self.shift)
-        self.top = torch.full_like(self.shift, -1e30)  # finite: inf - inf is NaN
+        self.top = torch.full_like(self.shift, _UNSEEN)
         if spec.sinks is not None:  # as if a key with this logit and the value 0 had come first
             sinks = spec.sinks.to(self.top) / logit
             self.top = sinks[:, None].expand(self.heads, self.rows).reshape(self.top.shape)
@@ -214,9 +215,11 @@ class _GroupSoftmax:
         if self.shifts and self.fresh:  # a first guess from a few keys, hidden ones too: any shift is right
             self._shift_by(torch.bmm(self.query, keys[:, :, :_END_STEP]).amax(-1, keepdim=True))
         top = self._score(keys, begin, end, scores, rounded)
-        if self.shifts and (top - self.shift).abs().amax() > self.shift_above:
-            self._shift_by(top)
-            top = self._score(keys, begin, end, scores, rounded)
+        if self.shifts:
+            off = torch.where(top > _UNSEEN, top - self.shift, 0.0)  # no key seen yet (a window): keep the guess
+            if off.abs().amax() > self.shift_above:
+                self._shift_by(self.shift + off)
+                top = self._score(keys, begin, end, scores, rounded)
 
         # Each pass over the scores counts: one scales and subtracts, and 2 ** x takes a quarter of e ** x.
         torch.add((self.shift - top) * self.unit, scores, alpha=self.unit, out=scores).exp2_()

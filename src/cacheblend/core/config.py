@@ -1,11 +1,11 @@
 """What a user sets of blending; engines and the command line derive from it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.selection import Hkvd, Selector, make_selector
-from cacheblend.core.selection import check_ratio as check_ratio
+from cacheblend.core.selection import AllRows, Head, Hkvd, NoRows, RandomRows, Selector, Threshold, check_ratio
 
 AnchorKind = Literal["auto", "none", "bos", "system"]
 
@@ -63,14 +63,21 @@ class BlendConfig:
         """The selector these settings name; `ratio` overrides the configured one (and `ratios`)."""
         if ratio is not None:
             check_ratio(ratio)
-        if self.selector == "hkvd":
-            ratios = self.ratios if ratio is None and self.ratios else None
-            target = self.recompute_ratio if ratio is None else ratio
-            return Hkvd(self.check_layers, ratios or (target,) * len(self.check_layers), self.measure)
-        return make_selector(
-            self.selector,
-            ratio=self.recompute_ratio if ratio is None else ratio,
-            check_layers=self.check_layers,
-            measure=self.measure,
-            threshold=self.threshold,
-        )
+        share = self.recompute_ratio if ratio is None else ratio
+        falling = self.ratios if self.ratios and ratio is None else (share,) * len(self.check_layers)
+        makers: dict[str, Callable[[], Selector]] = {
+            "hkvd": lambda: Hkvd(self.check_layers, falling, self.measure),
+            "threshold": lambda: Threshold(self._bound(), self.check_layers, self.measure),
+            "head": lambda: Head(share),
+            "random": lambda: RandomRows(share),
+            "none": NoRows,
+            "all": AllRows,
+        }
+        if self.selector not in makers:
+            raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(makers)}")
+        return makers[self.selector]()
+
+    def _bound(self) -> float:
+        if self.threshold is None:
+            raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
+        return self.threshold

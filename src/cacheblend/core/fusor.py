@@ -221,6 +221,7 @@ def prefill(
     open_loader: Callable[[BlendPlan, int], LayerLoader],
     selector: Selector,
     *,
+    reduce_deviation: ReduceDeviation | None = None,
     tile_rows: int = 1024,
 ) -> Prefill:
     """One prompt, start to first logits.
@@ -233,13 +234,15 @@ def prefill(
         open_walk: an engine's walk over the plan's rows.
         open_loader: a loader of the plan, with the first layer whose loaded rows are needed.
         selector: which loaded rows are recomputed.
+        reduce_deviation: see `ReduceDeviation`; None on a single rank.
         tile_rows: rows that go through a layer at once.
     """
     fallbacks: list[str] = []
     while True:
         try:
             with open_loader(plan, first_reused_layer(selector)) as loader:
-                run = FusedPrefill(plan, open_walk(plan), loader, selector, tile_rows=tile_rows)
+                walk = open_walk(plan)
+                run = FusedPrefill(plan, walk, loader, selector, reduce_deviation=reduce_deviation, tile_rows=tile_rows)
                 while not run.advance():
                     pass
                 result = run.result()

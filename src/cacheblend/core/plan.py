@@ -166,9 +166,17 @@ class Anchor:
         if self.rule == "bos" and self.bos_id is None:
             raise InvalidInputError("the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'")
 
-    def segments(self, prompt: Prompt) -> list[TokenIds]:
-        """The anchor's tokens for chunks of this prompt, segment by segment."""
+    def segments(self, prompt: Prompt | None) -> list[TokenIds]:
+        """The anchor's tokens for chunks of this prompt, segment by segment.
+
+        Raises:
+            InvalidInputError: the rule is ``system`` and there is no prompt.
+        """
         if self.rule == "system":
+            if prompt is None:
+                raise InvalidInputError(
+                    "the anchor 'system' needs the text in front of the chunks: warm(..., behind=...)"
+                )
             segments = cut_bos(prompt, self.bos_id).segments
             first_chunk = next((i for i, s in enumerate(segments) if s.is_chunk), len(segments))
             return [segment.token_ids for segment in segments[:first_chunk]]

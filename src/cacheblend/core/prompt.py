@@ -80,8 +80,8 @@ class Prompt:
         """The chunk segments in order."""
         return [segment for segment in self.segments if segment.is_chunk]
 
-    def check(self, vocab_size: int, max_length: int | None) -> None:
-        """Holds the prompt against a model's limits.
+    def check(self, vocab_size: int, max_length: int | None, reason: str = "the model's context") -> None:
+        """Holds the prompt against a model's limits; `reason` says what `max_length` is.
 
         Raises:
             InvalidInputError: an id outside the vocabulary, or more tokens than the context has.
@@ -89,7 +89,7 @@ class Prompt:
         check_ids(self.token_ids, vocab_size, "the prompt")
         if max_length is not None and len(self) > max_length:
             raise InvalidInputError(
-                f"the prompt has {len(self)} tokens, the model's context {max_length}; use fewer or shorter chunks"
+                f"the prompt has {len(self)} tokens, {reason} {max_length}; use fewer or shorter chunks"
             )
 
 

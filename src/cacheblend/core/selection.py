@@ -5,7 +5,6 @@ or, with none, before the first layer. Nobody branches on its type.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
@@ -176,29 +175,6 @@ class NoRows:
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Nothing."""
         return torch.zeros_like(candidates.positions, dtype=torch.bool)
-
-
-SELECTORS = ("hkvd", "threshold", "head", "random", "none", "all")
-
-
-def make_selector(
-    name: str, *, ratio: float, check_layers: tuple[int, ...], measure: Measure, threshold: float | None
-) -> Selector:
-    """The selector of that name; settings that it does not use are ignored."""
-    if name == "threshold" and threshold is None:
-        raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
-    makers: dict[str, Callable[[], Selector]] = {
-        "hkvd": lambda: Hkvd(check_layers, (ratio,) * len(check_layers), measure),
-        "threshold": lambda: Threshold(float(threshold or 0), check_layers, measure),
-        "head": lambda: Head(ratio),
-        "random": lambda: RandomRows(ratio),
-        "none": NoRows,
-        "all": AllRows,
-    }
-    if name not in makers:
-        raise InvalidInputError(f"no selector is called {name!r}; there are {', '.join(SELECTORS)}")
-    selector: Selector = makers[name]()
-    return selector
 
 
 def check_ratio(ratio: float) -> None:

@@ -56,11 +56,19 @@ class StoreStats:
 
 @dataclass(frozen=True)
 class Damage:
-    """One damaged thing that `verify` found: ``kind`` is ``"block"`` or ``"manifest"``."""
+    """One damaged thing that `verify` found.
+
+    Attributes:
+        kind: ``"block"`` or ``"manifest"``.
+        name: the block's, or the chunk's.
+        reason: what is wrong.
+        removed: it is gone now; False where the store cannot be written to.
+    """
 
     kind: str
     name: BlockName
     reason: str
+    removed: bool
 
 
 class KVStore(BlockSource):
@@ -132,6 +140,14 @@ class KVStore(BlockSource):
         """
 
     @abstractmethod
+    def pinned(self) -> set[BlockName]:
+        """Names with a pin, a snapshot; blocks of these names need not be held.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+
+    @abstractmethod
     def put_manifest(self, manifest: ChunkManifest) -> None:
         """Lists a chunk, in place of one with the same `chunk_id`. Put it after the chunk's blocks.
 
@@ -145,7 +161,14 @@ class KVStore(BlockSource):
         """All chunks listed, ordered by `chunk_id`; a snapshot. Their blocks may have been evicted.
 
         A damaged manifest is reported, removed and left out.
+
+        Raises:
+            StoreError: the store cannot be read.
         """
+
+    @abstractmethod
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        """Whether the chunk is listed. Cheap: reads no manifest, so a damaged one counts until it is found."""
 
     @abstractmethod
     def delete_manifest(self, chunk_id: BlockName) -> bool:
@@ -157,11 +180,19 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """State and counters, a snapshot. On a folder this lists the files (about 5 us a block)."""
+        """State and counters, a snapshot. On a folder this lists the files (about 5 us a block).
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
 
     @abstractmethod
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """Reads everything and checks it; damaged things are reported, removed and returned."""
+        """Reads everything and checks it; damaged things are reported, removed where possible, and returned.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
 
     @abstractmethod
     def prune(self, max_bytes: int) -> int:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from cacheblend.store.base import (
     layout_of,
 )
 from cacheblend.store.files import BlockFiles
-from cacheblend.store.folder import Folder, is_full, store_error, sync_folder
+from cacheblend.store.folder import Folder, is_full, store_error, sync_folder, unreadable
 from cacheblend.store.manifests import ManifestFiles
 from cacheblend.store.record_file import DamagedError, encode_block
 from cacheblend.store.room import Room
@@ -56,7 +56,7 @@ class DiskStore(KVStore):
 
     Raises:
         StoreFormatError: the folder was written in a newer format.
-        StoreError: the folder holds other things, or cannot be made.
+        StoreError: the folder holds other things, or cannot be read or made.
     """
 
     def __init__(
@@ -159,6 +159,11 @@ class DiskStore(KVStore):
         for name in names:
             _unlink(str(self._folder.pins / name.hex()))
 
+    def pinned(self) -> set[BlockName]:
+        """See `KVStore.pinned`."""
+        with self._reading():
+            return self._room.pinned()
+
     def put_manifest(self, manifest: ChunkManifest) -> None:
         """See `KVStore.put_manifest`."""
         self._folder.require_writable()
@@ -170,24 +175,35 @@ class DiskStore(KVStore):
 
     def manifests(self) -> list[ChunkManifest]:
         """See `KVStore.manifests`. Files that have not changed since the last call are not read again."""
-        return [m for chunk_id in self._manifests.names() if (m := self._manifest(chunk_id)) is not None]
+        with self._reading():
+            chunk_ids = self._manifests.names()
+        return [m for chunk_id in chunk_ids if (m := self._manifest(chunk_id)) is not None]
 
     def _manifest(self, chunk_id: BlockName, found: list[Damage] | None = None) -> ChunkManifest | None:
         """The manifest; a damaged one is reported, removed, put on the list `found` and None."""
+        path = self._manifests.path(chunk_id)
         try:
             return self._manifests.read(chunk_id, fresh=found is not None)
+        except OSError as error:
+            logger.warning("manifest %s cannot be read: %s; left out", path, error.strerror)
+            return None
         except DamagedError as error:
             reason = str(error)
-        path = self._manifests.path(chunk_id)
-        logger.warning("damaged manifest %s: %s; removed unless the store is read-only", path, reason)
         with self._lock:
             self._damaged_manifests += 1
+        removed = False
         if not self.read_only:
             with contextlib.suppress(OSError):
                 self._manifests.remove(chunk_id)
+                removed = True
+        logger.warning("damaged manifest %s: %s; %s", path, reason, "removed" if removed else "could not be removed")
         if found is not None:
-            found.append(Damage("manifest", chunk_id, reason))
+            found.append(Damage("manifest", chunk_id, reason, removed))
         return None
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.has_manifest`: a stat."""
+        return self._manifests.has(chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         """See `KVStore.delete_manifest`."""
@@ -199,15 +215,24 @@ class DiskStore(KVStore):
 
     # The whole
 
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Around listing the folder."""
+        try:
+            yield
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
     def stats(self) -> StoreStats:
         """See `KVStore.stats`."""
-        blocks = self._room.listed()
+        with self._reading():
+            blocks, chunks = self._room.listed(), len(self._manifests.names())
         return StoreStats(
             tier="disk",
             blocks=len(blocks),
             bytes=sum(block.nbytes for block in blocks),
             max_bytes=self._room.max_bytes,
-            chunks=len(self._manifests.names()),
+            chunks=chunks,
             pinned=sum(block.pinned for block in blocks),
             hits=self._hits,
             misses=self._misses,
@@ -218,15 +243,16 @@ class DiskStore(KVStore):
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
-        names = [block.name for block in self._room.listed()]
+        with self._reading():
+            names, chunk_ids = [block.name for block in self._room.listed()], self._manifests.names()
         found: list[Damage] = []
         for done, name in enumerate(names, start=1):
-            reason = self._files.verify(name)
-            if reason is not None:
-                found.append(Damage("block", name, reason))
+            damage = self._files.verify(name)
+            if damage is not None:
+                found.append(damage)
             if progress is not None:
                 progress(done, len(names))
-        for chunk_id in self._manifests.names():
+        for chunk_id in chunk_ids:
             self._manifest(chunk_id, found)
         return found
 

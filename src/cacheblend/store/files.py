@@ -24,9 +24,9 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.base import LOGGER_NAME
+from cacheblend.store.base import LOGGER_NAME, Damage
 from cacheblend.store.folder import Folder
-from cacheblend.store.reading import Stamp, read_header, read_record, stamp_of
+from cacheblend.store.reading import Known, Stamp, read_header, read_record, stamp_of
 from cacheblend.store.record_file import BlockHeader, DamagedError
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -36,30 +36,15 @@ _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
 class BlockDamagedError(BlockLostError):
-    """The block's file is damaged; it has been reported, and removed where that is possible."""
-
-
-class Known:
-    """A block whose header has been read and checked.
+    """The block's file is damaged; it has been reported.
 
     Attributes:
-        name, path, header: which block it is.
-        stamp: the file that the header was read from.
-        fd: a descriptor of that very file, or -1.
-        users: threads reading through `fd` now.
-        used_ns: when this process last found it.
+        removed: the file is gone.
     """
 
-    __slots__ = ("fd", "header", "name", "path", "stamp", "used_ns", "users")
-
-    def __init__(self, name: BlockName, path: str, stamp: Stamp, header: BlockHeader) -> None:
-        self.name = name
-        self.path = path
-        self.stamp = stamp
-        self.header = header
-        self.fd = -1
-        self.users = 0
-        self.used_ns = 0
+    def __init__(self, name: BlockName, reason: str, removed: bool) -> None:
+        super().__init__([name], reason)
+        self.removed = removed
 
 
 class BlockFiles:
@@ -138,14 +123,14 @@ class BlockFiles:
         with self._opened(name) as known:
             return self._read_record(known, layer, heads)
 
-    def verify(self, name: BlockName) -> str | None:
+    def verify(self, name: BlockName) -> Damage | None:
         """What is wrong with the block's file, None if nothing is or it is gone; reads all of it."""
         try:
             with self._opened(name, fresh=True) as known:
                 for layer in range(len(known.header.entry.layout.layers)):
                     self._read_record(known, layer, None)
         except BlockDamagedError as error:
-            return error.reason
+            return Damage("block", name, error.reason, error.removed)
         except BlockLostError:
             return None
         return None
@@ -207,7 +192,7 @@ class BlockFiles:
         if old is not None and old.stamp == stamp:
             return Known(name, path, stamp, old.header)
         if self._bad.get(name) == stamp:
-            raise BlockDamagedError([name], f"{path} is damaged")
+            raise BlockDamagedError(name, f"{path} is damaged", removed=False)
         try:
             return Known(name, path, stamp, read_header(fd, status.st_size, name))
         except (DamagedError, OSError) as error:
@@ -271,26 +256,41 @@ class BlockFiles:
         """What to raise for a failed read; reports damage, which a disk's I/O error is too."""
         if isinstance(error, OSError) and error.errno != errno.EIO:
             return BlockLostError([name], f"{path} cannot be read: {error.strerror}")
-        self.report_damage(name, stamp, str(error))
-        return BlockDamagedError([name], f"{path} is damaged: {error}")
+        removed = self.report_damage(name, stamp, str(error))
+        return BlockDamagedError(name, f"{path} is damaged: {error}", removed)
 
-    def report_damage(self, name: BlockName, stamp: Stamp, reason: str) -> None:
-        """Reports a damaged block once and removes its file, unless another has taken the file's place."""
+    def report_damage(self, name: BlockName, stamp: Stamp, reason: str) -> bool:
+        """Reports a damaged block once and removes its file, unless another has taken the file's place.
+
+        Returns:
+            Whether the damaged file is gone.
+        """
         path = self._folder.block_path(name)
         with self._lock:
             self.forget(name)
             if self._bad.get(name) == stamp:
-                return
+                return not _is_there(path, stamp)
             self._bad[name] = stamp
             self.damaged += 1
-        removed = "left (the store is read-only)"
+        outcome = "left (the store is read-only)"
         if not self._folder.read_only:
-            removed = "removed"
+            outcome = "removed"
             try:
-                if os.stat(path).st_ino == stamp[0]:
+                if _is_there(path, stamp):
                     os.unlink(path)
             except FileNotFoundError:
                 pass
             except OSError as error:
-                removed = f"could not be removed ({error.strerror})"
-        logger.warning("damaged block %s: %s; %s", path, reason, removed)
+                outcome = f"could not be removed ({error.strerror})"
+        logger.warning("damaged block %s: %s; %s", path, reason, outcome)
+        return outcome == "removed"
+
+
+def _is_there(path: str, stamp: Stamp) -> bool:
+    """Whether the file at `path` is still the one of that stamp."""
+    try:
+        return os.stat(path).st_ino == stamp[0]
+    except FileNotFoundError:
+        return False
+    except OSError:  # it cannot be told, so it is not gone
+        return True

@@ -51,7 +51,7 @@ class Folder:
 
     Raises:
         StoreFormatError: written in a newer format.
-        StoreError: not a folder, or one with other things in it.
+        StoreError: not a folder, one with other things in it, or one that cannot be read.
     """
 
     def __init__(self, path: Path, read_only: bool = False, durable: bool = True) -> None:
@@ -83,7 +83,9 @@ class Folder:
             version = int(content["format"])
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except (ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise StoreFormatError(
                 f"{file} is damaged ({error!r}): write {format_file_text()!r} to it if the folder holds a "
                 f"store of format {FORMAT}, else use another folder"
@@ -99,7 +101,7 @@ class Folder:
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is not a folder: name a folder for the store")
         if self.read_only:
-            raise StoreError(f"there is no store in {self.path} to open read-only: check the path")
+            raise StoreError(f"there is no store in {self.path}: check the path")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             others = [entry for entry in os.listdir(self.path) if not self._is_harmless(entry)]
@@ -252,6 +254,15 @@ def store_error(error: OSError, what: str) -> StoreError:
     if error.errno in _READ_ONLY:
         return StoreReadOnlyError(f"{what}: {error.strerror}; check the folder's permissions and its mount")
     return StoreError(f"{what}: {error}")
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """The store's error for what the system said while the folder at `path` was read."""
+    where = "" if error.filename in (None, str(path)) else f"{error.filename}: "
+    return StoreError(
+        f"the store in {path} cannot be read: {where}{error.strerror or error}; check what is there and its "
+        "permissions, or use another folder"
+    )
 
 
 def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:

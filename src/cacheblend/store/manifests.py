@@ -1,9 +1,10 @@
 """Manifests in a folder: one small JSON file a chunk, with a checksum of its own (docs/format.md)."""
 
 # System calls on strings, since this is the hot path:
-# ruff: noqa: PTH108, PTH116, PTH123, PTH208
+# ruff: noqa: PTH108, PTH110, PTH116, PTH123, PTH208
 
 import base64
+import errno
 import json
 import os
 import threading
@@ -97,6 +98,10 @@ class ManifestFiles:
         """The chunks that have a manifest's file."""
         return named_files(str(self._folder.manifests), SUFFIX)
 
+    def has(self, chunk_id: BlockName) -> bool:
+        """Whether the chunk has a manifest's file; does not read it."""
+        return os.path.exists(self.path(chunk_id))
+
     def read(self, chunk_id: BlockName, fresh: bool = False) -> ChunkManifest | None:
         """The manifest, None if there is none.
 
@@ -105,7 +110,8 @@ class ManifestFiles:
             fresh: read the file even if it has not changed.
 
         Raises:
-            DamagedError: see `decode_manifest`.
+            DamagedError: see `decode_manifest`; a disk's I/O error is damage, too.
+            OSError: the file cannot be read for another reason (permissions, no descriptors left).
         """
         path = self.path(chunk_id)
         try:
@@ -122,6 +128,8 @@ class ManifestFiles:
                 self._known.pop(chunk_id, None)
             return None
         except OSError as error:
+            if error.errno != errno.EIO:
+                raise
             raise DamagedError(f"cannot be read: {error}") from error
         with self._lock:
             self._known[chunk_id] = (stamp, manifest)

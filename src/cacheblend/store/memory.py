@@ -198,6 +198,11 @@ class MemoryStore(KVStore):
         with self._lock:
             self._pinned.difference_update(names)
 
+    def pinned(self) -> set[BlockName]:
+        """See `KVStore.pinned`."""
+        with self._lock:
+            return set(self._pinned)
+
     def put_manifest(self, manifest: ChunkManifest) -> None:
         """See `KVStore.put_manifest`."""
         check_manifest(manifest)
@@ -208,6 +213,11 @@ class MemoryStore(KVStore):
         """See `KVStore.manifests`."""
         with self._lock:
             return [self._manifests[chunk_id] for chunk_id in sorted(self._manifests)]
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.has_manifest`."""
+        with self._lock:
+            return chunk_id in self._manifests
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         """See `KVStore.delete_manifest`."""
@@ -263,6 +273,7 @@ class MemoryStore(KVStore):
         """See `KVStore.close`: forgets everything."""
         with self._lock:
             self._held.clear()
+            self._pinned.clear()
             self._manifests.clear()
             self._bytes = 0
 

@@ -66,6 +66,13 @@ def _open_folder(path: Path, limits: dict[str, int], read_only: bool) -> KVStore
     return TieredStore(MemoryStore(ram_bytes), disk) if ram_bytes else disk
 
 
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise InvalidInputError(f"{path} begins with the home folder of a user who is not known") from error
+
+
 def _split(url: str | Path | None) -> tuple[str, Path, dict[str, str]]:
     """(scheme, folder, options) of a URL."""
     if url is None or url == "memory":
@@ -73,7 +80,7 @@ def _split(url: str | Path | None) -> tuple[str, Path, dict[str, str]]:
     if isinstance(url, Path) or "://" not in url:
         if str(url) == "":
             raise InvalidInputError(f"an empty store name; use {SUPPORTED}")
-        return "file", Path(url).expanduser(), {}
+        return "file", _expanded(Path(url)), {}
     parts = urlsplit(url)
     if parts.scheme not in ("memory", "file"):
         raise InvalidInputError(f"store {url!r} has the unknown scheme {parts.scheme!r}; use {SUPPORTED}")

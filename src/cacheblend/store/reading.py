@@ -17,6 +17,29 @@ Stamp = tuple[int, int, int]
 _FIRST_READ = 16 << 10  # covers most headers
 
 
+class Known:
+    """A block whose header has been read and checked.
+
+    Attributes:
+        name, path, header: which block it is.
+        stamp: the file that the header was read from.
+        fd: a descriptor of that very file, or -1.
+        users: threads reading through `fd` now.
+        used_ns: when this process last found it.
+    """
+
+    __slots__ = ("fd", "header", "name", "path", "stamp", "used_ns", "users")
+
+    def __init__(self, name: BlockName, path: str, stamp: Stamp, header: BlockHeader) -> None:
+        self.name = name
+        self.path = path
+        self.stamp = stamp
+        self.header = header
+        self.fd = -1
+        self.users = 0
+        self.used_ns = 0
+
+
 def stamp_of(status: os.stat_result) -> Stamp:
     """The file's stamp."""
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -59,9 +59,13 @@ class Room:
         self._since_listed = 0
         self._in_flight = 0
 
+    def pinned(self) -> set[BlockName]:
+        """Names that are pinned."""
+        return set(named_files(str(self._folder.pins)))
+
     def listed(self) -> list[BlockFile]:
         """All blocks of the folder, least recently used first."""
-        pinned = set(named_files(str(self._folder.pins)))
+        pinned = self.pinned()
         blocks = []
         for shard in _entries(self._folder.blocks):
             for file in _entries(shard.path):

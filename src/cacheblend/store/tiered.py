@@ -13,7 +13,7 @@ import torch
 
 from cacheblend.core.blocks import Block, BlockEntry, ChunkManifest
 from cacheblend.core.naming import BlockName
-from cacheblend.store.base import Damage, KVStore, Progress, StoreStats
+from cacheblend.store.base import Damage, KVStore, Progress, StoreStats, head_range
 from cacheblend.store.memory import MemoryStore
 
 _ENTRIES = 16384  # blocks found in the back whose reads can still gather in front
@@ -58,8 +58,10 @@ class TieredStore(KVStore):
 
     def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
         """See `KVStore.read`. From memory if the layer is there, else from the back."""
-        if self.front.peek(name, layer) is not None:
-            return self.front.read(name, layer, heads)
+        record = self.front.peek(name, layer)
+        if record is not None:  # what was seen is taken: the front may evict it at any time
+            start, stop = head_range(heads, record.shape[0])
+            return record if heads is None else record[start:stop]
         record = self.back.read(name, layer, heads)
         with self._lock:
             entry = self._entries.get(name)
@@ -87,6 +89,10 @@ class TieredStore(KVStore):
         """See `KVStore.unpin`."""
         self.back.unpin(names)
 
+    def pinned(self) -> set[BlockName]:
+        """See `KVStore.pinned`."""
+        return self.back.pinned()
+
     def put_manifest(self, manifest: ChunkManifest) -> None:
         """See `KVStore.put_manifest`."""
         self.back.put_manifest(manifest)
@@ -94,6 +100,10 @@ class TieredStore(KVStore):
     def manifests(self) -> list[ChunkManifest]:
         """See `KVStore.manifests`."""
         return self.back.manifests()
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.has_manifest`."""
+        return self.back.has_manifest(chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         """See `KVStore.delete_manifest`."""

@@ -67,7 +67,7 @@ def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
 @torch.no_grad()
 def touch(engine: BlendEngine, prompt: Prompt) -> None:
     """A short plain forward, so that no arm pays for reading the weights for the first time."""
-    engine.model(input_ids=_ids(engine, prompt)[:, :TOUCHED_ROWS])
+    engine.model(input_ids=engine.ids_of(prompt)[None, :TOUCHED_ROWS])
 
 
 @torch.no_grad()
@@ -105,9 +105,7 @@ def fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> FirstToken
 def finish(engine: BlendEngine, prompt: Prompt, first: FirstToken, params: SamplingParams) -> tuple[str, list[int]]:
     """The rest of an answer behind `full_recompute`: (text, token ids)."""
     assert first.cache is not None
-    eos = engine.model.generation_config.eos_token_id
-    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    decoding = Decoding(engine.model, first.cache, _ids(engine, prompt)[0], first.logits, params, eos_ids)
+    decoding = Decoding(engine.model, first.cache, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
     stream = TextStream(engine.builder.decode if engine.builder else lambda ids: "", params.stop)
     while decoding.finish_reason is None and not stream.stopped:
         stream.push(decoding.step())
@@ -116,14 +114,8 @@ def finish(engine: BlendEngine, prompt: Prompt, first: FirstToken, params: Sampl
 
 
 def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
-    ids = _ids(engine, prompt)[:, known:]
+    ids = engine.ids_of(prompt)[None, known:]
     out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    if engine.model.device.type == "cuda":
-        torch.cuda.synchronize(engine.model.device)
+    engine.synchronize()
     seconds = time.perf_counter() - started
     return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * len(engine.survey.layout.layers), cache)
-
-
-def _ids(engine: BlendEngine, prompt: Prompt) -> torch.Tensor:
-    """[1, tokens] on the model's device."""
-    return torch.from_numpy(prompt.token_ids.astype("i8")).to(engine.model.device)[None]

@@ -23,28 +23,37 @@ class Background:
         self._changed = threading.Condition()
         self._requests = 0
         self._working = False
+        self._running: Hashable = None
         self._flushing = 0
         self._closed = False
         self._thread: threading.Thread | None = None
         self.dropped = 0
         self.failed = 0
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """While inside, no further job is begun."""
+    def begin_request(self) -> None:
+        """Until `end_request` no further job is begun."""
         with self._changed:
             self._requests += 1
+
+    def end_request(self) -> None:
+        """One for each `begin_request`."""
+        with self._changed:
+            self._requests -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Both, around a block."""
+        self.begin_request()
         try:
             yield
         finally:
-            with self._changed:
-                self._requests -= 1
-                self._changed.notify_all()
+            self.end_request()
 
     def submit(self, key: Hashable, job: Callable[[], Any]) -> bool:
-        """Queues a job unless one of that key waits already; False if it was dropped."""
+        """Queues a job unless one of that key waits or runs already; False if it was dropped."""
         with self._changed:
-            if key in self._jobs:
+            if key in self._jobs or (self._working and key == self._running):
                 return True
             if self._closed or len(self._jobs) >= self._limit:
                 self.dropped += 1
@@ -70,6 +79,8 @@ class Background:
         """Drops what waits and ends the thread behind the job under way."""
         with self._changed:
             self._closed = True
+            if self._jobs:
+                logger.warning("closed with %d background job(s) waiting; they are given up", len(self._jobs))
             self._jobs.clear()
             self._changed.notify_all()
         if self._thread is not None:
@@ -84,7 +95,7 @@ class Background:
                 self._changed.wait_for(self._may_work)
                 if self._closed:
                     return
-                _, job = self._jobs.popitem(last=False)
+                self._running, job = self._jobs.popitem(last=False)
                 self._working = True
             try:
                 job()

@@ -146,8 +146,7 @@ def fill_cache(model: PreTrainedModel, kv: list[LayerKV]) -> DynamicCache:
     """transformers' own cache with a prompt's KV in it; empties `kv` on the way, so that no layer is held twice."""
     cache = DynamicCache(config=model.config)
     for layer in range(len(kv)):
-        keys, values = kv[layer]
-        kv[layer] = LayerKV(keys[:, :0], values[:, :0])
+        keys, values = kv.pop(0)
         cache.update(keys[None], values[None], layer)
     return cache
 

@@ -184,9 +184,7 @@ def _describe(survey: Survey) -> Iterator[Check]:
     if survey.length_limit is None:
         yield Check("length", True, f"context: {context}")
     else:
-        yield Check(
-            "length", None, f"context: {context}; the RoPE changes behind {survey.length_limit}: no reuse there"
-        )
+        yield Check("length", None, f"context: {context}; blended up to {survey.length_limit}, where the RoPE changes")
 
 
 def _shapes(layout: KVLayout) -> str:

@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fusor import Prefill, check_selector, prefill
 from cacheblend.core.loader import LayerKV, LayerLoader
-from cacheblend.core.naming import TokenIds, as_token_ids, root_name
-from cacheblend.core.plan import Anchor, BlendPlan, Planner, cut_bos
+from cacheblend.core.naming import root_name
+from cacheblend.core.plan import Anchor, BlendPlan, Planner
 from cacheblend.core.prompt import Prompt, Segment, chunk
 from cacheblend.core.report import BlendReport
 from cacheblend.core.selection import Selector
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
-from cacheblend.engines.hf.fingerprint import fingerprint_folder, fingerprint_model
+from cacheblend.engines.hf.fingerprint import fingerprint_model
+from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.request import Answer, Delta, Request, report_of
-from cacheblend.engines.hf.survey import check_config, survey_model
+from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.tokens import Content, Message, Passage, PromptBuilder
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.walk import HfWalk
@@ -87,6 +88,7 @@ class BlendEngine:
         config: BlendConfig | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
+        with_tokenizer: bool = True,
         **model_options: Any,
     ) -> "BlendEngine":
         """Opens a model folder.
@@ -97,20 +99,21 @@ class BlendEngine:
             config: how to blend.
             dtype: of the weights; ``auto`` takes the folder's own.
             device: None takes CUDA where there is one.
-            **model_options: for transformers' own `from_pretrained`.
+            with_tokenizer: False where all prompts are token ids.
+            **model_options: for transformers' own `from_pretrained`; they become part of the blocks' names.
 
         Raises:
-            InvalidInputError: not a model folder.
+            InvalidInputError: not a model folder, or no tokenizer in it.
             ModelNotBlendableError: the model cannot be blended; said before its weights are read where possible.
         """
-        folder = Path(path)
-        fingerprint = fingerprint_folder(folder)
-        check_config(AutoConfig.from_pretrained(folder))
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **model_options).eval()
-        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        opened = open_folder(path, dtype=dtype, device=device, with_tokenizer=with_tokenizer, **model_options)
         return BlendEngine(
-            model, tokenizer, store=store, config=config, fingerprint=fingerprint, name=folder.resolve().name
+            opened.model,
+            opened.tokenizer,
+            store=store,
+            config=config,
+            fingerprint=opened.fingerprint,
+            name=opened.name,
         )
 
     # ---- prompts ----------------------------------------------------------------------------------------
@@ -126,8 +129,33 @@ class BlendEngine:
                 raise InvalidInputError("this engine has no tokenizer: build the prompt from token ids")
             is_chat = bool(parts) and all(isinstance(part, dict) for part in parts)
             parts = self.builder.chat(parts) if is_chat else self.builder.prompt(parts)  # type: ignore[arg-type]
-        parts.check(self.survey.vocab_size, self.survey.context_length)
+        parts.check(self.survey.vocab_size, self.survey.max_length, self.survey.max_length_reason)
         return parts
+
+    def chat(self, messages: Sequence[Message], documents: Sequence[Passage] = (), **options: Any) -> Prompt:
+        """A message list through the model's chat template; passages are content parts of type ``chunk``, or documents.
+
+        Args:
+            messages: ``{"role", "content"}`` each.
+            documents: handed to the template; where it has no place for them, put in front of the last user message.
+            **options: for the template, e.g. ``tools`` or ``enable_thinking``.
+
+        Raises:
+            InvalidInputError: as for `prompt`, or the template does not take the messages.
+        """
+        if self.builder is None:
+            raise InvalidInputError("this engine has no tokenizer: build the prompt from token ids")
+        return self.prompt(self.builder.chat(messages, documents, **options))
+
+    def ids_of(self, prompt: Prompt) -> torch.Tensor:
+        """The prompt's ids, [tokens] int64 on the model's device."""
+        return torch.from_numpy(prompt.token_ids.astype("i8")).to(self.model.device)
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Ids that end the model's answers."""
+        eos = self.model.generation_config.eos_token_id
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
     # ---- storing ----------------------------------------------------------------------------------------
 
@@ -150,14 +178,18 @@ class BlendEngine:
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
         segments = [self._segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
-        return self._warmer.warm(self.planner, self._anchor_segments(behind), segments, progress)
+        anchor = self.planner.anchor.segments(None if behind is None else self.prompt(behind))
+        return self._warmer.warm(self.planner, anchor, segments, progress)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until missed chunks are captured and stored; False if that took longer than `timeout` seconds."""
         return self._warmer.flush(timeout)
 
     def close(self) -> None:
-        """Ends background work; closes the store if the engine opened it."""
+        """Ends background work; closes the store if the engine opened it.
+
+        Chunks that still wait to be captured are given up (and counted in the log): call `flush` first to keep them.
+        """
         self._background.close()
         self._warmer.close()
         if self._owns_store:
@@ -184,27 +216,33 @@ class BlendEngine:
     ) -> Iterator[Delta]:
         """The answer as it comes; the last delta carries it whole."""
         params = params or SamplingParams()
-        with self._background.request():
-            request = self.start(prompt, params, ratio=ratio)
-            stream = TextStream(self.builder.decode if self.builder else _no_text, params.stop)
-            try:
-                while not request.done and not stream.stopped:
-                    text = stream.push(self.step(request))
-                    if text:
-                        yield Delta(text)
-                tail = stream.finish()
-                yield Delta(tail, request.answer(stream))
-            finally:  # also where the caller leaves early
-                self._settle(request)
+        request = self.start(prompt, params, ratio=ratio)
+        stream = TextStream(self.builder.decode if self.builder else _no_text, params.stop)
+        try:
+            while not request.done and not stream.stopped:
+                text = stream.push(self.step(request))
+                if text:
+                    yield Delta(text)
+            tail = stream.finish()
+            yield Delta(tail, request.answer(stream))
+        finally:  # also where the caller leaves early
+            self.finish(request)
 
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
-        """Prefills a prompt; `step` draws its tokens."""
+        """Prefills a prompt. `step` draws its tokens; call `finish` in the end, however it ends.
+
+        From here to `finish` no background work is begun.
+        """
         started = time.perf_counter()
         prompt = self.prompt(prompt)
         params = self._within_context(prompt, params or SamplingParams())
-        result, report = self.prefill(prompt, ratio=ratio)
-        ids = _as_tensor(prompt.token_ids, self.model)
-        decoding = Decoding(self.model, result.kv, ids, result.logits, params, self._eos())
+        self._background.begin_request()
+        try:
+            result, report = self.prefill(prompt, ratio=ratio)
+            decoding = Decoding(self.model, result.kv, self.ids_of(prompt), result.logits, params, self.eos_ids)
+        except BaseException:
+            self._background.end_request()
+            raise
         return Request(decoding, report, started, to_capture=result)
 
     def step(self, request: Request) -> int:
@@ -215,6 +253,13 @@ class BlendEngine:
         if len(request.token_ids) == 1:
             request.report.ttft_s = time.perf_counter() - request.started
         return request.token_ids[-1]
+
+    def finish(self, request: Request) -> None:
+        """Ends a request: what it missed may be captured now. Idempotent."""
+        if not request.finished:
+            request.finished = True
+            self._settle(request)
+            self._background.end_request()
 
     @torch.no_grad()
     def prefill(
@@ -231,15 +276,9 @@ class BlendEngine:
         selector = selector or self.config.make_selector(ratio)
         check_selector(selector, len(self.survey.layout.layers))
         plan = self.planner.plan(prompt, self.store)
-        if not self._is_shiftable(prompt):
-            plan = plan.without("all")
         planned = time.perf_counter()
         result = prefill(plan, self._walk, self._loader, selector, tile_rows=self.config.tile_rows)
-        if not self._is_shiftable(prompt):
-            result.fallbacks.append(
-                f"{len(prompt)} tokens: this model's RoPE changes behind {self.survey.length_limit}, nothing is reused"
-            )
-        self._synchronize()
+        self.synchronize()
         return result, report_of(result, planned - started, time.perf_counter() - planned)
 
     def load_prefix(self, plan: BlendPlan) -> DynamicCache:
@@ -259,7 +298,7 @@ class BlendEngine:
 
     def _walk(self, plan: BlendPlan) -> HfWalk:
         first = plan.prefix_length
-        ids = _as_tensor(plan.prompt.token_ids[first:], self.model)
+        ids = self.ids_of(plan.prompt)[first:]
         return HfWalk(self.view, ids, torch.arange(first, len(plan), device=ids.device))
 
     def _loader(self, plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
@@ -288,39 +327,21 @@ class BlendEngine:
         passage = Passage(part) if isinstance(part, str) else part
         return chunk(self.builder.encode(passage.text), passage.title)
 
-    def _anchor_segments(self, behind: PromptLike | None) -> list[TokenIds]:
-        if behind is not None:
-            return self.planner.anchor.segments(cut_bos(self.prompt(behind), self.planner.anchor.bos_id))
-        if self.planner.anchor.rule == "system":
-            raise InvalidInputError("the anchor 'system' needs the text in front of the chunks: warm(..., behind=...)")
-        bos = self.planner.anchor.bos_id
-        return [as_token_ids([bos])] if self.planner.anchor.rule == "bos" and bos is not None else []
-
     def _within_context(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-        context = self.survey.context_length
-        room = params.max_tokens if context is None else context - len(prompt) + 1
+        limit = self.survey.max_length
+        room = params.max_tokens if limit is None else limit - len(prompt) + 1
         return replace(params, max_tokens=min(params.max_tokens, room))
-
-    def _eos(self) -> list[int]:
-        eos = self.model.generation_config.eos_token_id
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-    def _is_shiftable(self, prompt: Prompt) -> bool:
-        return self.survey.length_limit is None or len(prompt) <= self.survey.length_limit
 
     def _settle(self, request: Request) -> None:
         """Behind the first token: what this request computed exactly, and what it missed, is stored."""
         result, request.to_capture = request.to_capture, None
-        if result is not None and self._is_shiftable(result.plan.prompt):
+        if result is not None:
             self._warmer.behind(self.planner, result)
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Waits for the device, so that a clock read behind it tells the truth."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-
-
-def _as_tensor(ids: TokenIds, model: PreTrainedModel) -> torch.Tensor:
-    return torch.from_numpy(ids.astype("i8")).to(model.device)
 
 
 def _no_text(ids: Sequence[int]) -> str:

@@ -57,13 +57,18 @@ def fingerprint_folder(folder: Path) -> str:
         raise InvalidInputError(f"{folder} is no model folder: it needs config.json and weights (*.safetensors)")
     with ThreadPoolExecutor(4) as pool:
         digests = list(pool.map(_file_digest, files))
-    return _join(json.loads(config.read_text()), zip((f.name for f in files), digests, strict=True))
+    try:
+        fields = json.loads(config.read_text())
+    except ValueError as error:
+        raise InvalidInputError(f"{config} is not JSON ({error}); fetch the model again") from error
+    return _join(fields, zip((f.name for f in files), digests, strict=True))
 
 
 def fingerprint_model(model: PreTrainedModel) -> str:
-    """Hex fingerprint of a model that has no folder, from its parameters."""
+    """Hex fingerprint of a model that has no folder, from its parameters and buffers."""
     digests = []
-    for name, parameter in sorted(model.named_parameters()):
+    tensors = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    for name, parameter in sorted(tensors.items()):
         raw = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         digests.append((name, hashlib.sha256(raw.tobytes()).hexdigest()))
     return _join(model.config.to_dict(), digests)

@@ -43,6 +43,7 @@ class Request:
         started: when it came, by `time.perf_counter`.
         to_capture: the prefill's KV, until what is to be stored of it has been taken.
         token_ids: the answer so far.
+        finished: `BlendEngine.finish` has been called.
     """
 
     decoding: Decoding
@@ -50,6 +51,7 @@ class Request:
     started: float
     to_capture: Prefill | None = None
     token_ids: list[int] = field(default_factory=list)
+    finished: bool = False
 
     @property
     def done(self) -> bool:

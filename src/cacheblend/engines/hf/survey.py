@@ -33,7 +33,8 @@ class Survey:
         layout: of its KV cache.
         rotations: one a layer, None where keys carry no position (NoPE).
         windows: sliding window of each layer, None for full attention.
-        length_limit: longest prompt whose keys can be shifted; None: no limit but the context.
+        length_limit: longest prompt whose keys can be shifted; None: no limit but the context. Behind it other
+            frequencies hold for all positions at once, so neither stored nor fresh KV of a shorter prompt fits.
         context_length: the model's own limit, None if its config names none.
         vocab_size: ids are 0..vocab_size - 1.
     """
@@ -44,6 +45,18 @@ class Survey:
     length_limit: int | None
     context_length: int | None
     vocab_size: int
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest prompt with its answer: the context, or LongRoPE's switch where that comes first."""
+        return min((n for n in (self.context_length, self.length_limit) if n is not None), default=None)
+
+    @property
+    def max_length_reason(self) -> str:
+        """What `max_length` is, for messages."""
+        if self.length_limit is not None and self.max_length == self.length_limit:
+            return "LongRoPE's switch, up to which this model can be blended, at"
+        return "the model's context"
 
 
 @torch.no_grad()
@@ -114,8 +127,8 @@ class _Probe:
         self._rows = torch.arange(ROWS, device=device)
         self._base = self._open(0)
         self._moved = [self._open(shift) for shift in shifts]
-        embedded = self._base.embed()
-        self._noise = torch.randn(embedded.shape, generator=generator).to(embedded)
+        self._embedded = self._base.embed()
+        self._noise = torch.randn(self._embedded.shape, generator=generator).to(self._embedded)
         self._found: list[KeyRotation] = []
         self._candidates = list(_candidate_rotations(view.model))
         self.masks: list[LayerMask] = []
@@ -136,7 +149,7 @@ class _Probe:
         # Some models count rows and ignore the positions they are given: the same token must look alike everywhere.
         alike = self._open(0, self._ids[:1].expand(ROWS)).embed()
         if not torch.equal(alike, alike[:1].expand_as(alike)) or any(
-            not torch.equal(self._base.embed(), moved.embed()) for moved in self._moved
+            not torch.equal(self._embedded, moved.embed()) for moved in self._moved
         ):
             raise ModelNotBlendableError(
                 f"{self._name} adds positions to its embeddings; keys that carry absolute positions cannot be moved"
@@ -150,9 +163,12 @@ class _Probe:
                         f"layer {index} of {self._name} takes {name!r}, which blending does not know; "
                         "it can only pass on positions and masks"
                     )
-            if not masks or masks[0].chunked:
-                kind = "attends within fixed chunks" if masks else "does not use transformers' attention masks"
-                raise ModelNotBlendableError(f"layer {index} of {self._name} {kind}; this is not supported")
+            if not masks:
+                raise ModelNotBlendableError(
+                    f"layer {index} of {self._name} does not use transformers' attention masks; this is not supported"
+                )
+            if masks[0].refusal:
+                raise ModelNotBlendableError(f"the attention of layer {index} of {self._name} {masks[0].refusal}")
             self.masks.append(masks[0])
 
     def layer(self, index: int) -> tuple[LayerShape, torch.dtype, KeyRotation | None]:

@@ -30,22 +30,26 @@ class LayerMask:
 
     Attributes:
         window: sliding window, None for full attention.
-        chunked: attention within fixed chunks of `window` positions (Llama 4), which is not blendable.
+        refusal: why this attention cannot be blended; empty if it can.
         attend: answers the layer's attention; None until a layer is run.
     """
 
     window: int | None = None
-    chunked: bool = False
+    refusal: str = ""
     attend: Attend | None = None
 
 
-def _make_mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> LayerMask:
-    """Mask factory for our attention: keeps the window, materialises nothing."""
-    if local_size is None:
-        return LayerMask()
-    zero, edge, one = (torch.tensor(i) for i in (0, local_size, 1))
-    sees_across = bool(mask_function(zero, zero, edge, one))
-    return LayerMask(window=local_size, chunked=not sees_across)
+def _make_mask(*, mask_function: Any, q_length: int, local_size: int | None = None, **_: Any) -> LayerMask:
+    """Mask factory for our attention: keeps the window, materialises nothing.
+
+    Some models make masks that none of their layers use, so what is wrong with one is noted, not raised.
+    """
+    zero, one = torch.tensor(0), torch.tensor(1)
+    if q_length > 1 and bool(mask_function(zero, zero, zero, one)):
+        return LayerMask(refusal="is not causal: a row sees tokens behind its own")
+    if local_size is not None and not bool(mask_function(zero, zero, torch.tensor(local_size), one)):
+        return LayerMask(refusal=f"attends within fixed chunks of {local_size} positions")
+    return LayerMask(window=local_size)
 
 
 def _attention(

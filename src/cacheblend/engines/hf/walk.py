@@ -35,6 +35,7 @@ class HfWalk:
 
     def __init__(self, view: ModelView, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         self._view, self._token_ids, self._positions = view, token_ids, positions
+        self._first_hidden: torch.Tensor | None
         self._first_hidden, self._calls = view.open(token_ids, positions)
         self._layers_give_tuples = False
 
@@ -49,8 +50,11 @@ class HfWalk:
         return list(self._calls)
 
     def embed(self) -> torch.Tensor:
-        """[rows, width]; the caller may write to it."""
-        return self._first_hidden[0].clone()
+        """[rows, width]; the caller may write to it. Handed out once, so that nobody else holds it."""
+        hidden, self._first_hidden = self._first_hidden, None
+        if hidden is None:
+            raise RuntimeError("a walk's embedding is handed out once; open another walk")
+        return hidden[0]
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, head_dim]: norm and projections only."""

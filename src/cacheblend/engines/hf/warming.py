@@ -1,5 +1,6 @@
 """Stores chunks: ahead of their use, or behind a request that missed them, never in a request's way."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.fusor import Prefill
 from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan import Planner
@@ -19,6 +20,8 @@ from cacheblend.engines.hf.survey import Survey
 from cacheblend.store import KVStore, WriteBehind
 
 Progress = Callable[[int, int], None]
+PAUSE_S = 60  # behind a store that cannot take a chunk
+logger = logging.getLogger("cacheblend.engine")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class ChunkWarmer:
         self._model, self._store, self._survey, self._config = model, store, survey, config
         self._background, self._name = background, name
         self._writer = WriteBehind(store)
+        self._resume_at = 0.0
 
     def warm(
         self,
@@ -75,6 +79,8 @@ class ChunkWarmer:
         jobs = self._jobs(anchor, segments)
         missing = [job for job in jobs if not self._is_held(planner, job)]
         done = len(jobs) - len(missing)
+        if progress is not None:
+            progress(done, len(jobs))
         for batch in batches(missing, self._config.capture_batch_tokens):
             self._compute(planner, batch)
             done += len(batch)
@@ -86,14 +92,14 @@ class ChunkWarmer:
 
     def behind(self, planner: Planner, result: Prefill) -> None:
         """Behind a request: its exact blocks are written as they are, its missed chunks computed alone, later."""
-        if not self._config.capture:
+        if not self._config.capture or time.monotonic() < self._resume_at:
             return
         for block in publish(result.plan, result.kv):
             self._writer.submit(block)
         anchor = tuple(planner.anchor.segments(result.plan.prompt))
         for segment in result.plan.missed_chunks():
             job = ChunkJob(anchor, segment.token_ids, segment.label)
-            self._background.submit(manifest_of(job, planner, "").chunk_id, partial(self._compute, planner, [job]))
+            self._background.submit(manifest_of(job, planner, "").chunk_id, partial(self._capture, planner, job))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits for `behind`'s work; False after `timeout` seconds."""
@@ -106,22 +112,32 @@ class ChunkWarmer:
 
     def _jobs(self, anchor: Sequence[TokenIds], segments: Sequence[Segment]) -> list[ChunkJob]:
         """One job a distinct chunk, checked against the model's limits."""
-        limits = (self._survey.context_length, self._survey.length_limit)
-        limit = min((n for n in limits if n is not None), default=None)
+        limit = self._survey.max_length
         jobs: dict[bytes, ChunkJob] = {}
         for number, segment in enumerate(segments, 1):
             job, what = ChunkJob(tuple(anchor), segment.token_ids, segment.label), f"chunk {segment.label or number}"
             check_ids(segment.token_ids, self._survey.vocab_size, what)
             if limit is not None and len(job) > limit:
-                raise InvalidInputError(
-                    f"{what} has {len(job)} tokens with its anchor, the model's context {limit}; split it"
-                )
+                reason = self._survey.max_length_reason
+                raise InvalidInputError(f"{what} has {len(job)} tokens with its anchor, {reason} {limit}; split it")
             jobs.setdefault(segment.token_ids.tobytes(), job)
         return list(jobs.values())
 
     def _is_held(self, planner: Planner, job: ChunkJob) -> bool:
-        entries = self._store.find(manifest_of(job, planner, self._name).block_names)
-        return all(entry is not None for entry in entries)
+        manifest = manifest_of(job, planner, self._name)
+        held = self._store.find(manifest.block_names)
+        return all(entry is not None for entry in held) and self._store.has_manifest(manifest.chunk_id)
+
+    def _capture(self, planner: Planner, job: ChunkJob) -> None:
+        """Computes a missed chunk, unless it has come into the store meanwhile."""
+        if time.monotonic() < self._resume_at or self._is_held(planner, job):
+            return
+        try:
+            self._compute(planner, [job])
+        except StoreError as error:
+            # Full or read-only: computing more chunks that cannot be kept would only cost time.
+            self._resume_at = time.monotonic() + PAUSE_S
+            logger.warning("missed chunks are not captured for %d s: %s", PAUSE_S, error)
 
     def _compute(self, planner: Planner, jobs: Sequence[ChunkJob]) -> None:
         for captured in compute_chunks(self._model, jobs, planner, self._name):

@@ -1,0 +1,63 @@
+"""Opens a model folder: weights, tokenizer, fingerprint. Refuses early what cannot be blended."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.hf.fingerprint import fingerprint_folder
+from cacheblend.engines.hf.survey import check_config
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A loaded model.
+
+    Attributes:
+        model: on its device.
+        tokenizer: None where none was asked for.
+        fingerprint: of the files, and of options that change what they mean.
+        name: the folder's.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    fingerprint: str
+    name: str
+
+
+def open_folder(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    with_tokenizer: bool = True,
+    **model_options: Any,
+) -> OpenedModel:
+    """See `BlendEngine.from_pretrained`."""
+    folder = Path(path)
+    fingerprint = fingerprint_folder(folder)
+    if model_options:
+        # Options may override the config (RoPE, window) or quantise: other KV, so another name.
+        options = repr(sorted((key, repr(value)) for key, value in model_options.items()))
+        fingerprint = hashlib.sha256(f"{fingerprint}\n{options}".encode()).hexdigest()
+    check_config(AutoConfig.from_pretrained(folder, **model_options))
+    tokenizer = _tokenizer(folder) if with_tokenizer else None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **model_options).eval()
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return OpenedModel(model, tokenizer, fingerprint, folder.resolve().name)
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInputError(
+            f"{folder} has no tokenizer that transformers can open ({reason}); "
+            "open it with with_tokenizer=False and pass prompts as token ids"
+        ) from error
