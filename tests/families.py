@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 VOCAB = 512
 SMALL = {
@@ -201,6 +201,8 @@ BLENDABLE = [
     _family("solar_open", head_dim=16, **ROUTED_MOE),
     _family("vaultgemma", head_dim=16, sliding_window=24),
 ]
+# Some are newer than the oldest transformers that is supported.
+BLENDABLE = [family for family in BLENDABLE if family.model_type in CONFIG_MAPPING]
 
 REFUSED = [
     _refused("llama-dynamic", "depend on the prompt's length", "llama", rope_parameters=DYNAMIC_ROPE),
@@ -253,6 +255,7 @@ REFUSED = [
     _refused("gemma3n_text", "argument 1", head_dim=16, num_kv_shared_layers=0, **PER_LAYER_INPUT),
     _refused("recurrent_gemma", "argument 1", lru_width=64, attention_window_size=24),
 ]
+REFUSED = [family for family in REFUSED if family.model_type in CONFIG_MAPPING]
 
 
 @cache
@@ -262,6 +265,8 @@ def tiny_model(family_name: str, dtype: torch.dtype = torch.float32) -> torch.nn
     config = AutoConfig.for_model(family.model_type, **{**SMALL, **family.overrides})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # older transformers choose SDPA, which drops the soft-cap
     for parameter in model.parameters():  # buffers (inverse frequencies) stay fp32, as in a loaded model
         parameter.data = (parameter.data * (3 if parameter.dim() > 1 else 1)).to(dtype)
     return model

@@ -21,7 +21,11 @@ from families import BLENDABLE, VOCAB, tiny_model
 from reference import Reference
 
 FAMILIES = [family.name for family in BLENDABLE]
-DIVERSE = ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "smollm3", "glm", "gemma4_text", "flint"]
+DIVERSE = [
+    name
+    for name in ("llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "smollm3", "glm", "gemma4_text", "flint")
+    if name in FAMILIES
+]
 """Plain; windows and two thetas; sinks; interleaved pairs and NoPE; experts; NoPE; partial RoPE; layers of several
 shapes; sinks, NoPE and windows."""
 

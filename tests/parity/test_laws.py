@@ -153,3 +153,11 @@ def test_a_prompt_behind_longropes_switch_is_refused() -> None:
     engine = open_engine(tiny_model("phi3-longrope"), [A])
     with pytest.raises(InvalidInputError, match=r"LongRoPE's switch, .* at 1024; use fewer"):
         engine.prompt(Prompt.of([A, text(random_ids(1000, 3))]))
+
+
+def test_a_soft_cap_that_plain_passes_would_leave_out_is_refused() -> None:
+    model = copy.copy(tiny_model("gemma2"))
+    model.config = copy.deepcopy(model.config)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ModelNotBlendableError, match='attn_implementation="eager"'):
+        BlendEngine(model, store="memory")

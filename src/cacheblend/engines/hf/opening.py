@@ -41,9 +41,10 @@ def open_folder(
     """See `BlendEngine.from_pretrained`."""
     folder = Path(path)
     fingerprint = fingerprint_folder(folder)
-    if model_options:
-        # Options may override the config (RoPE, window) or quantise: other KV, so another name.
-        options = repr(sorted((key, repr(value)) for key, value in model_options.items()))
+    # Options may override the config (RoPE, window) or quantise: other KV, so another name.
+    changing = {key: value for key, value in model_options.items() if key != "attn_implementation"}
+    if changing:
+        options = repr(sorted((key, repr(value)) for key, value in changing.items()))
         fingerprint = hashlib.sha256(f"{fingerprint}\n{options}".encode()).hexdigest()
     check_config(AutoConfig.from_pretrained(folder, **model_options))
     tokenizer = _tokenizer(folder) if with_tokenizer else None

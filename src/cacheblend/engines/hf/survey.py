@@ -119,7 +119,7 @@ class _Probe:
 
     def __init__(self, model: PreTrainedModel, view: ModelView, shifts: Sequence[int]) -> None:
         self._view, self._shifts = view, shifts
-        self._name = type(model).__name__
+        self._name, self._plain_attention = type(model).__name__, model.config._attn_implementation
         device = model.get_input_embeddings().weight.device
         generator = torch.Generator().manual_seed(0)
         vocab = model.get_input_embeddings().num_embeddings
@@ -198,6 +198,11 @@ class _Probe:
         attended: list[torch.Tensor] = []
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+            if spec.softcap is not None and self._plain_attention == "sdpa":
+                raise ModelNotBlendableError(
+                    f"{self._name} caps its attention's logits, which transformers' SDPA leaves out: plain and blended "
+                    'passes would differ; load the model with attn_implementation="eager"'
+                )
             attended.append(attend_rows(query, keys, values, self._rows, spec))
             return attended[-1]
 

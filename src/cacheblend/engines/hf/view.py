@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from cacheblend.core.attention import AttentionSpec
 from cacheblend.core.errors import ModelNotBlendableError
@@ -138,10 +138,7 @@ class ModelView:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers_path = _find_layers(model)
-        memo: dict[int, Any] = {}
-        copy.deepcopy(model.config, memo)
-        self.model: PreTrainedModel = _twin(model, memo)
-        self.model.config._attn_implementation = ATTENTION
+        self.model: PreTrainedModel = _twin(model, {})
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
 
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
@@ -194,12 +191,17 @@ def _find_layers(model: PreTrainedModel) -> str:
 
 
 def _twin(module: Any, memo: dict[int, Any]) -> Any:
-    """A copy of the module tree that shares parameters and buffers; configs are replaced by their copies."""
+    """A copy of the module tree that shares parameters and buffers; configs are replaced by copies with our attention.
+
+    `memo` is deepcopy's: a config that several modules hold is copied once.
+    """
     twin = copy.copy(module)
     twin._modules = {name: None if child is None else _twin(child, memo) for name, child in module._modules.items()}
     for name, value in list(vars(twin).items()):
-        if id(value) in memo and name != "_modules":
-            object.__setattr__(twin, name, memo[id(value)])
+        if isinstance(value, PreTrainedConfig):
+            config = copy.deepcopy(value, memo)
+            config._attn_implementation = ATTENTION
+            object.__setattr__(twin, name, config)
     return twin
 
 
