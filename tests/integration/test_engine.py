@@ -33,7 +33,7 @@ PASSAGES = [
 QUESTION = " Who wrote the second passage?"
 PARTS = ["Answer from the passages. ", *PASSAGES, QUESTION]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
-SOON = 10.0  # seconds: only a failing test waits that long
+SOON = 60.0  # seconds: only a failing test waits that long
 
 
 @pytest.fixture(scope="module")

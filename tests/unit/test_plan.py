@@ -106,7 +106,7 @@ def plans(draw: st.DrawFn) -> tuple[Planner, FakeSource, BlendPlan]:
     return planner, source, planner.plan(prompt, source)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(plans())
 def test_the_laws_of_a_plan(made: tuple[Planner, FakeSource, BlendPlan]) -> None:
     planner, source, plan = made
@@ -183,7 +183,7 @@ def check_publishing(plan: BlendPlan) -> None:
     assert [s.token_ids.tobytes() for s in plan.missed_chunks()] == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(plans(), st.data())
 def test_the_plan_without_lost_blocks(made: tuple[Planner, FakeSource, BlendPlan], data: st.DataObject) -> None:
     planner, _, plan = made
@@ -213,7 +213,7 @@ def test_the_plan_without_lost_blocks(made: tuple[Planner, FakeSource, BlendPlan
     check_publishing(less)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plans())
 def test_the_plan_without_everything_loads_nothing(made: tuple[Planner, FakeSource, BlendPlan]) -> None:
     _, _, plan = made

@@ -44,7 +44,7 @@ def blocks(draw: st.DrawFn) -> Block:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(block=blocks(), data=st.data())
 def test_any_block_reads_back_bit_for_bit(
     kind: str, block: Block, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

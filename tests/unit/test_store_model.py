@@ -135,4 +135,4 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(("kind", "max_bytes"), [("memory", 6_000), ("disk", 30_000), ("tiered", 30_000)])
 def test_store_behaves_as_the_model(kind: str, max_bytes: int) -> None:
     machine = type(f"{kind}Machine", (StoreMachine,), {"kind": kind, "max_bytes": max_bytes})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30))

@@ -74,7 +74,7 @@ def texts_of(tokenizer: PreTrainedTokenizerFast, prompt: Prompt) -> list[tuple[b
 
 
 @pytest.mark.parametrize("name", FAITHFUL)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=texts)
 def test_a_text_stays_a_text(name: str, text: str) -> None:
     tokenizer = FAITHFUL[name]
@@ -84,7 +84,7 @@ def test_a_text_stays_a_text(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAITHFUL)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(parts=st.lists(texts.filter(bool), min_size=1, max_size=5))
 def test_the_prompts_ids_read_as_the_parts_in_a_row(name: str, parts: list[str]) -> None:
     """No dummy prefix in the middle or in front, and nothing else between the parts."""
@@ -253,7 +253,7 @@ def test_a_chat_equals_the_templates_own_ids_where_nothing_is_tricky() -> None:
     assert reads(llama, ids_of(prompt)[1:]).strip() == "[INST] Who? [/INST] Me.</s>"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     contents=st.lists(texts.filter(bool), min_size=1, max_size=4), documents=st.lists(texts.filter(bool), max_size=3)
 )
