@@ -1,7 +1,5 @@
 """The shared matrix of architectures: tiny random models of every family that parity tests and `doctor` run on."""
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -270,12 +268,3 @@ def tiny_model(family_name: str, dtype: torch.dtype = torch.float32) -> torch.nn
     for parameter in model.parameters():  # buffers (inverse frequencies) stay fp32, as in a loaded model
         parameter.data = (parameter.data * (3 if parameter.dim() > 1 else 1)).to(dtype)
     return model
-
-
-def names(families: list[Family]) -> Iterator[str]:
-    """Their names."""
-    return (family.name for family in families)
-
-
-if __name__ == "__main__":
-    print(*names(BLENDABLE), sep="\n", file=sys.stdout)

@@ -38,7 +38,7 @@ class KVLayout:
         return sum(2 * s.kv_heads * s.head_dim for s in self.layers) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """A block to be stored.
 
@@ -56,7 +56,7 @@ class Block:
     records: Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockEntry:
     """What a store says of a block it holds, without reading its records.
 

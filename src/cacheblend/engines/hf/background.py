@@ -56,6 +56,8 @@ class Background:
             if key in self._jobs or (self._working and key == self._running):
                 return True
             if self._closed or len(self._jobs) >= self._limit:
+                if not self.dropped:
+                    logger.warning("background queue is full (%d jobs) or closed; what comes is dropped", self._limit)
                 self.dropped += 1
                 return False
             self._jobs[key] = job
