@@ -392,11 +392,10 @@ def test_blended_kv_is_never_stored(open_engine: Open) -> None:
 def test_a_chunk_missed_behind_two_system_prompts_is_captured_behind_both(open_engine: Open) -> None:
     engine = open_engine(anchor="system")
     prompts = [engine.prompt([system, *PASSAGES[:2], QUESTION]) for system in ("One. ", "Two. ")]
-    with engine._background.request():  # as if a third request were under way: both wait
-        for prompt in prompts:
-            under_way = engine.start(prompt, GREEDY)
-            for _ in range(2):
-                engine.step(under_way)
+    under_way = [engine.start(prompt, GREEDY) for prompt in prompts]  # neither is finished: both captures wait
+    for request in under_way:
+        engine.step(request)
+        engine.step(request)
     assert engine.flush(SOON)
     for prompt in prompts:
         assert engine.planner.plan(prompt, engine.store).tokens_by_source()["miss"] == 0

@@ -3,12 +3,23 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from cacheblend.engines.hf.background import Background
 
 SOON = 5.0  # seconds: only a failing test waits that long
+
+
+@contextmanager
+def request_on(background: Background) -> Iterator[None]:
+    """A request under way."""
+    background.begin_request()
+    try:
+        yield
+    finally:
+        background.end_request()
 
 
 @pytest.fixture
@@ -28,8 +39,8 @@ def test_jobs_run_in_order_on_another_thread(background: Background) -> None:
 
 def test_no_job_is_begun_while_a_request_is_under_way(background: Background) -> None:
     ran = threading.Event()
-    with background.request():
-        with background.request():
+    with request_on(background):
+        with request_on(background):
             background.submit("a", ran.set)
         assert not ran.wait(0.05)
     assert ran.wait(SOON)
@@ -37,7 +48,7 @@ def test_no_job_is_begun_while_a_request_is_under_way(background: Background) ->
 
 def test_a_request_that_fails_ends_all_the_same(background: Background) -> None:
     ran = threading.Event()
-    with pytest.raises(KeyError), background.request():
+    with pytest.raises(KeyError), request_on(background):
         background.submit("a", ran.set)
         raise KeyError
     assert ran.wait(SOON)
@@ -48,7 +59,7 @@ def test_a_request_does_not_wait_for_the_job_under_way_and_stops_the_next(backgr
     background.submit("long", lambda: (begun.set(), go_on.wait(SOON)))
     assert begun.wait(SOON)
     background.submit("next", second.set)
-    with background.request():
+    with request_on(background):
         go_on.set()
         assert not second.wait(0.05)
     assert second.wait(SOON)
@@ -56,7 +67,7 @@ def test_a_request_does_not_wait_for_the_job_under_way_and_stops_the_next(backgr
 
 def test_a_job_that_waits_is_not_queued_twice(background: Background) -> None:
     runs: list[int] = []
-    with background.request():
+    with request_on(background):
         assert background.submit("a", lambda: runs.append(1))
         assert background.submit("a", lambda: runs.append(2))
     assert background.flush(SOON)
@@ -69,7 +80,7 @@ def test_a_job_that_waits_is_not_queued_twice(background: Background) -> None:
 
 def test_more_than_the_limit_is_dropped_and_counted(background: Background) -> None:
     runs: list[int] = []
-    with background.request():
+    with request_on(background):
         taken = [background.submit(i, lambda i=i: runs.append(i)) for i in range(5)]
     assert taken == [True] * 3 + [False] * 2
     assert background.dropped == 2
@@ -86,7 +97,7 @@ def test_a_queue_of_nothing_takes_nothing() -> None:
 
 def test_a_failing_job_does_not_end_the_thread(background: Background, caplog: pytest.LogCaptureFixture) -> None:
     ran = threading.Event()
-    with background.request():
+    with request_on(background):
         background.submit("bad", lambda: 1 / 0)
         background.submit("good", ran.set)
     assert background.flush(SOON)
@@ -97,7 +108,7 @@ def test_a_failing_job_does_not_end_the_thread(background: Background, caplog: p
 
 def test_flush_works_the_queue_off_during_a_request(background: Background) -> None:
     ran = threading.Event()
-    with background.request():
+    with request_on(background):
         background.submit("a", ran.set)
         assert background.flush(SOON)
         assert ran.is_set()

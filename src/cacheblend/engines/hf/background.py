@@ -3,8 +3,7 @@
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 logger = logging.getLogger("cacheblend.engine")
@@ -40,15 +39,6 @@ class Background:
         with self._changed:
             self._requests -= 1
             self._changed.notify_all()
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Both, around a block."""
-        self.begin_request()
-        try:
-            yield
-        finally:
-            self.end_request()
 
     def submit(self, key: Hashable, job: Callable[[], Any]) -> bool:
         """Queues a job unless one of that key waits or runs already; False if it was dropped."""
