@@ -6,7 +6,9 @@ Everything here is the definition, not the method:
 - what re-positioned keys are: the same forward with `position_ids` shifted, so that the model rotates them itself;
 - the pass: the model's own forward over ALL rows in every layer; the attention function replaces K and V of the
   rows that are not recomputed by the stored ones and attends densely under transformers' own mask. What a dropped
-  row goes on to compute nobody reads: its K and V are replaced in every later layer.
+  row goes on to compute nobody reads: its K and V are replaced in every later layer;
+- the question's attention: the same forward with all stored rows replaced, nothing seen of rows that are neither
+  stored nor the question's; the weights of the question's rows are read off.
 
 Selectors are taken as descriptions: their fields are read and the choice is made here, in plain words. The one
 thing taken from the package is `RandomRows`' draw.
@@ -21,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import eager_mask
 
 from cacheblend.core.prompt import Prompt
+from cacheblend.core.query import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query
 from cacheblend.core.selection import (
     AllRows,
     Candidates,
@@ -47,6 +50,8 @@ class Reference:
         candidates: positions a selector may drop.
         recomputed: those of them that were computed in the last layer.
         deviations: check layer -> position -> squared deviation.
+        attention: candidate -> how much more the question attends to it than a generic row does; if asked for.
+        question: positions that asked.
     """
 
     logits: torch.Tensor
@@ -54,6 +59,8 @@ class Reference:
     candidates: list[int]
     recomputed: list[int]
     deviations: dict[int, dict[int, float]] = field(default_factory=dict)
+    attention: dict[int, float] = field(default_factory=dict)
+    question: list[int] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -74,6 +81,7 @@ def blend(
     *,
     anchor: Sequence[int] = (),
     missing: Iterable[int] = (),
+    sentence_ends: Iterable[int] | None = None,
 ) -> Reference:
     """A blended prefill.
 
@@ -83,17 +91,73 @@ def blend(
         missing: these positions.
         selector: which loaded rows are recomputed.
         anchor: tokens in front of each chunk when its KV was computed.
+        sentence_ends: tokens that end a sentence, where somebody knows them.
     """
     stored, exact = _stored_rows(model, prompt, tuple(anchor), set(missing))
     last = len(prompt) - 1
     candidates = [p for p in sorted(stored) if p not in exact and p != last]
-    run = _Pass(prompt, selector, stored, candidates)
-    _PASSES.append(run)
+    attention: dict[int, float] = {}
+    question: list[int] = []
+    if selector.question_rows and candidates:
+        question = _question(prompt, selector.question_rows)
+        held_text = set(_anchor_rows(prompt, tuple(anchor))) - set(missing)
+        asking = _Asking(stored, question, hidden=set(range(last + 1)) - set(stored) - held_text - set(question))
+        _forward(model, prompt, asking)
+        attention = {p: asking.received[p] for p in candidates}
+    run = _Pass(prompt, selector, stored, candidates, attention, _spans(prompt, selector, sentence_ends))
+    logits = _forward(model, prompt, run)
+    recomputed = sorted(run.active & set(candidates))
+    return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question)
+
+
+def _forward(model: torch.nn.Module, prompt: Prompt, pass_: "_Pass | _Asking") -> torch.Tensor:
+    _PASSES.append(pass_)
     try:
-        logits, _ = plain_kv(_with_reference_attention(model), prompt.token_ids)
+        return plain_kv(_with_reference_attention(model), prompt.token_ids)[0]
     finally:
         _PASSES.pop()
-    return Reference(logits, run.kv, candidates, sorted(run.active & set(candidates)), run.deviations)
+
+
+def _question(prompt: Prompt, limit: int) -> list[int]:
+    """What stands behind the last chunk, or the last row; of a longer suffix the first and the last ones."""
+    behind, start = [], 0
+    for segment in prompt.segments:
+        behind = [] if segment.is_chunk else behind + list(range(start, start + len(segment)))
+        start += len(segment)
+    behind = behind or [start - 1]
+    return behind if len(behind) <= limit else [behind[0], *behind[-(limit - 1) :]]
+
+
+def _anchor_rows(prompt: Prompt, anchor: tuple[int, ...]) -> range:
+    """The prompt's own leading anchor: stored with the chunks that were computed behind it."""
+    return range(len(anchor) if tuple(int(i) for i in prompt.token_ids[: len(anchor)]) == anchor else 0)
+
+
+def _spans(prompt: Prompt, selector: Selector, sentence_ends: Iterable[int] | None) -> list[int]:
+    """Which span each row is pooled with."""
+    pool: Pool = getattr(selector, "pool", 1)
+    if pool == "sentence":
+        if sentence_ends is not None:
+            return _sentences(prompt, set(sentence_ends))
+        pool = SPAN_WITHOUT_SENTENCES
+    spans: list[int] = []
+    for segment in prompt.segments:
+        first = max(spans, default=-1) + 1
+        spans += [first + offset // pool for offset in range(len(segment))]
+    return spans
+
+
+def _sentences(prompt: Prompt, ends: set[int]) -> list[int]:
+    sentences: list[int] = []
+    for segment in prompt.segments:
+        sentence = max(sentences, default=-1) + 1
+        length, ended = 0, False
+        for token in segment.token_ids.tolist():
+            if (ended and token not in ends) or length == 64:
+                sentence, length = sentence + 1, 0
+            sentences.append(sentence)
+            length, ended = length + 1, token in ends
+    return sentences
 
 
 def _stored_rows(
@@ -131,20 +195,54 @@ def _moved_chunk(model: torch.nn.Module, anchor: tuple[int, ...], ids: tuple[int
     return [(keys[:, first:], values[:, first:]) for (keys, _), (_, values) in zip(moved, at_home, strict=True)]
 
 
+class _Asking:
+    """The question's rows over what is stored; `hidden`: rows that only they themselves see."""
+
+    def __init__(self, stored: Mapping[int, list[KV]], question: list[int], hidden: set[int]) -> None:
+        self.stored, self.question, self.hidden = stored, question, hidden
+        self.received: dict[int, float] = dict.fromkeys(stored, 0.0)
+        self.layers = 0
+
+    def layer(self, keys: torch.Tensor, values: torch.Tensor) -> KV:
+        keys, values = keys.clone(), values.clone()
+        for position, layers in self.stored.items():
+            if position not in self.question:
+                keys[:, position], values[:, position] = layers[self.layers]
+        self.layers += 1
+        return keys, values
+
+    def look(self, weights: torch.Tensor) -> None:
+        """[heads, rows, keys]."""
+        generic, *others = self.question
+        for position in self.received:
+            if others:
+                more = (weights[:, others, position] - weights[:, generic, position, None]).clamp(min=0)
+            else:
+                more = weights[:, generic, position]
+            self.received[position] += float(more.sum())
+
+
 class _Pass:
     """One pass; the attention function calls `layer` for each layer in order."""
 
     def __init__(
-        self, prompt: Prompt, selector: Selector, stored: Mapping[int, list[KV]], candidates: list[int]
+        self,
+        prompt: Prompt,
+        selector: Selector,
+        stored: Mapping[int, list[KV]],
+        candidates: list[int],
+        attention: Mapping[int, float],
+        spans: list[int],
     ) -> None:
         self.selector, self.stored, self.candidates = selector, stored, candidates
+        self.attention, self.spans, self.hidden = attention, spans, set[int]()
         self.offset_in_chunk = [offset for segment in prompt.segments for offset in range(len(segment))]
         rows = range(len(prompt))
         exact = {p for p in stored if p not in candidates} - {rows[-1]}
         self.active = set(rows) - exact
         self.kv: list[KV] = []
         self.deviations: dict[int, dict[int, float]] = {}
-        if not selector.check_layers:
+        if selector.at_start:
             self._keep(self._choose_at_once())
 
     def layer(self, keys: torch.Tensor, values: torch.Tensor) -> KV:
@@ -159,6 +257,9 @@ class _Pass:
                 keys[:, position], values[:, position] = layers[index]
         self.kv.append((keys, values))
         return keys, values
+
+    def look(self, weights: torch.Tensor) -> None:
+        pass
 
     def _keep(self, chosen: set[int]) -> None:
         self.active -= set(self.candidates) - chosen
@@ -181,7 +282,24 @@ class _Pass:
                 return set(by_deviation[: round(ratio * len(self.candidates))])
             case Threshold():
                 return {position for position in deviation if deviation[position] > self.selector.bound}
+            case Hybrid():
+                ratio = dict(zip(self.selector.check_layers, self.selector.ratios, strict=True))[layer]
+                by_deviation = sorted(deviation, key=lambda position: -deviation[position])
+                if self.selector.rank == "either":
+                    by_deviation = _in_turns(by_deviation, self._by_attention(sorted(deviation)))
+                return set(by_deviation[: round(ratio * len(self.candidates))])
         raise NotImplementedError(self.selector)
+
+    def _by_attention(self, positions: list[int]) -> list[int]:
+        """Spans by the attention of their best row, a span's rows by their own."""
+        best: dict[int, float] = {}
+        for position in positions:
+            span = self.spans[position]
+            best[span] = max(best.get(span, 0.0), self.attention[position])
+        return sorted(
+            positions,
+            key=lambda p: (-best[self.spans[p]], self.spans[p], -self.attention[p], p),
+        )
 
     def _choose_at_once(self) -> set[int]:
         total = len(self.candidates)
@@ -193,6 +311,10 @@ class _Pass:
             case Head():
                 nearest = sorted(self.candidates, key=lambda position: (self.offset_in_chunk[position], position))
                 return set(nearest[: round(self.selector.ratio * total)])
+            case Query():
+                return set(self._by_attention(self.candidates)[: round(self.selector.ratio * total)])
+            case Hybrid():
+                return set(self._by_attention(self.candidates)[: round(self.selector.early * total)])
             case RandomRows():
                 positions = torch.tensor(self.candidates, dtype=torch.int64)
                 drawn = self.selector.select(Candidates(positions, torch.zeros_like(positions), total))
@@ -200,7 +322,12 @@ class _Pass:
         raise NotImplementedError(self.selector)
 
 
-_PASSES: list[_Pass] = []
+def _in_turns(one: list[int], other: list[int]) -> list[int]:
+    """The first of one list, the first of the other, the second of the one, ..; each once."""
+    return list(dict.fromkeys(position for pair in zip(one, other, strict=True) for position in pair))
+
+
+_PASSES: list[_Pass | _Asking] = []
 
 
 def _attention(
@@ -215,17 +342,23 @@ def _attention(
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Fuse, then attend densely in fp32. [1, heads, rows, head_dim] -> [1, rows, heads, head_dim]."""
-    keys, values = _PASSES[-1].layer(key[0], value[0])
+    run = _PASSES[-1]
+    keys, values = run.layer(key[0], value[0])
     repeats = query.shape[1] // keys.shape[0]
     keys, values = (part.float().repeat_interleave(repeats, dim=0) for part in (keys, values))
     scores = query[0].float() @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + attention_mask[0].float()
+    for position in run.hidden:  # nobody sees it but itself, lest it sees nothing
+        own = scores[:, position, position].clone()
+        scores[:, :, position] = float("-inf")
+        scores[:, position, position] = own
     if s_aux is not None:
         sinks = s_aux.float().reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1)[..., : keys.shape[1]]
+    run.look(weights)
     return (weights @ values).transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
 

@@ -8,6 +8,7 @@ import torch
 
 from cacheblend.core.attention import AttentionSpec, attend_rows
 from cacheblend.core.prompt import Prompt, text
+from cacheblend.core.query import Hybrid, Query
 from cacheblend.core.selection import AllRows, Head, Hkvd, NoRows, RandomRows
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import MemoryStore
@@ -38,6 +39,8 @@ SELECTORS = {
     "hkvd": Hkvd((1,), (0.3,)),
     "gradual": Hkvd((1, 2), (0.3, 0.1)),
     "head": Head(0.1),
+    "query": Query(0.2),
+    "hybrid": Hybrid((1, 2), (0.3, 0.1), early=0.6),
     "random": RandomRows(0.1),
     "none": NoRows(),
 }

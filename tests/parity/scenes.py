@@ -50,6 +50,7 @@ def open_engine(
     *,
     anchor: AnchorKind = "none",
     store: KVStore | None = None,
+    sentence_end_ids: Sequence[int] | None = None,
     **config: Any,
 ) -> BlendEngine:
     """An engine of token ids that holds these chunks, captured behind SYSTEM if that is the anchor."""
@@ -59,6 +60,7 @@ def open_engine(
         store=MemoryStore() if store is None else store,
         config=BlendConfig(**settings),
         bos_id=BOS if anchor == "bos" else None,
+        sentence_end_ids=sentence_end_ids,
     )
     engine.warm(list(stored), behind=RAG if anchor == "system" else None)
     return engine
@@ -81,6 +83,14 @@ class Recorded:
     @property
     def check_layers(self) -> tuple[int, ...]:
         return self.inner.check_layers
+
+    @property
+    def at_start(self) -> bool:
+        return self.inner.at_start
+
+    @property
+    def question_rows(self) -> int:
+        return self.inner.question_rows
 
     @property
     def measure(self) -> Measure:

@@ -9,10 +9,11 @@ import torch
 
 from cacheblend.core.attention import AttentionSpec
 from cacheblend.core.blocks import KVLayout, LayerShape
-from cacheblend.core.fusor import FusedPrefill, Prefill
+from cacheblend.core.fusor import FusedPrefill, Prefill, first_reused_layer
 from cacheblend.core.loader import LayerLoader
 from cacheblend.core.prompt import Prompt
-from cacheblend.core.selection import Hkvd
+from cacheblend.core.query import Hybrid
+from cacheblend.core.selection import Hkvd, Selector
 from cacheblend.core.walk import Attend
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.walk import HfWalk
@@ -41,6 +42,7 @@ from reference import blend
 
 TOLERANCE = 3e-5
 SELECTOR = Hkvd((1, 2), (0.4, 0.2))
+ASKING = Hybrid((1, 2), (0.4, 0.2), early=0.6)
 PROMPTS = [RAG, Prompt.of([A, C, QUESTION]), Prompt.of([SYSTEM, C, B]), Prompt.of([QUESTION, A, A, SYSTEM])]
 
 
@@ -160,41 +162,45 @@ class RankWalk:
 
 @torch.no_grad()
 def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Recorded], alone: bool) -> Prefill:
-    """One rank's pass; `alone`: without summing deviations over the ranks."""
+    """One rank's pass; `alone`: without summing deviations and attention over the ranks."""
     plan = engine.planner.plan(RAG, engine.store)
     shapes = engine.survey.layout.layers
     layout = KVLayout(tuple(LayerShape(s.kv_heads // 2, s.head_dim) for s in shapes), engine.survey.layout.dtype)
     half = layout.layers[0].kv_heads
     heads = slice(rank * half, (rank + 1) * half)
-    loader = LayerLoader(plan, engine.store, layout, engine.survey.rotations, first_reused_layer=1, heads=heads)
+    first = first_reused_layer(seen[rank])
+    loader = LayerLoader(plan, engine.store, layout, engine.survey.rotations, first_reused_layer=first, heads=heads)
     ids = torch.tensor(plan.prompt.token_ids.tolist())
     walk = RankWalk(HfWalk(engine.view, ids, torch.arange(len(ids))), rank, ranks)
 
-    def reduce(deviation: torch.Tensor) -> torch.Tensor:
-        return torch.stack(ranks.gather(rank, deviation)).sum(0)
+    def reduce(by_row: torch.Tensor) -> torch.Tensor:
+        return torch.stack(ranks.gather(rank, by_row)).sum(0)
 
     with loader:
         reducer = None if alone else reduce
         return finish(FusedPrefill(plan, walk, loader, seen[rank], reduce_deviation=reducer, tile_rows=32))
 
 
-def on_two_ranks(engine: BlendEngine, selector: Hkvd, alone: bool = False) -> tuple[list[Prefill], list[Recorded]]:
+def on_two_ranks(engine: BlendEngine, selector: Selector, alone: bool = False) -> tuple[list[Prefill], list[Recorded]]:
     ranks, seen = Ranks(), [Recorded(selector), Recorded(selector)]
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(prefill_of_rank, engine, rank, ranks, seen, alone) for rank in (0, 1)]
         return [future.result() for future in futures], seen
 
 
+@pytest.mark.parametrize("selector", [SELECTOR, ASKING], ids=["hkvd", "hybrid"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_tensor_parallel_ranks_choose_as_one(family: str) -> None:
+def test_tensor_parallel_ranks_choose_as_one(family: str, selector: Selector) -> None:
     engine = warm_engine(family)
-    single, expected = Recorded(SELECTOR), run(engine, RAG, SELECTOR)
+    single, expected = Recorded(selector), run(engine, RAG, selector)
     engine.prefill(RAG, selector=single)
-    results, seen = on_two_ranks(engine, SELECTOR)
+    results, seen = on_two_ranks(engine, selector)
     for rank in (0, 1):
         assert seen[rank].kept == expected.recomputed
         for mine, whole in zip(seen[rank].asked, single.asked, strict=True):
-            assert_close(mine.deviation, whole.deviation, 1e-5, f"deviation at layer {whole.layer}")
+            for name in ("deviation", "attention"):
+                if getattr(whole, name) is not None:
+                    assert_close(getattr(mine, name), getattr(whole, name), 1e-5, f"{name} at layer {whole.layer}")
         assert_close(results[rank].logits, expected.result.logits, 1e-5, "logits")
     for layer, whole in enumerate(expected.result.kv):
         for part in (0, 1):
@@ -202,7 +208,8 @@ def test_tensor_parallel_ranks_choose_as_one(family: str) -> None:
             assert_close(halves, whole[part], 1e-5, f"KV of layer {layer}")
 
 
-def test_ranks_that_do_not_sum_choose_differently() -> None:
+@pytest.mark.parametrize("selector", [SELECTOR, ASKING], ids=["hkvd", "hybrid"])
+def test_ranks_that_do_not_sum_choose_differently(selector: Selector) -> None:
     """What the hook is for: each rank's own heads order the rows in another way."""
-    _, seen = on_two_ranks(warm_engine("llama"), SELECTOR, alone=True)
+    _, seen = on_two_ranks(warm_engine("llama"), selector, alone=True)
     assert seen[0].kept != seen[1].kept

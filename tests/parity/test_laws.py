@@ -92,6 +92,8 @@ class KeepAll:
 
     seen: dict[int, torch.Tensor]
     check_layers: tuple[int, ...] = (0, 1)
+    at_start: bool = False
+    question_rows: int = 0
     measure: Measure = "kv"
 
     def select(self, candidates: Candidates) -> torch.Tensor:

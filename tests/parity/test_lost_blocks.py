@@ -8,6 +8,7 @@ import torch
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.prompt import Prompt, text
+from cacheblend.core.query import Hybrid, Query
 from cacheblend.core.selection import Head, Hkvd, NoRows, Selector
 from cacheblend.store import MemoryStore
 from families import tiny_model
@@ -15,7 +16,13 @@ from parity.scenes import BOS, QUESTION, RAG, A, B, C, Recorded, assert_as_refer
 from reference import blend, plain_kv
 
 TOLERANCE = 3e-5
-SELECTORS = {"hkvd": Hkvd((1, 2), (0.4, 0.2)), "head": Head(0.1), "none": NoRows()}
+SELECTORS = {
+    "hkvd": Hkvd((1, 2), (0.4, 0.2)),
+    "head": Head(0.1),
+    "none": NoRows(),
+    "query": Query(0.2),
+    "hybrid": Hybrid((1, 2), (0.4, 0.2), early=0.6),
+}
 REASON = "a bit has rotted"
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.query import Hybrid, Query
 from cacheblend.core.selection import (
     AllRows,
     Head,
@@ -37,12 +38,21 @@ from cacheblend.core.selection import (
         ({"ratios": (0.2, 0.1)}, r"1 check layers \(1,\) need as many ratios, got \(0.2, 0.1\)"),
         ({"ratios": (1.5,)}, r"0\.\.1, got \(1.5,\)"),
         ({"ratios": (math.nan,)}, r"0\.\.1, got \(nan,\)"),
-        ({"selector": "hkvdd"}, "no selector is called 'hkvdd'; there are hkvd, threshold, head"),
+        ({"selector": "hkvdd"}, "no selector is called 'hkvdd'; there are hkvd, query, hybrid, threshold, head"),
         ({"selector": "threshold"}, "needs a bound; set `threshold`"),
         ({"selector": "threshold", "threshold": -1.0}, "at least 0, got -1.0"),
         ({"selector": "threshold", "threshold": math.nan}, "finite.*got nan"),
         ({"measure": "q"}, "one of kv, k, v, got 'q'"),
         ({"selector": "threshold", "threshold": 1.0, "measure": "q"}, "one of kv, k, v, got 'q'"),
+        ({"selector": "query", "pool": "word"}, "'sentence' or a number of tokens, at least 1, got 'word'"),
+        ({"selector": "query", "pool": 0}, "at least 1, got 0"),
+        ({"selector": "hybrid", "pool": True}, "at least 1, got True"),
+        ({"selector": "query", "question_rows": 1}, "question_rows must be at least 2 .*, got 1"),
+        ({"selector": "hybrid", "rank": "both"}, "one of deviation, either, got 'both'"),
+        ({"selector": "hybrid", "early_ratio": 1.5}, r"0\.\.1, got 1.5"),
+        ({"selector": "hybrid", "early_ratio": -0.5}, r"0\.\.1, got -0.5"),
+        ({"selector": "hybrid", "ratios": (0.1, 0.2), "check_layers": (1, 2)}, "must not rise"),
+        ({"selector": "hybrid", "measure": "q"}, "one of kv, k, v, got 'q'"),
         ({"anchor": "eos"}, "auto, none, bos, system, got 'eos'"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"tile_rows": -1}, "tile_rows must be at least 1, got -1"),
@@ -56,10 +66,12 @@ def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> Non
         BlendConfig(**settings)
 
 
-@pytest.mark.parametrize("name", ["hkvd", "threshold", "head", "random", "none", "all"])
+@pytest.mark.parametrize("name", ["hkvd", "query", "hybrid", "threshold", "head", "random", "none", "all"])
 def test_every_selector_can_be_named(name: str) -> None:
     kind = {
         "hkvd": Hkvd,
+        "query": Query,
+        "hybrid": Hybrid,
         "threshold": Threshold,
         "head": Head,
         "random": RandomRows,
@@ -81,6 +93,15 @@ def test_a_requests_ratio_goes_before_the_configured_ones() -> None:
     assert BlendConfig(selector="head").make_selector(0.5) == Head(0.5)
     with pytest.raises(InvalidInputError, match="got 2"):
         config.make_selector(2)
+
+
+def test_hybrids_early_share_follows_the_ratios() -> None:
+    config = BlendConfig(selector="hybrid", check_layers=(1, 3), ratios=(0.5, 0.25), pool=4, question_rows=8)
+    assert config.make_selector() == Hybrid((1, 3), (0.5, 0.25), 0.75, pool=4, question_rows=8)
+    assert config.make_selector(0.5) == Hybrid((1, 3), (0.5, 0.5), 1.0, pool=4, question_rows=8)
+    fixed = BlendConfig(selector="hybrid", ratios=(0.25,), early_ratio=0.375, rank="deviation", measure="k")
+    assert fixed.make_selector() == Hybrid((1,), (0.25,), 0.375, "deviation", "k")
+    assert fixed.make_selector(0.5) == Hybrid((1,), (0.5,), 0.5, "deviation", "k")
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 0.5, 1.0])

@@ -104,6 +104,21 @@ def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int)
     assert loader.wait_s > 0
 
 
+@pytest.mark.parametrize("read_ahead", [0, 2])
+def test_a_layer_is_given_again_as_it_stands(read_ahead: int) -> None:
+    """What was written into it since stays; nothing is read or moved twice."""
+    plan, source = planned()
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=read_ahead) as loader:
+        first = [loader.layer(i) for i in range(len(LAYOUT.layers))]
+        check(plan, source, first, 0)
+        first[1].write(torch.tensor([3, 7]), torch.full((2, 2, 8), 5.0), torch.full((2, 2, 8), 6.0))
+        reads, seconds = len(source.reads), loader.load_s
+        again = [loader.layer(i) for i in range(len(LAYOUT.layers))]
+    assert all(a.keys is b.keys and a.values is b.values for a, b in zip(first, again, strict=True))
+    assert again[1].keys[:, [3, 7]].eq(5).all() and again[1].values[:, [3, 7]].eq(6).all()
+    assert (len(source.reads), loader.load_s) == (reads, seconds)
+
+
 def test_a_repeated_chunk_moves_to_each_of_its_places() -> None:
     plan, source = planned()
     with LayerLoader(plan, source, LAYOUT, ROTATIONS) as loader:

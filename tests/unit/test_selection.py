@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.query import Hybrid, Query
 from cacheblend.core.selection import (
     AllRows,
     Candidates,
@@ -21,7 +22,7 @@ from cacheblend.core.selection import (
     row_count,
 )
 
-EVERY = [Hkvd(), Threshold(0.5), Head(0.5), RandomRows(0.5), AllRows(), NoRows()]
+EVERY = [Hkvd(), Threshold(0.5), Head(0.5), RandomRows(0.5), AllRows(), NoRows(), Query(0.5), Hybrid()]
 shares = st.floats(0, 1)
 deviations = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1e30]) | st.floats(0, 100, width=32), max_size=40)
 
@@ -35,6 +36,8 @@ def candidates(deviation: list[float], layer: int | None = 1, total: int | None 
         total=n if total is None else total,
         layer=layer,
         deviation=torch.tensor(deviation, dtype=torch.float32),
+        attention=torch.tensor(deviation, dtype=torch.float32),
+        segments=torch.arange(n) // chunk,
     )
 
 
@@ -47,6 +50,8 @@ def test_every_selector_fills_the_protocol(selector: Selector, rows: int) -> Non
     assert keep.shape == (rows,)
     assert list(selector.check_layers) == sorted(set(selector.check_layers))
     assert selector.measure in ("kv", "k", "v")
+    assert selector.at_start or selector.check_layers
+    assert selector.question_rows == 0 or selector.question_rows >= 2
     assert asked.positions.tolist() == [3 + 2 * i for i in range(rows)]
     with pytest.raises(FrozenInstanceError):
         selector.measure = "k"  # type: ignore[misc]

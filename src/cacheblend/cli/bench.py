@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend.cli.output import console, progress
+from cacheblend.cli.output import check_outputs, console, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -119,7 +119,7 @@ def ttft(
         sweep=sweep,
     )
     curves = _curves_file(sweep, plot)
-    _check_outputs(json, curves)
+    check_outputs(json, curves)
     with progress("measuring", "rounds", quiet=str(json) == "-") as advance:
         result = bench.run(settings, lambda done, total, arm: advance(done, total))
         advance(1, 1)
@@ -140,7 +140,7 @@ def memory(
     json: JsonFile = None,
 ) -> None:
     """Peak resident memory of a blend and of a full prefill, each in a process of its own, the store on disk."""
-    _check_outputs(json)
+    check_outputs(json)
 
     from cacheblend.bench import memory as bench
     from cacheblend.bench.ttft import TtftSettings
@@ -167,7 +167,7 @@ def plan(
     json: JsonFile = None,
 ) -> None:
     """Time of names and plan of a long prompt: what blending costs before the first layer."""
-    _check_outputs(json)
+    check_outputs(json)
 
     from cacheblend.bench import plan as bench
 
@@ -202,24 +202,6 @@ def _curves_file(sweep: str | None, plot: Path | None) -> Path | None:
     if file.suffix not in PICTURES:
         raise InvalidInputError(f"--plot draws {', '.join(PICTURES)}, not {file.name!r}")
     return file
-
-
-def _check_outputs(*files: Path | None) -> None:
-    """Said before minutes of measuring, not behind them."""
-    import os
-
-    from cacheblend.core.errors import InvalidInputError
-
-    for file in files:
-        if file is None or str(file) == "-":
-            continue
-        folder = file.absolute().parent
-        if not folder.is_dir():
-            raise InvalidInputError(f"{file} cannot be written: there is no folder {folder}")
-        if file.is_dir():
-            raise InvalidInputError(f"{file} cannot be written: it is a folder")
-        if not os.access(file if file.exists() else folder, os.W_OK):
-            raise InvalidInputError(f"{file} cannot be written: permission denied")
 
 
 def _show(shown: "Table | str", result: dict[str, object], json: Path | None) -> None:

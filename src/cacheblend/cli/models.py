@@ -1,5 +1,6 @@
 """Opens a model folder for a command: quietly, and with one line for what a user can put right."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 def open_engine(
     folder: Path,
     store: str,
-    config: "BlendConfig",
+    config: "BlendConfig | Mapping[str, Any]",
     *,
+    profile: Path | None = None,
     dtype: str = "auto",
     device: str | None = None,
     quiet: bool = False,
 ) -> "BlendEngine":
-    """The engine on a model folder and a store.
+    """The engine on a model folder and a store. Settings that `config` leaves open are the model's profile's.
 
     Raises:
         InvalidInputError: not a model folder, or it cannot be loaded.
@@ -34,7 +36,12 @@ def open_engine(
 
         try:
             return BlendEngine.from_pretrained(
-                folder, store=store, config=config, dtype=checked_dtype(dtype), device=checked_device(device)
+                folder,
+                store=store,
+                config=config,
+                profile=profile,
+                dtype=checked_dtype(dtype),
+                device=checked_device(device),
             )
         except CacheBlendError:
             raise

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
 
@@ -84,6 +85,28 @@ def status(title: str, *, quiet: bool) -> Iterator[None]:
 
     with console(stderr=True).status(Text(title)):
         yield
+
+
+def check_outputs(*files: Path | None) -> None:
+    """Refuses a file that a result cannot be written to: before minutes of measuring, not behind them.
+
+    Raises:
+        InvalidInputError: there is no such folder, or it may not be written to.
+    """
+    import os
+
+    from cacheblend.core.errors import InvalidInputError
+
+    for file in files:
+        if file is None or str(file) == "-":
+            continue
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            raise InvalidInputError(f"{file} cannot be written: there is no folder {folder}")
+        if file.is_dir():
+            raise InvalidInputError(f"{file} cannot be written: it is a folder")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise InvalidInputError(f"{file} cannot be written: permission denied")
 
 
 def visible(text: str) -> str:

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cacheblend.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from cacheblend.core.prompt import Prompt
     from cacheblend.engines.hf import BlendEngine, Passage
-
-SEPARATOR = "\n\n"
 
 
 def build_prompt(
@@ -28,20 +26,9 @@ def build_prompt(
     Raises:
         InvalidInputError: no prompt can be made of it.
     """
-    has_template = bool(getattr(engine.tokenizer, "chat_template", None))
-    if chat is None:
-        chat = has_template
-    if chat:
-        parts: list[dict[str, str]] = []
-        for passage in passages:
-            parts += [{"type": "chunk", "text": passage.text, "title": passage.title}, _text(SEPARATOR)]
-        user: dict[str, Any] = {"role": "user", "content": [*parts, _text(question)]}
-        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        return engine.prompt([*messages, user])
-    content: list[str | Passage] = [system + SEPARATOR] if system else []
-    for passage in passages:
-        content += [passage, SEPARATOR]
-    return engine.prompt([*content, question])
+    from cacheblend.engines.hf.layout import PromptLayout
+
+    return PromptLayout(system=system or "", chat=chat).prompt(engine, passages, question)
 
 
 def passage_text(argument: str) -> tuple[str, str]:
@@ -53,7 +40,3 @@ def passage_text(argument: str) -> tuple[str, str]:
         return path.read_text(encoding="utf-8").strip(), path.name
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"--passage {argument}: the file cannot be read: {error}") from error
-
-
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}

@@ -10,6 +10,7 @@ from cacheblend.core.report import BlendReport
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf.arms import Agreement
+    from cacheblend.engines.settings import Settings
 
 
 def report_table(report: BlendReport, layers: int) -> Table:
@@ -53,3 +54,9 @@ def comparison_line(blend_s: float, full_s: float, close: "Agreement") -> Text:
         (f"{full_s / blend_s:.1f} x", "bold green"),
         f"; {same}, KL {close.kl:.2g} nats",
     )
+
+
+def settings_line(settings: "Settings") -> Text:
+    """Whose settings a request was blended by; stands out where the profile says not to blend."""
+    off = settings.profile is not None and not settings.profile.blend
+    return Text.assemble("settings: ", (settings.source, "yellow" if off else ""))

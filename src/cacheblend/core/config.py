@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.query import Hybrid, Pool, Query, Rank
 from cacheblend.core.selection import AllRows, Head, Hkvd, NoRows, RandomRows, Selector, Threshold, check_ratio
 
 AnchorKind = Literal["auto", "none", "bos", "system"]
@@ -16,11 +17,16 @@ class BlendConfig:
 
     Attributes:
         recompute_ratio: share of the loaded, non-prefix tokens that are recomputed, 0..1.
-        selector: hkvd, threshold, head, random, none or all.
+        selector: hkvd, query, hybrid, threshold, head, random, none or all.
         check_layers: layers at whose entrance deviation is measured; several are gradual filtering.
         ratios: one ratio for each check layer, falling; None: `recompute_ratio` at all of them.
         measure: deviation over ``"kv"``, ``"k"`` or ``"v"``.
         threshold: bound of the squared deviation, for the selector of that name.
+        pool: query and hybrid take rows by ``"sentence"``, or in spans of so many tokens (1: row by row).
+        question_rows: rows of the question, at most, whose attention query and hybrid ask for.
+        early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
+            three times the last ratio.
+        rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
         anchor: what stands in front of a chunk when it is computed alone: the BOS token, the prompt's whole
             system prompt, or nothing; auto: BOS where the tokenizer sets one.
         block_size: tokens of a block at most.
@@ -38,6 +44,10 @@ class BlendConfig:
     ratios: tuple[float, ...] | None = None
     measure: Literal["kv", "k", "v"] = "kv"
     threshold: float | None = None
+    pool: Pool = "sentence"
+    question_rows: int = 64
+    early_ratio: float | None = None
+    rank: Rank = "either"
     anchor: AnchorKind = "auto"
     block_size: int = 256
     salt: str = ""
@@ -67,6 +77,8 @@ class BlendConfig:
         falling = self.ratios if self.ratios and ratio is None else (share,) * len(self.check_layers)
         makers: dict[str, Callable[[], Selector]] = {
             "hkvd": lambda: Hkvd(self.check_layers, falling, self.measure),
+            "query": lambda: Query(share, self.pool, self.question_rows),
+            "hybrid": lambda: self._hybrid(falling),
             "threshold": lambda: Threshold(self._bound(), self.check_layers, self.measure),
             "head": lambda: Head(share),
             "random": lambda: RandomRows(share),
@@ -76,6 +88,12 @@ class BlendConfig:
         if self.selector not in makers:
             raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(makers)}")
         return makers[self.selector]()
+
+    def _hybrid(self, ratios: tuple[float, ...]) -> Hybrid:
+        early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
+        check_ratio(early)
+        early = max(early, ratios[0])
+        return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, self.pool, self.question_rows)
 
     def _bound(self) -> float:
         if self.threshold is None:

@@ -11,6 +11,10 @@ class InvalidInputError(CacheBlendError, ValueError):
     """A prompt, a ratio or another argument that cannot be served as given."""
 
 
+class PromptTooLongError(InvalidInputError):
+    """A prompt with more tokens than the model's context; whoever asks many rows may skip it."""
+
+
 class ModelNotBlendableError(CacheBlendError):
     """The model's keys cannot be moved or its layers cannot be walked; the message says which and why."""
 

@@ -8,6 +8,8 @@ to rows in front of it, and those are done. No global state; several passes may 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from cacheblend.core.attention import AttentionSpec, attend_rows
@@ -15,11 +17,14 @@ from cacheblend.core.deviation import kv_deviation
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.loader import LayerKV, LayerLoader
 from cacheblend.core.plan import BlendPlan
+from cacheblend.core.question import QuestionPass
 from cacheblend.core.selection import Candidates, Selector
+from cacheblend.core.sentences import sentence_indices
 from cacheblend.core.walk import Attend, LayerWalk
 
 ReduceDeviation = Callable[[torch.Tensor], torch.Tensor]
-"""Sums deviations [n] over tensor-parallel ranks, so that all of them choose the same rows."""
+"""Sums what rows are chosen by [n] (deviations, the question's attention) over tensor-parallel ranks, so that all
+of them choose the same rows."""
 
 
 @dataclass
@@ -31,7 +36,8 @@ class Prefill:
         kv: the request's fused KV cache, a layer each.
         plan: the plan that was carried out in the end.
         recomputed_tokens: loaded rows that were still active behind the last selection.
-        row_layers: rows times layers that were computed.
+        row_layers: rows times layers that were computed, the question's pass included.
+        question_row_layers: those of the question's pass alone.
         projected_rows: rows that went through a layer's norm and projections only: at checks, and in the last layer.
         load_s, wait_s: time the loader read, and time the pass waited for it.
         fallbacks: why the pass was restarted, a line each.
@@ -42,6 +48,7 @@ class Prefill:
     plan: BlendPlan
     recomputed_tokens: int
     row_layers: int
+    question_row_layers: int
     projected_rows: int
     load_s: float
     wait_s: float
@@ -58,6 +65,7 @@ class FusedPrefill:
         selector: which loaded rows are recomputed.
         reduce_deviation: see `ReduceDeviation`; None on a single rank.
         tile_rows: rows that go through a layer at once.
+        sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
     """
 
     def __init__(
@@ -69,12 +77,14 @@ class FusedPrefill:
         *,
         reduce_deviation: ReduceDeviation | None = None,
         tile_rows: int = 1024,
+        sentence_end_ids: npt.NDArray[np.int64] | None = None,
     ) -> None:
         check_selector(selector, walk.num_layers)
         self._plan, self._walk, self._loader, self._selector = plan, walk, loader, selector
         self._reduce, self._tile_rows = reduce_deviation, tile_rows
+        self._sentence_end_ids = sentence_end_ids
         self._kv: list[LayerKV] = []
-        self._row_layers = self._projected_rows = 0
+        self._row_layers = self._question_row_layers = self._projected_rows = 0
         self._start()
 
     @property
@@ -88,7 +98,7 @@ class FusedPrefill:
         return self.layer == self._walk.num_layers
 
     def advance(self, layers: int = 1) -> bool:
-        """Computes up to so many layers; True when all are done.
+        """Computes up to so many layers, the first time with all that comes before layer 0; True when all are done.
 
         Raises:
             BlockLostError: a block could not be read. The pass is spent: plan without it and start anew.
@@ -108,7 +118,8 @@ class FusedPrefill:
             kv=self._kv,
             plan=self._plan,
             recomputed_tokens=self._recomputed,
-            row_layers=self._row_layers,
+            row_layers=self._row_layers + self._question_row_layers,
+            question_row_layers=self._question_row_layers,
             projected_rows=self._projected_rows,
             load_s=self._loader.load_s,
             wait_s=self._loader.wait_s,
@@ -118,17 +129,37 @@ class FusedPrefill:
         self._hidden = self._walk.embed()
         device = self._hidden.device
         self._rows = torch.arange(len(self._hidden), device=device)
-        first = self._plan.prefix_length
-        candidates = torch.from_numpy(self._plan.candidate_rows - first).to(device)
-        self._chunk_offsets = torch.from_numpy(self._plan.chunk_offsets[first:]).to(device)
+        candidates = torch.from_numpy(self._plan.candidate_rows - self._plan.prefix_length).to(device)
+        self._chunk_offsets = self._of_walk(self._plan.chunk_offsets)
+        self._segments = self._of_walk(self._plan.segment_indices)
+        self._sentences: torch.Tensor | None = None
+        self._attention: torch.Tensor | None = None
         self._is_candidate = torch.zeros(len(self._rows), dtype=torch.bool, device=device)
         self._is_candidate[candidates] = True
         self._total = self._recomputed = len(candidates)
-        if not self._selector.check_layers:
+
+    def _choose_at_start(self) -> None:
+        """What comes before layer 0: the question's pass, if it is asked for, and the selection, if it falls here."""
+        if not self._total:
+            return
+        if self._selector.question_rows:
+            self._ask_question()
+        if self._selector.at_start:
             self._keep(self._selector.select(self._candidates()))
+
+    def _ask_question(self) -> None:
+        limit, device = self._selector.question_rows, self._hidden.device
+        question = QuestionPass(self._plan, self._walk, self._loader, limit, device)
+        attention = question.run(self._hidden)
+        self._attention = attention if self._reduce is None else self._reduce(attention)
+        self._question_row_layers = question.row_layers
+        if self._sentence_end_ids is not None:
+            self._sentences = self._of_walk(sentence_indices(self._plan.prompt, self._sentence_end_ids))
 
     def _compute_layer(self) -> None:
         layer = self.layer
+        if layer == 0:
+            self._choose_at_start()
         kv = self._loader.layer(layer)
         if layer in self._selector.check_layers and self._is_candidate.any():
             self._check(layer, kv)
@@ -165,14 +196,14 @@ class FusedPrefill:
         """In the last layer nobody reads the other rows' output, only their keys and values."""
         for tile in self._tiles():
             at = self._rows[tile] + self._plan.prefix_length
-            _write(kv, at, *self._project(layer, tile))
+            kv.write(at, *self._project(layer, tile))
         self._hidden, self._rows = self._hidden[-1:].clone(), self._rows[-1:]
 
     def _fuse_and_attend(self, kv: LayerKV, rows: torch.Tensor) -> Attend:
         positions = rows + self._plan.prefix_length
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-            _write(kv, positions, keys, values)
+            kv.write(positions, keys, values)
             return attend_rows(query, kv.keys, kv.values, positions, spec)
 
         return attend
@@ -185,7 +216,14 @@ class FusedPrefill:
             total=self._total,
             layer=layer,
             deviation=deviation,
+            attention=None if self._attention is None else self._attention[rows],
+            segments=self._segments[rows],
+            sentences=None if self._sentences is None else self._sentences[rows],
         )
+
+    def _of_walk(self, by_position: npt.NDArray[np.int64]) -> torch.Tensor:
+        """[len(plan)] to the walk's rows, on its device."""
+        return torch.from_numpy(by_position[self._plan.prefix_length :]).to(self._hidden.device)
 
     def _keep(self, selected: torch.Tensor) -> None:
         """Drops the candidates that are not selected; all other rows stay active."""
@@ -211,8 +249,9 @@ def check_selector(selector: Selector, num_layers: int) -> None:
 
 
 def first_reused_layer(selector: Selector) -> int:
-    """First layer in which loaded rows may be dropped, so that their loaded KV is needed."""
-    return selector.check_layers[0] if selector.check_layers else 0
+    """First layer in which the loaded KV of candidates is needed: rows may be dropped, or the question is asked."""
+    early = selector.at_start or selector.question_rows
+    return 0 if early or not selector.check_layers else selector.check_layers[0]
 
 
 def prefill(
@@ -223,6 +262,7 @@ def prefill(
     *,
     reduce_deviation: ReduceDeviation | None = None,
     tile_rows: int = 1024,
+    sentence_end_ids: npt.NDArray[np.int64] | None = None,
 ) -> Prefill:
     """One prompt, start to first logits.
 
@@ -236,13 +276,21 @@ def prefill(
         selector: which loaded rows are recomputed.
         reduce_deviation: see `ReduceDeviation`; None on a single rank.
         tile_rows: rows that go through a layer at once.
+        sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
     """
     fallbacks: list[str] = []
     while True:
         try:
             with open_loader(plan, first_reused_layer(selector)) as loader:
-                walk = open_walk(plan)
-                run = FusedPrefill(plan, walk, loader, selector, reduce_deviation=reduce_deviation, tile_rows=tile_rows)
+                run = FusedPrefill(
+                    plan,
+                    open_walk(plan),
+                    loader,
+                    selector,
+                    reduce_deviation=reduce_deviation,
+                    tile_rows=tile_rows,
+                    sentence_end_ids=sentence_end_ids,
+                )
                 while not run.advance():
                     pass
                 result = run.result()
@@ -251,8 +299,3 @@ def prefill(
         except BlockLostError as error:
             fallbacks.append(str(error))
             plan = plan.without("all" if len(fallbacks) > 1 else error.names)
-
-
-def _write(kv: LayerKV, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    kv.keys.index_copy_(1, positions, keys)
-    kv.values.index_copy_(1, positions, values)

@@ -32,6 +32,11 @@ class LayerKV(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
 
+    def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts rows [kv_heads, n, head_dim] at these positions, [n] int64."""
+        self.keys.index_copy_(1, positions, keys)
+        self.values.index_copy_(1, positions, values)
+
 
 class Records(NamedTuple):
     """One layer's records, read and not yet in place."""
@@ -41,7 +46,7 @@ class Records(NamedTuple):
 
 
 class LayerLoader:
-    """One request's layers, loaded in order, at most `read_ahead` ahead of the one last asked for.
+    """One request's layers, loaded in order, at most `read_ahead` ahead of the furthest one asked for.
 
     Args:
         plan: what to load.
@@ -73,16 +78,22 @@ class LayerLoader:
         self._runs = _moved_runs(self._spans)
         self._turns: dict[tuple[int, int], Turn] = {}
         self._pending: dict[int, Future[Records]] = {}
+        self._given: dict[int, LayerKV] = {}
         self._thread: ThreadPoolExecutor | None = None
         self.load_s = 0.0  # reading and placing
         self.wait_s = 0.0  # of which the caller saw
 
     def layer(self, index: int) -> LayerKV:
-        """Buffers of layer `index`, loaded rows in place, all others undefined. Ask for each layer once, in order.
+        """Buffers of layer `index`, loaded rows in place, all others undefined. Ask in order.
+
+        Asked again, it hands out the same buffers as they stand: they are the request's KV cache, and nothing is
+        read or moved twice.
 
         Raises:
             BlockLostError: names every block of this layer that could not be read.
         """
+        if index in self._given:
+            return self._given[index]
         started = time.perf_counter()
         try:
             if self._read_ahead == 0 or not self._spans:
@@ -90,7 +101,8 @@ class LayerLoader:
             else:
                 self._schedule(index)
                 records = self._pending.pop(index).result()
-            return self._place(index, records)
+            self._given[index] = self._place(index, records)
+            return self._given[index]
         finally:
             self.wait_s += time.perf_counter() - started
 

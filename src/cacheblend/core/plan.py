@@ -112,6 +112,29 @@ class BlendPlan:
         """[len(prompt)] each row's place inside its segment."""
         return np.concatenate([np.arange(s.chunk_offset, s.chunk_offset + len(s)) for s in self.spans])
 
+    @cached_property
+    def segment_indices(self) -> npt.NDArray[np.int64]:
+        """[len(prompt)] index of the segment that each row belongs to."""
+        return np.repeat([s.segment for s in self.spans], [len(s) for s in self.spans]).astype(np.int64)
+
+    @cached_property
+    def stored_rows(self) -> npt.NDArray[np.int64]:
+        """Positions whose KV the store holds, exact or not, ascending."""
+        runs = [np.arange(s.start, s.stop) for s in self.spans if s.source in (Source.PREFIX, Source.LOADED)]
+        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+
+    def question_rows(self, limit: int) -> npt.NDArray[np.int64]:
+        """Positions that stand for the question, ascending: the suffix.
+
+        Of a longer one its first row (which has seen no word of the question) and its last `limit` - 1. A prompt
+        that ends in a chunk has no suffix: its last row stands for it. None of them is a candidate.
+        """
+        chunks = [s.stop for s in self.spans if self.prompt.segments[s.segment].is_chunk]
+        held = self.candidate_rows[-1:].tolist()
+        start = min(max([0, *chunks[-1:], *(row + 1 for row in held)]), len(self) - 1)
+        suffix = np.arange(start, len(self))
+        return suffix if len(suffix) <= limit else np.concatenate([suffix[:1], suffix[len(suffix) - limit + 1 :]])
+
     def missed_chunks(self) -> list[Segment]:
         """Chunks with a block that the store lacks, each once, in order."""
         missed: dict[BlockName, Segment] = {}

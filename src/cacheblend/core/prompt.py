@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, PromptTooLongError
 from cacheblend.core.naming import TokenIds, as_token_ids
 
 
@@ -84,11 +84,12 @@ class Prompt:
         """Holds the prompt against a model's limits; `reason` says what `max_length` is.
 
         Raises:
-            InvalidInputError: an id outside the vocabulary, or more tokens than the context has.
+            InvalidInputError: an id outside the vocabulary.
+            PromptTooLongError: more tokens than the context has.
         """
         check_ids(self.token_ids, vocab_size, "the prompt")
         if max_length is not None and len(self) > max_length:
-            raise InvalidInputError(
+            raise PromptTooLongError(
                 f"the prompt has {len(self)} tokens, {reason} {max_length}; use fewer or shorter chunks"
             )
 

@@ -15,6 +15,7 @@ class BlendReport:
         text_tokens: plain tokens that were computed.
         recomputed_tokens: loaded tokens that were recomputed behind the last check layer.
         row_layers: rows times layers computed; `prompt_tokens` times the model's layers is a full prefill.
+        question_row_layers: those of them that went into the question's pass.
         projected_rows: rows that went through a layer's norm and projections only.
         plan_s: names, look-ups and plan.
         load_s: time the loader spent reading and re-positioning, much of it beside the computing.
@@ -32,6 +33,7 @@ class BlendReport:
     text_tokens: int = 0
     recomputed_tokens: int = 0
     row_layers: int = 0
+    question_row_layers: int = 0
     projected_rows: int = 0
     plan_s: float = 0.0
     load_s: float = 0.0

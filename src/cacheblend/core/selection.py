@@ -1,12 +1,13 @@
 """Selectors: which of the loaded rows are recomputed.
 
-A selector is a frozen dataclass with one method. It says when it decides: at the entrance of its `check_layers`,
-or, with none, before the first layer. Nobody branches on its type.
+A selector is a frozen dataclass with one method. It says when it decides (before layer 0, at the entrance of its
+`check_layers`, or both) and what it needs for that (deviations, the question's attention). Nobody branches on its
+type. `core.query` has those that ask the question.
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 
@@ -24,8 +25,12 @@ class Candidates:
         positions: [n] int64, in the prompt.
         chunk_offsets: [n] int64, the row's place inside its chunk.
         total: candidates before any selection; ratios refer to it.
-        layer: the check layer, None before the first layer.
+        layer: the check layer, None before layer 0.
         deviation: [n] fp32 squared KV deviation at that layer, summed over all KV heads (and ranks).
+        attention: [n] fp32, how much more the question's rows attend to the row than a generic row does, see
+            `core.question`; None if the selector did not ask.
+        segments: [n] int64, the segment it belongs to.
+        sentences: [n] int64, the sentence it belongs to; None if nobody knows where sentences end.
     """
 
     positions: torch.Tensor
@@ -33,6 +38,9 @@ class Candidates:
     total: int
     layer: int | None = None
     deviation: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    sentences: torch.Tensor | None = None
 
 
 class Selector(Protocol):
@@ -40,7 +48,17 @@ class Selector(Protocol):
 
     @property
     def check_layers(self) -> tuple[int, ...]:
-        """Ascending; at the entrance of each, `select` is asked with deviations. Empty: once, before layer 0."""
+        """Ascending; at the entrance of each, `select` is asked with deviations."""
+        ...
+
+    @property
+    def at_start(self) -> bool:
+        """`select` is asked before layer 0, without deviations."""
+        ...
+
+    @property
+    def question_rows(self) -> int:
+        """Rows of the question whose attention it asks for, at most (at least 2); 0: it needs none."""
         ...
 
     @property
@@ -66,22 +84,16 @@ class Hkvd:
     check_layers: tuple[int, ...] = (1,)
     ratios: tuple[float, ...] = (0.15,)
     measure: Measure = "kv"
+    at_start: ClassVar[bool] = False
+    question_rows: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        _check_layers(self.check_layers)
-        _check_measure(self.measure)
-        if len(self.ratios) != len(self.check_layers):
-            raise InvalidInputError(
-                f"{len(self.check_layers)} check layers {self.check_layers} need as many ratios, got {self.ratios}"
-            )
-        if any(not 0 <= ratio <= 1 for ratio in self.ratios):
-            raise InvalidInputError(f"recompute ratios lie in 0..1, got {self.ratios}")
-        if list(self.ratios) != sorted(self.ratios, reverse=True):
-            raise InvalidInputError(f"ratios must not rise from one check layer to the next, got {self.ratios}")
+        check_schedule(self.check_layers, self.ratios)
+        check_measure(self.measure)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The top share by deviation."""
-        deviation, layer = _measured(candidates)
+        deviation, layer = measured(candidates)
         ratio = self.ratios[self.check_layers.index(layer)]
         count = min(row_count(ratio, candidates.total), len(deviation))
         keep = torch.zeros_like(deviation, dtype=torch.bool)
@@ -96,16 +108,18 @@ class Threshold:
     bound: float
     check_layers: tuple[int, ...] = (1,)
     measure: Measure = "kv"
+    at_start: ClassVar[bool] = False
+    question_rows: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         _check_layers(self.check_layers)
-        _check_measure(self.measure)
+        check_measure(self.measure)
         if not (math.isfinite(self.bound) and self.bound >= 0):
             raise InvalidInputError(f"a deviation bound is finite and at least 0, got {self.bound}")
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The rows above the bound."""
-        return _measured(candidates)[0] > self.bound
+        return measured(candidates)[0] > self.bound
 
 
 @dataclass(frozen=True)
@@ -116,8 +130,10 @@ class Head:
     """
 
     ratio: float
-    check_layers: tuple[int, ...] = field(default=(), init=False)
-    measure: Measure = field(default="kv", init=False)
+    check_layers: ClassVar[tuple[int, ...]] = ()
+    measure: ClassVar[Measure] = "kv"
+    at_start: ClassVar[bool] = True
+    question_rows: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -137,8 +153,10 @@ class RandomRows:
 
     ratio: float
     seed: int = 0
-    check_layers: tuple[int, ...] = field(default=(), init=False)
-    measure: Measure = field(default="kv", init=False)
+    check_layers: ClassVar[tuple[int, ...]] = ()
+    measure: ClassVar[Measure] = "kv"
+    at_start: ClassVar[bool] = True
+    question_rows: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -157,8 +175,10 @@ class RandomRows:
 class AllRows:
     """Full recompute through the fused path."""
 
-    check_layers: tuple[int, ...] = field(default=(), init=False)
-    measure: Measure = field(default="kv", init=False)
+    check_layers: ClassVar[tuple[int, ...]] = ()
+    measure: ClassVar[Measure] = "kv"
+    at_start: ClassVar[bool] = True
+    question_rows: ClassVar[int] = 0
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Everything."""
@@ -169,8 +189,10 @@ class AllRows:
 class NoRows:
     """Full reuse: what is loaded stays as it is."""
 
-    check_layers: tuple[int, ...] = field(default=(), init=False)
-    measure: Measure = field(default="kv", init=False)
+    check_layers: ClassVar[tuple[int, ...]] = ()
+    measure: ClassVar[Measure] = "kv"
+    at_start: ClassVar[bool] = True
+    question_rows: ClassVar[int] = 0
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Nothing."""
@@ -183,18 +205,31 @@ def check_ratio(ratio: float) -> None:
         raise InvalidInputError(f"a recompute ratio lies in 0..1, got {ratio}")
 
 
+def check_schedule(check_layers: tuple[int, ...], ratios: tuple[float, ...]) -> None:
+    """Raises `InvalidInputError` unless there is one ratio for each check layer, in 0..1, none above the one before."""
+    _check_layers(check_layers)
+    if len(ratios) != len(check_layers):
+        raise InvalidInputError(f"{len(check_layers)} check layers {check_layers} need as many ratios, got {ratios}")
+    if any(not 0 <= ratio <= 1 for ratio in ratios):
+        raise InvalidInputError(f"recompute ratios lie in 0..1, got {ratios}")
+    if list(ratios) != sorted(ratios, reverse=True):
+        raise InvalidInputError(f"ratios must not rise from one check layer to the next, got {ratios}")
+
+
 def row_count(ratio: float, total: int) -> int:
     """Rows that a share of `total` comes to, rounded to the nearest."""
     return round(ratio * total)
 
 
-def _measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
+def measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
+    """Deviations and check layer. Raises `InvalidInputError` before layer 0."""
     if candidates.deviation is None or candidates.layer is None:
         raise InvalidInputError("this selector decides at check layers and was asked without deviations")
     return candidates.deviation, candidates.layer
 
 
-def _check_measure(measure: Measure) -> None:
+def check_measure(measure: Measure) -> None:
+    """Raises `InvalidInputError` unless it is one of `Measure`."""
     if measure not in get_args(Measure):
         raise InvalidInputError(f"measure must be one of {', '.join(get_args(Measure))}, got {measure!r}")
 

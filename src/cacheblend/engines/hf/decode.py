@@ -114,6 +114,11 @@ class Decoding:
         """The answer so far."""
         return [int(i) for i in self._ids[0, self._prompt_length :]]
 
+    @property
+    def logits(self) -> torch.Tensor:
+        """[vocab] that the last token was drawn from; before the first, those it will be drawn from."""
+        return self._logits
+
     @torch.no_grad()
     def step(self) -> int:
         """Draws the next token; sets `finish_reason` to ``stop`` or ``length`` behind the last one."""

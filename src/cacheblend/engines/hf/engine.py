@@ -6,11 +6,13 @@ answer = engine.generate(["You answer from the passages.", Passage("..."), Passa
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
@@ -28,11 +30,13 @@ from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, f
 from cacheblend.engines.hf.fingerprint import fingerprint_model
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.request import Answer, Delta, Request, report_of
+from cacheblend.engines.hf.sentences import find_sentence_end_ids
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.tokens import Content, Message, Passage, PromptBuilder
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.walk import HfWalk
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress, WarmReport
+from cacheblend.engines.settings import Settings, settle
 from cacheblend.store import KVStore, open_store
 
 PromptLike = Prompt | Sequence[Content] | Sequence[Message]
@@ -48,6 +52,7 @@ class BlendEngine:
         config: how to blend.
         fingerprint: of the model's files; None computes it from the parameters.
         bos_id: for an engine without a tokenizer; otherwise the tokenizer says it.
+        sentence_end_ids: ids of the tokens that end a sentence, likewise.
         name: of the model, for people.
 
     Raises:
@@ -64,16 +69,23 @@ class BlendEngine:
         config: BlendConfig | None = None,
         fingerprint: str | None = None,
         bos_id: int | None = None,
+        sentence_end_ids: Sequence[int] | None = None,
         name: str = "",
     ) -> None:
         self.model, self.config, self.name = model, config or BlendConfig(), name
+        self.settings = Settings(self.config)
         self.view = ModelView(model)
         self.survey = survey_model(model, self.view)
-        check_selector(self.config.make_selector(), len(self.survey.layout.layers))
+        selector = self.config.make_selector()
+        check_selector(selector, len(self.survey.layout.layers))
         self.tokenizer = tokenizer
         self.builder = None if tokenizer is None else PromptBuilder(tokenizer)
+        self._sentence_end_ids = None if sentence_end_ids is None else np.array(sentence_end_ids, dtype=np.int64)
+        if selector.question_rows:
+            self.sentence_end_ids()  # takes up to a second, which no request should wait for
         dtype = str(self.survey.layout.dtype).removeprefix("torch.")
-        root = root_name(fingerprint or fingerprint_model(model), dtype, salt=self.config.salt)
+        self.fingerprint = fingerprint or fingerprint_model(model)
+        root = root_name(self.fingerprint, dtype, salt=self.config.salt)
         self.planner = Planner(root, self._anchor(bos_id), self.config.block_size)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else open_store(store)
@@ -85,7 +97,8 @@ class BlendEngine:
         path: str | Path,
         *,
         store: KVStore | str | Path | None = None,
-        config: BlendConfig | None = None,
+        config: BlendConfig | Mapping[str, Any] | None = None,
+        profile: str | Path | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         with_tokenizer: bool = True,
@@ -96,25 +109,30 @@ class BlendEngine:
         Args:
             path: a folder with config.json, weights and tokenizer.
             store: a store, or its URL: ``memory``, a folder, ``file:///folder?max_bytes=...&ram_bytes=...``.
-            config: how to blend.
+            config: how to blend. None takes the model's profile, if it has one, or the defaults; a mapping of some
+                fields is laid over that, see `settle`; a whole `BlendConfig` goes before any profile.
+            profile: its file, where it is not ``cacheblend.json`` in the model's folder.
             dtype: of the weights; ``auto`` takes the folder's own.
             device: None takes CUDA where there is one.
             with_tokenizer: False where all prompts are token ids.
             **model_options: for transformers' own `from_pretrained`; they become part of the blocks' names.
 
         Raises:
-            InvalidInputError: not a model folder, or no tokenizer in it.
+            InvalidInputError: not a model folder, no tokenizer in it, or a damaged profile.
             ModelNotBlendableError: the model cannot be blended; said before its weights are read where possible.
         """
         opened = open_folder(path, dtype=dtype, device=device, with_tokenizer=with_tokenizer, **model_options)
-        return BlendEngine(
+        settings = settle(config, Path(path), opened.fingerprint, profile)
+        engine = BlendEngine(
             opened.model,
             opened.tokenizer,
             store=store,
-            config=config,
+            config=settings.config,
             fingerprint=opened.fingerprint,
             name=opened.name,
         )
+        engine.settings = settings
+        return engine
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
@@ -156,6 +174,12 @@ class BlendEngine:
         """Ids that end the model's answers."""
         eos = self.model.generation_config.eos_token_id
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
+        """Ids of the tokens that end a sentence, found once; None if nobody knows them."""
+        if self._sentence_end_ids is None and self.tokenizer is not None:
+            self._sentence_end_ids = find_sentence_end_ids(self.tokenizer)
+        return self._sentence_end_ids
 
     # ---- storing ----------------------------------------------------------------------------------------
 
@@ -273,11 +297,18 @@ class BlendEngine:
             selector: overrides the configured selector.
         """
         started = time.perf_counter()
-        selector = selector or self.config.make_selector(ratio)
+        selector = selector or self.settings.selector(ratio)
         check_selector(selector, len(self.survey.layout.layers))
         plan = self.planner.plan(prompt, self.store)
         planned = time.perf_counter()
-        result = prefill(plan, self._walk, self._loader, selector, tile_rows=self.config.tile_rows)
+        result = prefill(
+            plan,
+            self._walk,
+            self._loader,
+            selector,
+            tile_rows=self.config.tile_rows,
+            sentence_end_ids=self.sentence_end_ids() if selector.question_rows else None,
+        )
         self.synchronize()
         return result, report_of(result, planned - started, time.perf_counter() - planned)
 

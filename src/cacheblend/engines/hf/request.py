@@ -82,6 +82,7 @@ def report_of(result: Prefill, plan_s: float, pass_s: float) -> BlendReport:
         text_tokens=tokens["text"],
         recomputed_tokens=result.recomputed_tokens,
         row_layers=result.row_layers,
+        question_row_layers=result.question_row_layers,
         projected_rows=result.projected_rows,
         plan_s=plan_s,
         load_s=result.load_s,

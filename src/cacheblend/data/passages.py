@@ -8,22 +8,13 @@
 | folder  | all ``*.txt`` in it, each as above |
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-
-
-@dataclass(frozen=True)
-class Text:
-    """A passage as the file has it; `title` is for people."""
-
-    text: str
-    title: str
+from cacheblend.data.files import Text, json_lines, kind, parse_json, read_passage, read_text
 
 
 @dataclass(frozen=True)
@@ -71,69 +62,34 @@ def read_row(path: Path, number: int) -> Row:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    rows = _parse(_read(path), str(path))
+    rows = parse_json(read_text(path), str(path))
     if not isinstance(rows, list):
-        raise InvalidInputError(f"{path}: expected a list of rows, found {_kind(rows)}")
+        raise InvalidInputError(f"{path}: expected a list of rows, found {kind(rows)}")
     for number, row in enumerate(rows):
         where = f"{path}, row {number}"
         if not isinstance(row, dict):
-            raise InvalidInputError(f"{where}: expected an object, found {_kind(row)}")
+            raise InvalidInputError(f"{where}: expected an object, found {kind(row)}")
         if "ctxs" not in row:
-            yield Row(None, [_passage(row, where, f"{path.stem} #{number}")])
+            yield Row(None, [read_passage(row, where, f"{path.stem} #{number}")])
             continue
         if not isinstance(row["ctxs"], list):
-            raise InvalidInputError(f"{where}, field 'ctxs': expected a list, found {_kind(row['ctxs'])}")
+            raise InvalidInputError(f"{where}, field 'ctxs': expected a list, found {kind(row['ctxs'])}")
         question = row.get("question")
         if question is not None and not isinstance(question, str):
-            raise InvalidInputError(f"{where}, field 'question': expected a text, found {_kind(question)}")
+            raise InvalidInputError(f"{where}, field 'question': expected a text, found {kind(question)}")
         passages = [
-            _passage(item, f"{where}, ctxs[{i}]", f"{path.stem} #{number}.{i}") for i, item in enumerate(row["ctxs"])
+            read_passage(item, f"{where}, ctxs[{i}]", f"{path.stem} #{number}.{i}")
+            for i, item in enumerate(row["ctxs"])
         ]
         yield Row(question, passages)
 
 
 def _lines(path: Path) -> Iterator[Text]:
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield _passage(_parse(line, where), where, f"{path.stem} #{number}")
+    for number, item in json_lines(read_text(path), path):
+        yield read_passage(item, f"{path}, line {number}", f"{path.stem} #{number}")
 
 
 def _paragraphs(path: Path) -> Iterator[Text]:
-    parts = [part.strip() for part in re.split(r"\n[ \t]*\n", _read(path))]
+    parts = [part.strip() for part in re.split(r"\n[ \t]*\n", read_text(path))]
     for number, part in enumerate((part for part in parts if part), start=1):
         yield Text(part, f"{path.stem} #{number}")
-
-
-def _passage(item: Any, where: str, fallback: str) -> Text:
-    if not isinstance(item, dict):
-        raise InvalidInputError(f"{where}: expected an object with 'text', found {_kind(item)}")
-    if "text" not in item:
-        raise InvalidInputError(f"{where}: the field 'text' is missing (found {', '.join(map(repr, item)) or 'none'})")
-    for field in ("text", "title"):
-        if not isinstance(item.get(field, ""), str):
-            raise InvalidInputError(f"{where}, field {field!r}: expected a text, found {_kind(item[field])}")
-    if not item["text"].strip():
-        raise InvalidInputError(f"{where}, field 'text': it is empty; leave empty passages out")
-    return Text(item["text"], item.get("title") or fallback)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
-    except OSError as error:
-        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path} is not UTF-8: byte {error.start} ({error.reason})") from error
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise InvalidInputError(f"{where}: not JSON: {error}") from error
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -1,0 +1,7 @@
+"""Passages and questions from a user's files."""
+
+from cacheblend.data.files import Text
+from cacheblend.data.passages import Row, read_passages, read_row
+from cacheblend.data.questions import FORMATS, QuestionRow, read_questions
+
+__all__ = ["FORMATS", "QuestionRow", "Row", "Text", "read_passages", "read_questions", "read_row"]

@@ -1,0 +1,79 @@
+"""Reads a user's text and JSON; every error names the file and the place in it. Knows no format."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend.core.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Text:
+    """A passage as the file has it; `title` is for people."""
+
+    text: str
+    title: str
+
+
+def read_text(path: Path) -> str:
+    """The file, line ends as in Unix.
+
+    Raises:
+        InvalidInputError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is not UTF-8: byte {error.start} ({error.reason})") from error
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        InvalidInputError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidInputError(f"{where}: not JSON: {error}") from error
+
+
+def json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each line that is not blank; lines are counted from 1.
+
+    Raises:
+        InvalidInputError: a line is not JSON.
+    """
+    # Not splitlines(): JSON leaves U+2028 and its like unescaped inside a text.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, parse_json(line, f"{path}, line {number}")
+
+
+def read_passage(item: Any, where: str, fallback: str) -> Text:
+    """A passage of ``{"text", "title"?}``; `fallback` is the title of one that has none.
+
+    Raises:
+        InvalidInputError: it has another form, or an empty text.
+    """
+    if not isinstance(item, dict):
+        raise InvalidInputError(f"{where}: expected an object with 'text', found {kind(item)}")
+    if "text" not in item:
+        raise InvalidInputError(f"{where}: the field 'text' is missing (found {', '.join(map(repr, item)) or 'none'})")
+    for field in ("text", "title"):
+        if not isinstance(item.get(field, ""), str):
+            raise InvalidInputError(f"{where}, field {field!r}: expected a text, found {kind(item[field])}")
+    if not item["text"].strip():
+        raise InvalidInputError(f"{where}, field 'text': it is empty; leave empty passages out")
+    return Text(item["text"], item.get("title") or fallback)
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is, for messages."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,75 @@
+"""From passages and a question to a prompt: the texts around them, chat or plain. Knows no file and no option."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend.core.prompt import Prompt
+from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.tokens import Content, Passage
+
+SEPARATOR = "\n\n"
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """What stands around the passages and the question; `Prompt`s are made in this order:
+
+    system | before | heading 1 | passage 1 | separator | heading 2 | passage 2 | separator | question
+
+    Passages are chunks, everything else is plain text. In a chat, `system` is a message of its own and the rest is
+    the user's; in a plain prompt a separator stands behind it.
+
+    Attributes:
+        system: system prompt; empty for none.
+        before: in front of the passages.
+        heading: in front of each passage; ``{number}`` counts them from 1, ``{title}`` is the passage's.
+        separator: behind each passage.
+        question: the last text; ``{question}`` is the question.
+        chat: through the chat template; None where the tokenizer has one.
+    """
+
+    system: str = ""
+    before: str = ""
+    heading: str = ""
+    separator: str = SEPARATOR
+    question: str = "{question}"
+    chat: bool | None = None
+
+    def is_chat(self, engine: BlendEngine) -> bool:
+        """Whether prompts go through the chat template."""
+        return bool(getattr(engine.tokenizer, "chat_template", None)) if self.chat is None else self.chat
+
+    def parts(self, engine: BlendEngine, passages: Sequence[Passage], question: str) -> list[Any]:
+        """What `BlendEngine.prompt` takes: texts and passages, or messages."""
+        content: list[Content] = [self.before] if self.before else []
+        for number, passage in enumerate(passages, start=1):
+            heading = fill(self.heading, {"number": str(number), "title": passage.title})
+            content += [*([heading] if heading else []), passage, self.separator]
+        content.append(fill(self.question, {"question": question}))
+        if not self.is_chat(engine):
+            return [self.system + self.separator, *content] if self.system else content
+        messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
+        return [*messages, {"role": "user", "content": [_chat_part(part) for part in content]}]
+
+    def prompt(self, engine: BlendEngine, passages: Sequence[Passage], question: str) -> Prompt:
+        """The prompt, held against the model's limits.
+
+        Raises:
+            InvalidInputError: no prompt can be made of it; as `BlendEngine.prompt`.
+            PromptTooLongError: it is over the model's context.
+        """
+        return engine.prompt(self.parts(engine, passages, question))
+
+
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """`template` with each ``{name}`` of `values` replaced; all other braces stay as they are."""
+    names = "|".join(map(re.escape, values))
+    return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)
+
+
+def _chat_part(part: Content) -> dict[str, str]:
+    if isinstance(part, Passage):
+        return {"type": "chunk", "text": part.text, "title": part.title}
+    return {"type": "text", "text": part}

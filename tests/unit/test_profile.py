@@ -1,0 +1,196 @@
+"""A profile's round trip, what it refuses, and whose settings an engine ends up with."""
+
+import json
+import logging
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.profile import QUALITY_FIELDS, RUNNING_FIELDS, Measurement, Profile, quality_settings
+from cacheblend.core.selection import AllRows, Hkvd
+from cacheblend.engines.settings import PROFILE_NAME, check_writable, read_profile, settle, write_profile
+
+SETTINGS = {"selector": "hkvd", "check_layers": (1, 2), "ratios": (0.4, 0.2), "recompute_ratio": 0.2}
+MEASURED = Measurement(
+    model="tiny",
+    data="rows.jsonl",
+    rows=350,
+    threshold=0.99,
+    confidence=0.95,
+    agreement=1.0,
+    bound=0.9915,
+    compute=0.21,
+    versions={"torch": "2.13"},
+)
+PROFILE = Profile("f1", SETTINGS, MEASURED)
+
+
+def write(path: Path, **changes: Any) -> Path:
+    """A profile's file with some fields changed; None removes one."""
+    data = {key: value for key, value in (PROFILE.to_dict() | changes).items() if value is not None}
+    path.write_text(json.dumps(data))
+    return path
+
+
+# ---- the file ---------------------------------------------------------------------------------------------
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    file = tmp_path / PROFILE_NAME
+    write_profile(file, PROFILE)
+    assert read_profile(file) == PROFILE
+    assert [child.name for child in tmp_path.iterdir()] == [PROFILE_NAME]
+
+
+def test_a_profile_may_pool_by_sentence_or_by_span(tmp_path: Path) -> None:
+    for pool in ("sentence", 8):
+        profile = Profile("f1", {"selector": "query", "pool": pool})
+        write_profile(tmp_path / "p", profile)
+        assert read_profile(tmp_path / "p").config().pool == pool
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "field 'format'"),
+        ({"format": None}, "field 'format': it is missing"),
+        ({"fingerprint": 3}, "field 'fingerprint'"),
+        ({"colour": 1}, "field 'colour': this version knows no such field"),
+        ({"settings": [1]}, "field 'settings': expected an object"),
+        ({"settings": {"salt": "x"}}, "field 'settings.salt'"),
+        ({"settings": {"speed": 1}}, "field 'settings.speed'"),
+        ({"settings": {"recompute_ratio": "much"}}, "field 'settings.recompute_ratio': expected a number"),
+        ({"settings": {"recompute_ratio": 1.5}}, "field 'settings': a recompute ratio lies in 0..1"),
+        ({"settings": {"check_layers": 1}}, "field 'settings.check_layers': expected a list of numbers"),
+        ({"settings": {"selector": "best"}}, "field 'settings': no selector is called 'best'"),
+        ({"settings": {"selector": ["hkvd"]}}, "field 'settings.selector': expected a text"),
+        ({"blend": False}, "field 'blend'"),
+        ({"measured": {"rows": 1.5}}, "field 'measured.rows': expected a whole number"),
+        ({"measured": {"luck": 1}}, "field 'measured.luck'"),
+        ({"measured": {"versions": {"torch": 2}}}, "field 'measured.versions'"),
+    ],
+)
+def test_names_the_file_and_the_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    file = write(tmp_path / PROFILE_NAME, **changes)
+    with pytest.raises(InvalidInputError) as caught:
+        read_profile(file)
+    assert str(file) in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "{}"])
+def test_refuses_a_damaged_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / PROFILE_NAME
+    file.write_text(text)
+    with pytest.raises(InvalidInputError, match=PROFILE_NAME.replace(".", r"\.")):
+        read_profile(file)
+
+
+def test_says_that_a_folder_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *_: Any, **__: Any) -> int:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_text", refuse)  # whoever runs the tests may write anywhere
+    for act in (lambda: check_writable(tmp_path / "p"), lambda: write_profile(tmp_path / "p", PROFILE)):
+        with pytest.raises(InvalidInputError, match="Permission denied; name another place with --profile"):
+            act()
+
+
+def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    write_profile(tmp_path / "p", PROFILE)
+    check_writable(tmp_path / "p")
+    check_writable(tmp_path / "new")
+    assert [child.name for child in tmp_path.iterdir()] == ["p"]
+    assert read_profile(tmp_path / "p") == PROFILE
+
+
+# ---- settings ---------------------------------------------------------------------------------------------
+
+
+def test_every_field_either_decides_quality_or_does_not() -> None:
+    """A new field of `BlendConfig` is one that decides quality unless it is listed."""
+    assert {field.name for field in fields(BlendConfig)} >= RUNNING_FIELDS
+    assert {"selector", "recompute_ratio", "check_layers", "ratios", "measure", "threshold"} <= QUALITY_FIELDS
+
+
+def test_a_profile_cannot_set_how_an_engine_runs() -> None:
+    with pytest.raises(InvalidInputError, match="a profile cannot set 'salt'"):
+        Profile("f1", {"salt": "x"})
+
+
+def test_without_a_configuration_the_profile_decides(tmp_path: Path) -> None:
+    write(tmp_path / PROFILE_NAME)
+    found = settle(None, tmp_path, "f1")
+    assert found.config == BlendConfig(**SETTINGS)
+    assert found.profile == PROFILE
+    assert "hkvd, check_layers 1 2" in found.source
+
+
+def test_fields_that_do_not_decide_quality_are_laid_over_the_profile(tmp_path: Path) -> None:
+    write(tmp_path / PROFILE_NAME)
+    found = settle({"salt": "x", "capture": False}, tmp_path, "f1")
+    assert found.config == replace(BlendConfig(**SETTINGS), salt="x", capture=False)
+
+
+def test_one_field_that_decides_quality_sets_the_profile_aside(tmp_path: Path) -> None:
+    write(tmp_path / PROFILE_NAME)
+    found = settle({"recompute_ratio": 0.3}, tmp_path, "f1")
+    assert found.config == BlendConfig(recompute_ratio=0.3)
+    assert found.profile is None
+    assert PROFILE.config(recompute_ratio=0.3) == found.config
+
+
+def test_a_whole_configuration_wins_over_a_damaged_profile(tmp_path: Path) -> None:
+    (tmp_path / PROFILE_NAME).write_text("{")
+    assert settle(BlendConfig(), tmp_path, "f1").config == BlendConfig()
+    with pytest.raises(InvalidInputError, match="damaged"):
+        settle(None, tmp_path, "f1")
+
+
+def test_a_profile_of_other_weights_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / PROFILE_NAME)
+    found = settle(None, tmp_path, "f2")
+    assert (found.config, found.profile) == (BlendConfig(), None)
+    assert "other weights" in found.source
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert str(tmp_path / PROFILE_NAME) in caplog.text
+
+
+def test_a_profile_that_says_not_to_blend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_profile(tmp_path / PROFILE_NAME, Profile("f1", {"selector": "all"}, MEASURED))
+    found = settle({"salt": "x"}, tmp_path, "f1")
+    assert found.selector() == AllRows()
+    assert found.selector(0.3) == Hkvd(ratios=(0.3,)), "a ratio tells it to blend"
+    assert len(caplog.records) == 1
+    assert "nothing is blended" in caplog.text
+    assert settle({"recompute_ratio": 0.3}, tmp_path, "f1").selector() == Hkvd(ratios=(0.3,))
+
+
+def test_a_profile_elsewhere(tmp_path: Path) -> None:
+    elsewhere = write(tmp_path / "other.json")
+    assert settle(None, tmp_path / "model", "f1", elsewhere).profile == PROFILE
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        settle(None, tmp_path, "f1", tmp_path / "none.json")
+    for config in (BlendConfig(), {"selector": "none"}):
+        with pytest.raises(InvalidInputError, match="has no say"):
+            settle(config, tmp_path, "f1", elsewhere)
+
+
+def test_no_profile_means_the_defaults(tmp_path: Path) -> None:
+    found = settle(None, tmp_path, "f1")
+    assert (found.config, found.profile) == (BlendConfig(), None)
+    assert "has no profile" in found.source
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(InvalidInputError, match="no field 'ratio'"):
+        settle({"ratio": 0.3}, Path(), "f1")
+
+
+def test_quality_settings_are_those_that_differ() -> None:
+    assert quality_settings(BlendConfig(salt="x")) == {"selector": "hkvd"}
+    assert quality_settings(BlendConfig(**SETTINGS)) == SETTINGS
