@@ -24,6 +24,7 @@ from cacheblend.core.report import BlendReport
 from cacheblend.data import read_passages, read_row
 from cacheblend.engines.hf.request import Answer, Delta
 from cacheblend.engines.hf.tiny import TinyShape, build_tiny
+from cacheblend.engines.settings import Settings
 
 PASSAGES = [
     "The lighthouse was lit in 1871 and its keepers wrote down the weather.",
@@ -191,7 +192,7 @@ def test_ask_compares_with_full_recompute(run: Run, model: Path, data: Path, sto
     assert "the same first token" in shown.err
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "head", "random", "none", "all"])
+@pytest.mark.parametrize("selector", ["hkvd", "query", "hybrid", "head", "random", "none", "all"])
 def test_ask_takes_every_selector(run: Run, model: Path, data: Path, store: Path, selector: str) -> None:
     found = run("ask", "-m", model, "-s", store, "-d", data, "-n", 1, "--selector", selector, "--json").json
     share = {"none": 0.0, "all": 1.0}.get(selector, 0.15)
@@ -360,7 +361,7 @@ def test_an_answer_is_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) 
 
     answer = ask._stream(Engine(), None, None, quiet=False)  # type: ignore[arg-type]
     assert capsys.readouterr().out == "".join(pieces) + "\n"
-    ask._show(answer, 3, as_json=False)
+    ask._show(answer, 3, Settings(), as_json=False)
     assert "fallback: a block of [/x] [y] was lost" in capsys.readouterr().err
 
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import typer
 
-from cacheblend.cli import ask, bench, demo, doctor, store, warm
+from cacheblend.cli import ask, bench, demo, doctor, evaluate, inspect, store, warm
 from cacheblend.cli.output import error_text, print_error
 
 ERROR = 2
+WRITES_JSON = (["bench"], ["evaluate"])  # there --json names a file
 
 app = typer.Typer(
     name="cacheblend",
@@ -31,6 +32,8 @@ app.command("doctor", rich_help_panel=FIRST)(doctor.doctor)
 app.command("warm", rich_help_panel=DAILY)(warm.warm)
 app.command("ask", rich_help_panel=DAILY)(ask.ask)
 app.add_typer(store.app, name="store", rich_help_panel=DAILY)
+app.command("evaluate", rich_help_panel=MEASURE)(evaluate.evaluate)
+app.command("inspect", rich_help_panel=MEASURE)(inspect.inspect)
 app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
 
 
@@ -57,5 +60,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         if not isinstance(error, CacheBlendError | OSError):
             raise
-        print_error(error_text(error), as_json="--json" in arguments and arguments[:1] != ["bench"])
+        print_error(error_text(error), as_json="--json" in arguments and arguments[:1] not in WRITES_JSON)
         sys.exit(ERROR)

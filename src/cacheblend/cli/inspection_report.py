@@ -1,0 +1,74 @@
+"""An inspection for people."""
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from cacheblend.cli.output import share_text
+from cacheblend.evaluation.inspection import Inspection
+
+KEY = (
+    "All against full recompute. KV: deviation of the loaded tokens, relative to the norm of fresh KV; top 15 %: the "
+    "share of it that so many tokens hold; next: rank correlation with the next layer; attention: deviation of the "
+    "question's attention to what stands in front of it."
+)
+
+
+def table(facts: dict[str, Any]) -> Table:
+    """A line a layer."""
+    table = Table(
+        title=Text(f"What blending does to this prompt, {facts['model']}", "table.title"),
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    columns = ("layer", "KV reuse", "KV blend", "top 15 %", "next", "attention reuse", "attention blend")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for layer in facts["layers"]:
+        attention = layer["attention_deviation"]
+        table.add_row(
+            str(layer["layer"]),
+            _number(layer["mean_deviation"]["reuse"]),
+            _number(layer["mean_deviation"]["blend"]),
+            "" if layer["top_share"] is None else share_text(layer["top_share"], 1),
+            _number(layer["correlation_with_next"]),
+            _number(attention["reuse"]),
+            _number(attention["blend"]),
+        )
+    return table
+
+
+def lines(found: Inspection, facts: dict[str, Any]) -> list[str | Text]:
+    """What the table does not say: tokens, first tokens, and the notes."""
+    loaded, again = facts["loaded_tokens"], facts["recomputed_tokens"]
+    told: list[str | Text] = [
+        f"\n{facts['prompt_tokens']} tokens, {loaded} of them loaded at a new position; blend recomputes {again} "
+        f"({share_text(again, loaded)}) by {facts['selector']}; settings: {facts['settings']}"
+    ]
+    for name, arm in (("full reuse", "reuse"), ("blend", "blend")):
+        close = facts["first_token"][arm]
+        same = "the same as full recompute's" if close["top_1"] else "not full recompute's"
+        share = share_text(facts["compute"][arm], 1)
+        told.append(f"{name}: first token {same}, KL {close['kl']:.2g} nats; {share} of a full prefill's compute")
+    return [*told, *(Text.assemble(("note:", "yellow"), f" {note}") for note in _notes(found))]
+
+
+def _notes(found: Inspection) -> list[str]:
+    """Chunks that are not, or not wholly, loaded at a new position."""
+    reasons = {"prefix": "is an exact prefix of this prompt: nothing in it deviates", "miss": "is not in the store"}
+    notes = []
+    for part in (part for part in found.parts if part.is_chunk):
+        start, stop = part.runs[0]
+        for source, reason in reasons.items():
+            count = found.sources[start:stop].count(source)
+            some = "" if count == len(part) else f" ({count} of {len(part)} tokens)"
+            notes += [f"{part.label}{some} {reason}"] if count else []
+    return notes
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

@@ -1,0 +1,195 @@
+"""`cacheblend doctor --quality`: from a user's file to the gate, and from its result to a table and a profile."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend.cli.models import open_engine
+from cacheblend.cli.output import console, print_json, progress, share_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cacheblend.engines.hf import BlendEngine
+    from cacheblend.evaluation.gate import Bar, GateResult, GateRow, Tried
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """What a user set.
+
+    Attributes:
+        model: folder.
+        data: file of questions with passages.
+        form: of that file.
+        chunk_tokens: of the passages that a whole context is split into.
+        limit: rows at most; None for all.
+        template: name of the prompts' template.
+        templates: a file of templates; None: those that ship.
+        selectors, ratios: to try; empty for all.
+        seed: of the split of the rows.
+        store: URL.
+        profile: where it is written; None writes none.
+        dtype, device: of the model.
+    """
+
+    model: Path
+    data: Path
+    form: str = "auto"
+    chunk_tokens: int = 256
+    limit: int | None = None
+    template: str = "bare"
+    templates: Path | None = None
+    selectors: tuple[str, ...] = ()
+    ratios: tuple[float, ...] = ()
+    seed: int = 0
+    store: str = "memory"
+    profile: Path | None = None
+    dtype: str = "auto"
+    device: str | None = None
+
+
+def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
+    """Runs the gate, prints what it found, writes the profile. True if a setting passed."""
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.data import read_questions
+    from cacheblend.engines.settings import check_writable, write_profile
+    from cacheblend.evaluation.candidates import grid
+    from cacheblend.evaluation.gate import profile_of, run_gate
+    from cacheblend.evaluation.scorers import WordF1
+    from cacheblend.evaluation.templates import read_template
+
+    template = read_template(options.template, options.templates)
+    questions = read_questions(options.data, options.form)[: options.limit]
+    if options.profile is not None:
+        check_writable(options.profile)
+    bar = replace(bar, stop=template.stop, scorer=WordF1())
+    config = BlendConfig(capture=False)
+    store = options.store
+    with open_engine(options.model, store, config, dtype=options.dtype, device=options.device, quiet=as_json) as engine:
+        candidates = grid(len(engine.survey.layout.layers), options.selectors, options.ratios)
+        rows = _rows(engine, questions, template.layout, options.chunk_tokens)
+        with progress("asking", "rows", quiet=as_json) as advance:
+            result = run_gate(engine, rows, candidates, bar, seed=options.seed, progress=advance)
+        written = options.profile if result.verdict != "too few rows" else None
+        if written is not None:
+            write_profile(written, profile_of(engine, result, options.data))
+    if as_json:
+        print_json(result.to_dict() | {"profile": None if written is None else str(written)})
+    else:
+        _show(result, options, written)
+    return result.verdict == "passed"
+
+
+def _rows(engine: "BlendEngine", questions: Any, layout: Any, chunk_tokens: int) -> list["GateRow"]:
+    """Prompts of any length; the gate leaves out and counts those that are too long."""
+    from cacheblend.data.split import split_contexts
+    from cacheblend.engines.hf import Passage
+    from cacheblend.evaluation.gate import GateRow
+
+    def count(text: str) -> int:
+        assert engine.builder is not None  # opened with its tokenizer
+        return len(engine.builder.encode(text))
+
+    rows = []
+    for question in split_contexts(questions, count, chunk_tokens):
+        passages = [Passage(text.text, text.title) for text in question.passages]
+        rows.append(GateRow(layout.parts(engine, passages, question.question), question.answers))
+    return rows
+
+
+# ---- what is shown ----------------------------------------------------------------------------------------
+
+
+def _show(result: "GateResult", options: GateOptions, written: Path | None) -> None:
+    out = console()
+    searched = "search: all settings, on rows that count for nothing else"
+    out.print(_table(searched, result.searched, result.bar))
+    if result.confirmed:
+        part = (
+            f", each held to {100 * result.bar.part(result.attempts).confidence:.3g} %" if result.attempts > 1 else ""
+        )
+        out.print(_table(f"confirmation: on fresh rows{part}", result.confirmed, result.bar))
+    for line in _notes(result):
+        out.print(f"note: {line}", style="yellow", soft_wrap=True)
+    out.print(_verdict(result), style="bold green" if result.chosen else "bold red", soft_wrap=True)
+    if written is not None:
+        out.print(f"profile written to {written}", soft_wrap=True)
+    elif result.verdict != "too few rows":
+        out.print("no profile written (--dry-run)")
+    else:
+        out.print(f"no profile written; {options.model.name} stays as it is", soft_wrap=True)
+
+
+def _table(title: str, tried: list["Tried"], bar: "Bar") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    with_f1 = any(one.found and one.found.f1_rows for one in tried)
+    columns = ["compute", "agree", "bound", "KL", *(["F1 - full", "bound"] if with_f1 else []), "faster"]
+    table.add_column("setting", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for one in tried:
+        found = one.found
+        if found is None:
+            table.add_row(one.candidate.name, *[""] * len(columns), "no row")
+            continue
+        f1 = [_signed(found.f1_difference), _signed(found.f1_bound)] if with_f1 else []
+        table.add_row(
+            one.candidate.name,
+            share_text(found.compute, 1),
+            f"{found.agreed}/{found.rows}",
+            share_text(found.bound, 1),
+            f"{found.kl:.2g}",
+            *f1,
+            f"{found.ttft_ratio:.1f} x",
+            _outcome(one, bar),
+            style="green" if one.passes else "",
+        )
+    return table
+
+
+def _outcome(one: "Tried", bar: "Bar") -> str:
+    if one.passes:
+        return "passes"
+    if one.stopped:
+        return "given up"
+    assert one.found is not None
+    return "fails" if one.found.agreement < bar.threshold else "not shown"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3f}"
+
+
+def _notes(result: "GateResult") -> list[str]:
+    """What limits the verdict."""
+    skipped, bar = result.skipped, result.bar
+    counts = (
+        (skipped.too_long, "are longer than the model's context"),
+        (skipped.repeated, "repeat an earlier one"),
+        (skipped.nothing_to_blend, "have nothing to blend"),
+    )
+    lines = [f"{count} rows {why}, and were left out" for count, why in counts if count]
+    labelled = max((one.found.f1_rows for one in result.confirmed if one.found), default=0)
+    if 0 < labelled < bar.needed_f1_rows:
+        lines.append(
+            f"{labelled} confirmed rows have gold answers; fewer than {bar.needed_f1_rows} cannot show that F1 stays "
+            f"within {bar.f1_margin:g}, so agreement is what counts"
+        )
+    return lines
+
+
+def _verdict(result: "GateResult") -> str:
+    bar, chosen = result.bar, result.chosen
+    wanted = f"{100 * bar.threshold:g} % agreement of first tokens with full recompute, at {100 * bar.confidence:g} %"
+    if chosen is not None and chosen.found is not None:
+        return f"{chosen.candidate.name}: {share_text(chosen.found.compute, 1)} of the compute holds {wanted}"
+    if result.verdict == "too few rows":
+        return (
+            f"too few rows to know: {result.search_rows} are there, {wanted} takes {2 * bar.needed_rows} without a "
+            "single error (half to search, half to confirm); nothing was confirmed"
+        )
+    return f"no setting was shown to hold {wanted}: this model is not blended unless told to"

@@ -1,0 +1,201 @@
+"""Agreement with full recompute on the same ids: what can be said of a model without gold answers."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cacheblend.core.prompt import Prompt
+from cacheblend.core.report import BlendReport
+from cacheblend.core.selection import Selector
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.arms import FirstToken, agreement, finish, full_recompute
+from cacheblend.engines.hf.decode import fill_cache
+from cacheblend.evaluation.bounds import lower_bound, mean_lower_bound
+from cacheblend.evaluation.compute import ComputeScale
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Full recompute's part of a comparison.
+
+    Attributes:
+        logits: [vocab] of the prompt's last position.
+        ttft_s: seconds to them.
+        token_ids: greedy, up to as many as were asked for.
+        score: of the answer; None without gold answers.
+    """
+
+    logits: torch.Tensor
+    ttft_s: float
+    token_ids: list[int]
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt by one selector, held against full recompute.
+
+    Attributes:
+        top_1: both find the same first token the likeliest.
+        kl: KL(full || other) of the first token, in nats.
+        equal_tokens: share of the greedy answer's positions in front of the first difference; None if none was drawn.
+        equal_answer: the greedy answers are the same; None likewise.
+        compute: share of a full prefill's work, see `ComputeScale`.
+        ttft_s, full_ttft_s: seconds to the first logits, of both.
+        score, full_score: of the answers, None without gold answers.
+    """
+
+    top_1: bool
+    kl: float
+    equal_tokens: float | None
+    equal_answer: bool | None
+    compute: float
+    ttft_s: float
+    full_ttft_s: float
+    score: float | None = None
+    full_score: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Many samples.
+
+    Attributes:
+        rows: samples.
+        agreed: of them with the same first token.
+        agreement: the share of that.
+        bound: its one-sided lower bound (Clopper-Pearson).
+        kl: mean KL, in nats.
+        equal_tokens: mean share of the greedy answer in front of the first difference; None if none was drawn.
+        equal_answers: share of answers that are the same throughout.
+        compute: mean share of a full prefill's work.
+        ttft_ratio: median of full recompute's TTFT over this one's.
+        f1_rows: samples with gold answers; the three figures below are None where there are none.
+        f1, f1_difference: mean score, and mean of its difference to full recompute's.
+        f1_bound: one-sided lower bound of that difference (paired bootstrap).
+    """
+
+    rows: int
+    agreed: int
+    agreement: float
+    bound: float
+    kl: float
+    equal_tokens: float | None
+    equal_answers: float | None
+    compute: float
+    ttft_ratio: float
+    f1_rows: int = 0
+    f1: float | None = None
+    f1_difference: float | None = None
+    f1_bound: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def reference(
+    engine: BlendEngine,
+    prompt: Prompt,
+    *,
+    tokens: int = 0,
+    stop: Sequence[str] = (),
+    score: Callable[[str], float] | None = None,
+) -> Reference:
+    """Full recompute of a prompt.
+
+    Args:
+        engine: whose model is asked.
+        prompt: checked by `engine.prompt`.
+        tokens: of a greedy answer; 0 for the first token's logits alone.
+        stop: texts that end the answer.
+        score: of the answer's text; None without gold answers.
+    """
+    first = full_recompute(engine, prompt)
+    text, ids = _answer(engine, prompt, first, tokens, stop)
+    return Reference(first.logits, first.ttft_s, ids, None if score is None else score(text))
+
+
+def compare(
+    engine: BlendEngine,
+    prompt: Prompt,
+    selector: Selector,
+    full: Reference,
+    *,
+    tokens: int = 0,
+    stop: Sequence[str] = (),
+    score: Callable[[str], float] | None = None,
+) -> tuple[Sample, BlendReport]:
+    """One selector on a prompt, against `reference` of the same arguments. Stores nothing."""
+    result, report = engine.prefill(prompt, selector=selector)
+    close = agreement(result.logits, full.logits)
+    cache = fill_cache(engine.model, result.kv) if tokens else None
+    first = FirstToken(result.logits, report.ttft_s, report.row_layers, cache, report)
+    text, ids = _answer(engine, prompt, first, tokens, stop)
+    sample = Sample(
+        top_1=close.top_1,
+        kl=close.kl,
+        equal_tokens=equal_share(ids, full.token_ids) if tokens else None,
+        equal_answer=ids == full.token_ids if tokens else None,
+        compute=ComputeScale.of(engine).share(report.row_layers, report.projected_rows, report.prompt_tokens),
+        ttft_s=report.ttft_s,
+        full_ttft_s=full.ttft_s,
+        score=None if score is None else score(text),
+        full_score=full.score,
+    )
+    return sample, report
+
+
+def equal_share(ids: Sequence[int], full: Sequence[int]) -> float:
+    """Positions in front of the first difference, as a share of the longer answer's."""
+    longest = max(len(ids), len(full))
+    equal = next((i for i, (a, b) in enumerate(zip(ids, full, strict=False)) if a != b), min(len(ids), len(full)))
+    return equal / longest if longest else 1.0
+
+
+def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0) -> Summary:
+    """Means and bounds of samples of one selector.
+
+    Args:
+        samples: at least one.
+        confidence: of the one-sided bounds.
+        seed: of the bootstrap.
+
+    Raises:
+        InvalidInputError: there is no sample.
+    """
+    agreed = sum(sample.top_1 for sample in samples)
+    bound = lower_bound(agreed, len(samples), confidence)
+    tokens = [sample.equal_tokens for sample in samples if sample.equal_tokens is not None]
+    answers = [sample.equal_answer for sample in samples if sample.equal_answer is not None]
+    scores = [(s.score, s.full_score) for s in samples if s.score is not None and s.full_score is not None]
+    differences = [score - full for score, full in scores]
+    return Summary(
+        rows=len(samples),
+        agreed=agreed,
+        agreement=agreed / len(samples),
+        bound=bound,
+        kl=statistics.fmean(sample.kl for sample in samples),
+        equal_tokens=statistics.fmean(tokens) if tokens else None,
+        equal_answers=statistics.fmean(answers) if answers else None,
+        compute=statistics.fmean(sample.compute for sample in samples),
+        ttft_ratio=statistics.median(sample.full_ttft_s / sample.ttft_s for sample in samples),
+        f1_rows=len(scores),
+        f1=statistics.fmean(score for score, _ in scores) if scores else None,
+        f1_difference=statistics.fmean(differences) if scores else None,
+        f1_bound=mean_lower_bound(differences, confidence, seed) if scores else None,
+    )
+
+
+def _answer(
+    engine: BlendEngine, prompt: Prompt, first: FirstToken, tokens: int, stop: Sequence[str]
+) -> tuple[str, list[int]]:
+    """A greedy answer behind a prefill: (text, ids); nothing of 0 tokens."""
+    if tokens < 1:
+        return "", []
+    limit = engine.survey.max_length
+    room = tokens if limit is None else min(tokens, limit - len(prompt) + 1)
+    return finish(engine, prompt, first, SamplingParams(max_tokens=room, stop=tuple(stop)))

@@ -1,0 +1,122 @@
+"""Bounds of what was measured on few rows: exact ones of proportions, bootstrap ones of means."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.evaluation.bootstrap import bootstrap_means
+
+RESAMPLES = 10_000
+_HALVINGS = 60
+
+
+def lower_bound(successes: int, trials: int, confidence: float) -> float:
+    """Clopper-Pearson's one-sided lower bound of a proportion: exact, never too high for any number of trials.
+
+    It is the proportion at which so many successes or more have the probability 1 - `confidence`.
+
+    Raises:
+        InvalidInputError: impossible counts, or a confidence outside 0..1.
+    """
+    _check(successes, trials, confidence)
+    error = 1 - confidence
+    if successes == 0:
+        return 0.0
+    if successes == trials:
+        return float(error ** (1 / trials))
+    logs = _log_coefficients(successes, trials)
+    low, high = 0.0, successes / trials
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _tail(logs, successes, trials, middle) < error:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def reaches(successes: int, trials: int, threshold: float, confidence: float) -> bool:
+    """The lower bound is at or above the threshold."""
+    _check(successes, trials, confidence)
+    check_share("threshold", threshold)
+    if successes == 0:
+        return False
+    return _tail(_log_coefficients(successes, trials), successes, trials, threshold) <= 1 - confidence
+
+
+def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
+    """Fewest rows of which so many may fail while the lower bound reaches the threshold: 299 for 99 % at 95 %.
+
+    Raises:
+        InvalidInputError: threshold or confidence do not lie between 0 and 1.
+    """
+    check_share("threshold", threshold)
+    check_share("confidence", confidence)
+    rows = max(math.floor(math.log(1 - confidence) / math.log(threshold)), errors + 1)
+    while not reaches(rows - errors, rows, threshold, confidence):
+        rows += 1
+    return rows
+
+
+def allowed_errors(rows: int, threshold: float, confidence: float) -> int:
+    """Most errors that so many rows may have while the lower bound reaches the threshold; -1: not even none."""
+    errors = -1
+    while errors + 1 < rows and reaches(rows - errors - 1, rows, threshold, confidence):
+        errors += 1
+    return errors
+
+
+def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confidence: float, seed: int = 0) -> float:
+    """Bootstrap's one-sided lower bound of a mean (percentiles of resampled means).
+
+    Args:
+        values: one a row; for paired arms their differences.
+        confidence: one-sided.
+        seed: of the resampling.
+
+    Raises:
+        InvalidInputError: there are no values.
+    """
+    check_share("confidence", confidence)
+    found = np.asarray(values, dtype=np.float64)
+    if found.size == 0:
+        raise InvalidInputError("a mean of no values has no bound")
+    means = bootstrap_means(found[:, None], resamples=RESAMPLES, level=2 * confidence - 1, seed=seed)
+    return float(means.low[0])
+
+
+def check_share(name: str, value: float) -> None:
+    """Raises `InvalidInputError` unless 0 < value < 1."""
+    if not (math.isfinite(value) and 0 < value < 1):
+        raise InvalidInputError(f"{name} must lie between 0 and 1, both excluded, got {value}")
+
+
+def _log_coefficients(successes: int, trials: int) -> npt.NDArray[np.float64]:
+    """Logarithms of the binomial coefficients of `successes`..`trials`."""
+    logs = _log_factorials(1 << trials.bit_length())
+    found: npt.NDArray[np.float64] = logs[trials] - logs[successes : trials + 1] - logs[: trials - successes + 1][::-1]
+    return found
+
+
+@cache
+def _log_factorials(count: int) -> npt.NDArray[np.float64]:
+    """Logarithms of 0!..count!"""
+    return np.array([math.lgamma(k + 1) for k in range(count + 1)])
+
+
+def _tail(logs: npt.NDArray[np.float64], successes: int, trials: int, proportion: float) -> float:
+    """Probability of at least so many successes, 0 < proportion < 1; summed in logarithms."""
+    counts = np.arange(successes, trials + 1)
+    logs = logs + counts * math.log(proportion) + (trials - counts) * math.log1p(-proportion)
+    largest = float(logs.max())
+    return math.exp(largest) * float(np.exp(logs - largest).sum())
+
+
+def _check(successes: int, trials: int, confidence: float) -> None:
+    check_share("confidence", confidence)
+    if trials < 1 or not 0 <= successes <= trials:
+        raise InvalidInputError(f"{successes} of {trials} is no proportion; it needs a trial, and 0..trials successes")

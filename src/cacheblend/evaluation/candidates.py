@@ -1,0 +1,109 @@
+"""The settings that the gate tries, from cheap to dear."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.selection import Selector, check_ratio
+from cacheblend.evaluation.choices import SelectorChoice
+
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+SELECTORS = ("hkvd", "gradual", "query", "hybrid")
+HKVD_CHECKS = (1, 2)
+GRADUAL_CHECKS = (1, 2, 3)
+GRADUAL_FACTORS = (3, 2, 1)  # of the ratio that is left in the end
+WITHOUT_RATIO = {"all": 1.0, "none": 0.0}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting.
+
+    Attributes:
+        name: for people.
+        settings: fields of `BlendConfig` that decide quality.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+
+    def selector(self) -> Selector:
+        """The selector it comes to."""
+        return BlendConfig(**self.settings).make_selector()
+
+
+def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = ()) -> list[Candidate]:
+    """Candidates by expected compute, ascending.
+
+    Args:
+        layers: of the model; checks that it has no room for are left out.
+        selectors: names of `BlendConfig`, and ``gradual`` (hkvd with falling ratios), with further settings where
+            wanted (see `SelectorChoice`); empty: `SELECTORS`.
+        ratios: shares of loaded tokens to recompute; empty: `RATIOS`.
+
+    Raises:
+        InvalidInputError: an unknown selector, a ratio outside 0..1, or a model with too few layers for any of it.
+    """
+    for ratio in ratios:
+        check_ratio(ratio)
+    names = selectors or SELECTORS
+    found = [c for name in names for c in _of_selector(name, tuple(ratios or RATIOS), layers)]
+    if not found:
+        raise InvalidInputError(f"a model of {layers} layers has no room for the checks of {', '.join(names)}")
+    return sorted(found, key=lambda candidate: expected_compute(candidate, layers))
+
+
+def expected_compute(candidate: Candidate, layers: int) -> float:
+    """Share of a full prefill's row-layers over rows that are all loaded; what is measured may be more."""
+    config = BlendConfig(**candidate.settings)
+    if config.selector in WITHOUT_RATIO:
+        return WITHOUT_RATIO[config.selector]
+    checks = config.make_selector().check_layers
+    if not checks:
+        return config.recompute_ratio
+    shares = config.ratios or (config.recompute_ratio,) * len(checks)
+    ends = (*checks[1:], layers)
+    active = sum(share * (end - start) for share, start, end in zip(shares, checks, ends, strict=False))
+    return (checks[0] + active) / layers
+
+
+def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[Candidate]:
+    """A selector as it was asked for, at every ratio."""
+    choice = SelectorChoice.parse(text)
+    asked = dict(choice.settings)
+    if asked["selector"] in WITHOUT_RATIO:
+        yield _candidate(choice.text, asked)
+    elif asked["selector"] == "hkvd":
+        for check in HKVD_CHECKS:
+            if check < layers:
+                name = choice.text.replace("hkvd", f"hkvd@{check}", 1)
+                for ratio in ratios:
+                    yield _candidate(f"{name} r={ratio:g}", asked | _at(ratio) | {"check_layers": (check,)})
+    elif asked["selector"] == "gradual":
+        if GRADUAL_CHECKS[-1] < layers:
+            for ratio in ratios:
+                yield _candidate(f"{choice.text} r={ratio:g}", asked | _gradual(ratio))
+    else:
+        for ratio in ratios:
+            yield _candidate(f"{choice.text} r={ratio:g}", asked | _at(ratio))
+
+
+def _candidate(name: str, settings: dict[str, Any]) -> Candidate:
+    """Checked: the settings have a selector."""
+    candidate = Candidate(name, settings)
+    try:
+        candidate.selector()
+    except TypeError as error:
+        raise InvalidInputError(f"selector {name!r}: a setting has the wrong type: {error}") from error
+    return candidate
+
+
+def _at(ratio: float) -> dict[str, Any]:
+    return {"recompute_ratio": ratio}
+
+
+def _gradual(ratio: float) -> dict[str, Any]:
+    falling = tuple(min(1.0, round(factor * ratio, 6)) for factor in GRADUAL_FACTORS)
+    return {"selector": "hkvd", "recompute_ratio": ratio, "check_layers": GRADUAL_CHECKS, "ratios": falling}

@@ -1,0 +1,214 @@
+"""The gate: the cheapest setting that is shown to agree with full recompute, on a user's own model and prompts.
+
+rows --split by seed--> | search: every candidate, few survive | confirmation: fresh rows, only these count |
+
+The search chooses, so what it measured of the chosen looks better than it is. Therefore the chosen one is measured
+again on rows that the search has not seen, and passes by these alone. Where it fails, the next dearer one is tried on
+the same rows; how many such attempts there may be is fixed beforehand, by the number of rows, and each is held to its
+part of the error (Bonferroni), so that all of them together let a setting pass wrongly with 1 - `confidence` at most.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from cacheblend import __version__
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.profile import Measurement, Profile
+from cacheblend.core.selection import Selector
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.evaluation.agreement import Summary, summarise
+from cacheblend.evaluation.candidates import Candidate
+from cacheblend.evaluation.gate_run import Bar, GateRow, Progress, Run, Skipped, Tried, nothing_left, prepare
+
+ATTEMPTS = 3
+
+
+__all__ = [
+    "Bar",
+    "GateResult",
+    "GateRow",
+    "Progress",
+    "Skipped",
+    "Tried",
+    "attempts_for",
+    "check",
+    "profile_of",
+    "promising",
+    "run_gate",
+]
+
+Verdict = Literal["passed", "none passes", "too few rows"]
+
+
+@dataclass
+class GateResult:
+    """What the gate found.
+
+    Attributes:
+        bar: what was asked for.
+        verdict: whether a setting passed, or whether there were too few rows to know.
+        searched: all candidates on the first part of the rows, by compute; evidence of nothing.
+        confirmed: the attempts on the second part, in order.
+        chosen: the attempt that passed.
+        search_rows, confirm_rows: rows of the two parts.
+        attempts: how many there could have been.
+        skipped: rows that were left out.
+    """
+
+    bar: Bar
+    verdict: Verdict
+    searched: list[Tried]
+    confirmed: list[Tried]
+    chosen: Tried | None
+    search_rows: int
+    confirm_rows: int
+    attempts: int
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        bar = self.bar
+        return {
+            "verdict": self.verdict,
+            "threshold": bar.threshold,
+            "confidence": bar.confidence,
+            "f1_margin": bar.f1_margin,
+            "needed_rows": bar.needed_rows,
+            "rows": {"search": self.search_rows, "confirmation": self.confirm_rows, **asdict(self.skipped)},
+            "attempts": self.attempts,
+            "chosen": None if self.chosen is None else self.chosen.to_dict(),
+            "search": [tried.to_dict() for tried in self.searched],
+            "confirmation": [tried.to_dict() for tried in self.confirmed],
+        }
+
+
+def run_gate(
+    engine: BlendEngine,
+    rows: Sequence[GateRow],
+    candidates: Sequence[Candidate],
+    bar: Bar | None = None,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> GateResult:
+    """Finds the cheapest candidate that reaches the bar. Stores the rows' chunks, and nothing else.
+
+    Args:
+        engine: its store must have room for one prompt's chunks.
+        rows: as like to the prompts of later use as can be; order does not matter.
+        candidates: see `candidates.grid`.
+        bar: what is asked for; None: 99 % at 95 %.
+        seed: of the split into two parts.
+        progress: called behind each row; the total grows with each further attempt.
+
+    Raises:
+        InvalidInputError: no row can be asked, no candidate, or a store without room for a prompt.
+    """
+    bar = bar or Bar()
+    if not candidates:
+        raise InvalidInputError("there is no candidate to try")
+    prompts, skipped = prepare(engine, rows, seed)
+    half = len(prompts) // 2
+    attempts = attempts_for(len(prompts) - half, bar)
+    if not attempts:
+        half = len(prompts)  # nothing can be shown, so all of it may be looked at
+    run = Run(engine, bar, skipped, progress, total=len(prompts))
+    searched = run.search(candidates, prompts[:half])
+    confirmed: list[Tried] = []
+    for tried in promising(searched, bar)[:attempts]:
+        run.total = run.done + len(prompts) - half
+        confirmed.append(run.confirm(tried.candidate, prompts[half:], bar.part(attempts)))
+        if confirmed[-1].passes:
+            break
+    chosen = next((tried for tried in confirmed if tried.passes), None)
+    verdict: Verdict = "passed" if chosen else "none passes" if attempts else "too few rows"
+    return GateResult(bar, verdict, searched, confirmed, chosen, half, len(prompts) - half, attempts, skipped)
+
+
+def check(
+    engine: BlendEngine,
+    rows: Sequence[GateRow],
+    selector: Selector,
+    bar: Bar | None = None,
+    *,
+    progress: Progress | None = None,
+) -> tuple[bool, Summary]:
+    """Whether a setting reaches the bar on rows that nobody chose it by: one test, all rows, none given up.
+
+    Args:
+        engine, rows, progress: as for `run_gate`.
+        selector: that is held to the bar.
+        bar: what is asked for.
+
+    Raises:
+        InvalidInputError: as for `run_gate`.
+    """
+    bar = bar or Bar()
+    prompts, skipped = prepare(engine, rows, seed=0)
+    run = Run(engine, bar, skipped, progress, total=len(prompts))
+    samples = [run.measure(prompt, [selector], with_answers=True) for prompt in prompts]
+    kept = [found[0] for found in samples if found]
+    if not kept:
+        raise InvalidInputError(nothing_left(skipped))
+    found = summarise(kept, bar.confidence)
+    return bar.is_reached(found), found
+
+
+def attempts_for(rows: int, bar: Bar) -> int:
+    """How many attempts so many rows can decide, at most `ATTEMPTS`; 0: too few rows for any."""
+    for attempts in range(ATTEMPTS, 0, -1):
+        if rows >= bar.part(attempts).needed_rows:
+            return attempts
+    return 0
+
+
+def promising(searched: Sequence[Tried], bar: Bar) -> list[Tried]:
+    """Who is worth an attempt, cheapest first: who passed the search, or else who failed least."""
+    passing = [tried for tried in searched if tried.passes]
+    if passing:
+        return passing
+    near = [t for t in searched if t.found and not t.stopped and t.found.agreement >= bar.threshold]
+    return sorted(near, key=lambda tried: (tried.found.rows - tried.found.agreed) if tried.found else 0)[:1]
+
+
+def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None) -> Profile:
+    """The model's profile: the chosen setting, or that nothing is to be blended.
+
+    Args:
+        engine: that the gate ran on.
+        result: of it.
+        data: the file whose rows were asked.
+
+    Raises:
+        InvalidInputError: there were too few rows to know, so there is nothing to write.
+    """
+    if result.verdict == "too few rows":
+        raise InvalidInputError(
+            f"{result.search_rows} rows cannot show an agreement of {result.bar.threshold:g}: "
+            f"{2 * result.bar.needed_rows} are needed, half of them to search and half to confirm"
+        )
+    found = result.chosen.found if result.chosen else None
+    settings = dict(result.chosen.candidate.settings) if result.chosen else {"selector": "all"}
+    measured = Measurement(
+        model=engine.name,
+        data="" if data is None else data.name,
+        data_sha256="" if data is None else hashlib.sha256(data.read_bytes()).hexdigest(),
+        rows=found.rows if found else result.confirm_rows,
+        threshold=result.bar.threshold,
+        confidence=result.bar.confidence,
+        agreement=found.agreement if found else None,
+        bound=found.bound if found else None,
+        compute=found.compute if found else None,
+        f1_difference=found.f1_difference if found else None,
+        f1_bound=found.f1_bound if found else None,
+        dtype=str(engine.survey.layout.dtype).removeprefix("torch."),
+        anchor=engine.planner.anchor.rule,
+        date=datetime.now(UTC).date().isoformat(),
+        versions={"cacheblend": __version__} | {name: version(name) for name in ("torch", "transformers")},
+    )
+    return Profile(engine.fingerprint, settings, measured)

@@ -1,0 +1,60 @@
+"""How far two passes over one prompt are apart, by layer: in their KV, and in what the question attends to."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cacheblend.core.deviation import kv_deviation
+from cacheblend.core.loader import LayerKV
+
+Array = npt.NDArray[np.float64]
+
+
+def kv_deviation_by_layer(fresh: Sequence[LayerKV], other: Sequence[LayerKV]) -> Array:
+    """KV deviation per token and layer.
+
+    Args:
+        fresh: full recompute's KV cache, a layer each, [kv_heads, tokens, head_dim] (`Observation.kv`).
+        other: another pass's, of the same shapes.
+
+    Returns:
+        [layers, tokens] squared L2 distance over keys and values.
+    """
+    pairs = zip(fresh, other, strict=True)
+    return np.stack([_numbers(kv_deviation((mine[0], mine[1]), (theirs[0], theirs[1]))) for mine, theirs in pairs])
+
+
+def kv_norm_by_layer(fresh: Sequence[LayerKV], rows: npt.NDArray[np.int64]) -> Array:
+    """[layers] root mean square, over these rows, of the norm of their keys and values."""
+    norms = []
+    for keys, values in fresh:
+        at = torch.from_numpy(rows).to(keys.device)
+        mine = keys[:, at], values[:, at]
+        squares = kv_deviation(mine, (torch.zeros_like(mine[0]), torch.zeros_like(mine[1])))
+        norms.append(np.sqrt(_numbers(squares).mean()))
+    return np.array(norms)
+
+
+def attention_deviation_by_layer(full: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> Array:
+    """Forward attention deviation: how far the question's attention to its context is from full recompute's.
+
+    Args:
+        full: full recompute's forward attention, a layer each, [heads, rows, context] (`Observation.forward`).
+        other: another pass's, of the same shapes.
+
+    Returns:
+        [layers] norm of the difference over heads, rows and context, relative to the norm of full recompute's; NaN
+        where full recompute looks at nothing there (a sliding window that begins behind the context).
+    """
+    deviation = []
+    for mine, theirs in zip(full, other, strict=True):
+        norm = float(mine.norm())
+        deviation.append(float((theirs - mine).norm()) / norm if norm else float("nan"))
+    return np.array(deviation)
+
+
+def _numbers(values: torch.Tensor) -> Array:
+    numbers: Array = values.cpu().double().numpy()
+    return numbers

@@ -1,0 +1,219 @@
+"""A pass over a prompt, watched: its KV, which rows it computed, and what they attend to.
+
+Slow and plain, for figures and not for answers: every row's attention is written out, layer by layer, a few rows at a
+time. It goes through the model's own layers (`core.walk`), so scaling, soft-cap, sinks and windows are the model's.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cacheblend.core.attention import AttentionSpec
+from cacheblend.core.loader import LayerKV
+from cacheblend.core.plan import BlendPlan, Source
+from cacheblend.core.prompt import Prompt
+from cacheblend.core.selection import Candidates, Measure, Selector
+from cacheblend.core.walk import Attend
+from cacheblend.core.weights import attention_weights
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.walk import HfWalk
+from cacheblend.evaluation.compute import ComputeScale
+from cacheblend.evaluation.inspection.parts import context_length, part_of_row, parts_of
+
+SCORES_AT_ONCE = 1 << 24  # over all heads: 64 MB in fp32
+LAST_ROWS = 16  # of the question at most: bounds what is kept of a layer's attention
+
+
+@dataclass
+class Observation:
+    """One pass. Memory: a KV cache of the prompt, and heads x LAST_ROWS x tokens floats a layer.
+
+    Attributes:
+        plan: that was carried out.
+        logits: [vocab] of the last position.
+        kv: all layers' KV cache as the pass leaves it, each [kv_heads, tokens, head_dim].
+        computed: [layers, tokens] whether the row was computed in that layer; the others' KV is what was loaded.
+        mass: [layers, tokens, parts] fp32: share of a row's attention that goes to each part (see `parts_of`), mean
+            over heads. A row sums to 1, less what sinks take; NaN where the row was not computed.
+        forward: attention of the last rows of the question to everything in front of the question, a layer each,
+            [heads, rows, context] fp32 on the CPU.
+        compute: of the pass itself, as a share of a full prefill, see `ComputeScale`.
+    """
+
+    plan: BlendPlan
+    logits: torch.Tensor
+    kv: list[LayerKV]
+    computed: npt.NDArray[np.bool_]
+    mass: npt.NDArray[np.float32]
+    forward: list[torch.Tensor]
+    compute: float
+
+
+@torch.no_grad()
+def observe_full(engine: BlendEngine, prompt: Prompt) -> Observation:
+    """Full recompute: nothing is loaded, every row is computed in every layer."""
+    plan = engine.planner.plan(prompt, engine.store).without("all")
+    computed = np.ones((_layers(engine), len(plan)), dtype=np.bool_)
+    return _observe(engine, plan, computed, None, 1.0)
+
+
+@torch.no_grad()
+def observe_fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Observation:
+    """The engine's own blended pass, and once more over the KV that it left, with the same rows, to watch."""
+    recorder = _Recorder(selector)
+    result, _ = engine.prefill(prompt, selector=recorder)
+    computed = np.zeros((_layers(engine), len(result.plan)), dtype=np.bool_)
+    computed[:, result.plan.prefix_length :] = True
+    for layer, dropped in recorder.dropped.items():  # a pass that restarted may have fewer candidates in the end
+        computed[layer:, np.intersect1d(dropped, result.plan.candidate_rows)] = False
+    compute = ComputeScale.of(engine).share(result.row_layers, result.projected_rows, len(result.plan))
+    return _observe(engine, result.plan, computed, result.kv, compute)
+
+
+@torch.no_grad()
+def alone_mass(engine: BlendEngine, plan: BlendPlan) -> npt.NDArray[np.float32]:
+    """What loaded rows attended to when their chunk was computed alone behind its anchor.
+
+    Returns:
+        [layers, tokens, parts] as `Observation.mass`; NaN for rows that are not loaded. Attention to an anchor that
+        this prompt does not begin with goes to no part.
+    """
+    parts = parts_of(plan.prompt)
+    part = part_of_row(parts, len(plan))
+    mass = np.full((_layers(engine), len(plan), len(parts)), np.nan, dtype=np.float32)
+    anchor = len(plan.anchor_ids)
+    in_prompt = np.array_equal(plan.prompt.token_ids[:anchor], plan.anchor_ids)
+    loaded = {span.segment for span in plan.spans if span.source is Source.LOADED}
+    for segment in loaded:
+        ids = np.concatenate([plan.anchor_ids, plan.prompt.segments[segment].token_ids])
+        start = next(span.start for span in plan.spans if span.segment == segment)
+        stop = start + len(ids) - anchor
+        columns = np.concatenate([part[:anchor] if in_prompt else np.full(anchor, -1), part[start:stop]])
+        watch = _Watch(_layers(engine), columns, len(parts), first_last_row=len(ids), context=0)
+        _walk(engine, ids, 0, watch, np.ones((_layers(engine), len(ids)), dtype=np.bool_))
+        mass[:, start:stop] = watch.mass[:, anchor:]
+    return mass
+
+
+class _Recorder:
+    """A selector that remembers which rows it dropped, by layer."""
+
+    def __init__(self, inner: Selector) -> None:
+        self._inner = inner
+        self.dropped: dict[int, npt.NDArray[np.int64]] = {}
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        return self._inner.check_layers
+
+    @property
+    def at_start(self) -> bool:
+        return self._inner.at_start
+
+    @property
+    def question_rows(self) -> int:
+        return self._inner.question_rows
+
+    @property
+    def measure(self) -> Measure:
+        return self._inner.measure
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        keep = self._inner.select(candidates)
+        self.dropped[candidates.layer or 0] = candidates.positions[~keep].cpu().numpy()
+        return keep
+
+
+class _Watch:
+    """Attends for a layer, and notes where the attention goes."""
+
+    def __init__(
+        self, layers: int, part: npt.NDArray[np.int64], parts: int, *, first_last_row: int, context: int
+    ) -> None:
+        self.kv: list[LayerKV] = []
+        self.mass = np.full((layers, len(part), parts), np.nan, dtype=np.float32)
+        self.forward: list[list[torch.Tensor]] = [[] for _ in range(layers)]
+        self._first_last_row, self._context = first_last_row, context
+        members = torch.zeros(len(part), parts)
+        inside = np.flatnonzero(part >= 0)
+        members[inside, part[inside]] = 1
+        self._members = members
+
+    def attend(self, layer: int, positions: torch.Tensor) -> Attend:
+        """For rows at these positions: fuse, attend, note."""
+
+        def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+            kv = self._buffers(layer, keys, values)
+            kv.write(positions, keys, values)
+            seen = int(positions[-1]) + 1
+            step = max(1, SCORES_AT_ONCE // (len(query) * seen))
+            fused = LayerKV(kv.keys[:, :seen].float(), kv.values[:, :seen].float())
+            slices = [slice(start, start + step) for start in range(0, len(positions), step)]
+            outputs = [self._attend(layer, query[:, part], fused, positions[part], spec) for part in slices]
+            return torch.cat(outputs).to(query.dtype)
+
+        return attend
+
+    def _attend(
+        self, layer: int, query: torch.Tensor, kv: LayerKV, positions: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        everything = torch.arange(kv.keys.shape[1], device=positions.device)
+        weights = attention_weights(query, kv.keys, positions, everything, spec)
+        heads, rows, seen = weights.shape
+        at = positions.cpu()
+        self.mass[layer, at.numpy()] = (weights.mean(dim=0).cpu() @ self._members[:seen]).numpy()
+        last = at >= self._first_last_row
+        if last.any():
+            self.forward[layer].append(weights[:, last.to(weights.device), : self._context].cpu())
+        out = weights.reshape(len(kv.values), -1, rows, seen) @ kv.values[:, None]
+        return out.reshape(heads, rows, -1).transpose(0, 1)
+
+    def _buffers(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+        if layer == len(self.kv):  # nothing was loaded
+            length = len(self._members)
+            self.kv.append(LayerKV(*(part.new_zeros(part.shape[0], length, part.shape[2]) for part in (keys, values))))
+        return self.kv[layer]
+
+
+def _observe(
+    engine: BlendEngine,
+    plan: BlendPlan,
+    computed: npt.NDArray[np.bool_],
+    kv: list[LayerKV] | None,
+    compute: float,
+) -> Observation:
+    parts = parts_of(plan.prompt)
+    context = context_length(plan.prompt)
+    first_last_row = max(context, len(plan) - LAST_ROWS)
+    part = part_of_row(parts, len(plan))
+    watch = _Watch(len(computed), part, len(parts), first_last_row=first_last_row, context=context)
+    watch.kv = [] if kv is None else kv
+    first = plan.prefix_length
+    logits = _walk(engine, plan.prompt.token_ids, first, watch, computed)
+    forward = [torch.cat(rows, dim=1) for rows in watch.forward]
+    return Observation(plan, logits, watch.kv, computed, watch.mass, forward, compute)
+
+
+def _walk(
+    engine: BlendEngine,
+    token_ids: npt.NDArray[np.uint32],
+    first: int,
+    watch: _Watch,
+    computed: npt.NDArray[np.bool_],
+) -> torch.Tensor:
+    """All layers over the rows from position `first` on; `computed` [layers, tokens] says which. Last logits."""
+    ids = torch.from_numpy(token_ids.astype("i8")[first:]).to(engine.model.device)
+    walk = HfWalk(engine.view, ids, torch.arange(first, len(token_ids), device=ids.device))
+    hidden = walk.embed()
+    for layer in range(walk.num_layers):
+        active = torch.from_numpy(np.flatnonzero(computed[layer, first:])).to(ids.device)
+        for start in range(0, len(active), engine.config.tile_rows):
+            rows = active[start : start + engine.config.tile_rows]
+            hidden[rows] = walk.run(layer, hidden[rows], rows, watch.attend(layer, rows + first))
+    return walk.logits(hidden[-1:])
+
+
+def _layers(engine: BlendEngine) -> int:
+    return len(engine.survey.layout.layers)

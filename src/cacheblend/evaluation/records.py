@@ -1,0 +1,171 @@
+"""What an evaluation leaves behind: a cell for each row and arm, in a folder that an interrupted run goes on from.
+
+<out>/<name>-<hash of config>/
+  config.json    what was asked of what; another model, data file or setting has another hash
+  rows.jsonl     a line a row, written as soon as all its arms have answered
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from cacheblend.core.errors import InvalidInputError
+
+CONFIG, ROWS = "config.json", "rows.jsonl"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row, answered by one arm.
+
+    Attributes:
+        arm: its name.
+        top_k: passages that were retrieved at most; None: all of the row.
+        chunks: passages in the prompt.
+        skipped: why the arm gave no answer; empty where it did, and only then the rest counts.
+        answer, token_ids: what it gave.
+        ttft_s, total_s: seconds to its first and last token.
+        prompt_tokens, row_layers, projected_rows, loaded_tokens, recomputed_tokens, missed_tokens: see `Outcome`.
+        total_compute: as a share of a full prefill of the row's prompt.
+        top_1: the first token's likeliest is that of full recompute; None where they cannot be compared.
+        kl: KL(full || arm) of the first token, in nats; None where they cannot be compared.
+    """
+
+    arm: str
+    top_k: int | None
+    chunks: int
+    skipped: str = ""
+    answer: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    prompt_tokens: int = 0
+    row_layers: int = 0
+    projected_rows: int = 0
+    loaded_tokens: int = 0
+    recomputed_tokens: int = 0
+    missed_tokens: int = 0
+    total_compute: float = 0.0
+    top_1: bool | None = None
+    kl: float | None = None
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One row, answered by all arms.
+
+    Attributes:
+        number: of the row, from 0.
+        id, category, answers: of the row.
+        cells: one for each arm and `top_k`.
+        too_long: prompts over the model's context, which were skipped: `top_k` and the reason.
+    """
+
+    number: int
+    id: str
+    category: str
+    answers: list[str]
+    cells: list[Cell]
+    too_long: list[tuple[int | None, str]] = field(default_factory=list)
+
+    @staticmethod
+    def of_dict(fields: dict[str, Any]) -> "RowResult":
+        """From `asdict`'s form."""
+        row = RowResult(**fields)
+        cells = [Cell(**cell) for cell in fields["cells"]]
+        return replace(row, cells=cells, too_long=[(k, reason) for k, reason in fields["too_long"]])
+
+
+class RowLog:
+    """The rows that are done; on disk as soon as they are added, where there is a folder. Close it, or use `with`.
+
+    Args:
+        folder: made if it is not there; None keeps the rows in memory.
+        config: what the folder is for.
+
+    Raises:
+        InvalidInputError: a row in the folder is damaged, or another process is writing to it.
+    """
+
+    def __init__(self, folder: Path | None, config: Mapping[str, Any]) -> None:
+        self.folder, self.torn = folder, False
+        self.rows: dict[int, RowResult] = {}
+        self._file: IO[bytes] | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / ROWS).open("ab+")
+            try:
+                self._lock(folder)
+                write_whole(folder / CONFIG, json.dumps(config, ensure_ascii=False, indent=2) + "\n")
+                self._read(folder / ROWS)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def add(self, row: RowResult) -> None:
+        """Keeps a row; behind this call, killing the process does not lose it."""
+        self.rows[row.number] = row
+        if self._file is not None:
+            self._file.write(json.dumps(asdict(row), ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> "RowLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lock(self, folder: Path) -> None:
+        assert self._file is not None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidInputError(f"{folder} is being written by another process; wait for it") from error
+
+    def _read(self, path: Path) -> None:
+        assert self._file is not None
+        self._file.seek(0)
+        raw = self._file.read()
+        whole = raw.rfind(b"\n") + 1
+        if whole < len(raw):  # the process was killed while it wrote this line
+            self.torn = True
+            self._file.truncate(whole)
+        for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
+            try:
+                row = RowResult.of_dict(json.loads(line))
+            except (ValueError, TypeError, KeyError) as error:
+                raise InvalidInputError(
+                    f"{path}, line {number}: damaged ({error}); delete that line, and its row is evaluated again"
+                ) from error
+            self.rows[row.number] = row
+
+
+def folder_name(name: str, config: Mapping[str, Any]) -> str:
+    """``<name>-<12 digits of the config's hash>``."""
+    text = json.dumps(config, ensure_ascii=False, sort_keys=True)
+    readable = re.sub(r"[^\w.=-]+", "-", name).strip("-.") or "run"
+    return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole or as it was before."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            fresh.unlink()
+        raise

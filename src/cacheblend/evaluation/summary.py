@@ -1,0 +1,193 @@
+"""From the cells of an evaluation to figures: quality with intervals, differences to full, time, compute, agreement."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from cacheblend.evaluation.arms import Label
+from cacheblend.evaluation.bootstrap import Values, bootstrap_means
+from cacheblend.evaluation.records import Cell, RowResult
+from cacheblend.evaluation.runner import Evaluation
+from cacheblend.evaluation.scorers import Scorer, best
+
+AGREEMENT = ("top_1", "same_answer")
+"""Measures that need no gold answer: the likeliest first token, and all tokens of the answer, are those of full."""
+
+Measure = Callable[[RowResult, Cell, Cell | None], float | None]
+
+
+def summarise(
+    found: Evaluation, scorers: Sequence[Scorer] = (), *, resamples: int = 2000, level: float = 0.95, seed: int = 0
+) -> dict[str, Any]:
+    """All figures, as they are written to JSON.
+
+    A row counts for a scorer if it has gold answers; `answers_missing` counts the others. Intervals are percentiles
+    over `resamples` draws of rows, the same draws for all arms, within each category and over all rows.
+
+    Returns:
+        ``arms``: a list, each arm at each `top_k`: its label; ``rows``, ``skipped``; ``ttft_s``, ``speedup``,
+        ``total_compute``, tokens; ``scores`` by scorer and ``agreement`` by measure, each ``{"all": figure,
+        "by_category": {category: figure}}``; a figure is ``{"n", "mean", "low", "high", "difference"}``, the
+        difference to full being ``{"n", "mean", "low", "high"}``, or None.
+    """
+    columns = [_Column(label, k) for k, label in product(found.top_k, found.arms)]
+    table = _Table(found.rows, columns)
+    measures = {scorer.name: _measure_of(scorer) for scorer in scorers} | {name: _MEASURES[name] for name in AGREEMENT}
+    figures = _figures(table, measures, resamples=resamples, level=level, seed=seed)
+    return {
+        "model": found.config["model"],
+        "rows": len(found.rows),
+        "answers_missing": sum(not row.answers for row in found.rows),
+        "too_long": [
+            {"top_k": k, "rows": sum(any(at == k for at, _ in row.too_long) for row in found.rows)} for k in found.top_k
+        ],
+        "categories": table.categories,
+        "scorers": [scorer.name for scorer in scorers],
+        "bootstrap": {"resamples": resamples, "level": level, "seed": seed},
+        "config": found.config,
+        "arms": [_arm(table, index, figures, [scorer.name for scorer in scorers]) for index in range(len(columns))],
+    }
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One arm at one `top_k`."""
+
+    label: Label
+    top_k: int | None
+
+
+class _Table:
+    """Cells by row and column, None where there is none."""
+
+    def __init__(self, rows: Sequence[RowResult], columns: Sequence[_Column]) -> None:
+        self.rows, self.columns = rows, columns
+        by_key = [{(cell.arm, cell.top_k): cell for cell in row.cells if not cell.skipped} for row in rows]
+        self.cells = [[of.get((column.label.name, column.top_k)) for column in columns] for of in by_key]
+        self.full = [
+            next((i for i, c in enumerate(columns) if c.label.kind == "full" and c.top_k == column.top_k), None)
+            for column in columns
+        ]
+        self.categories = sorted({row.category for row in rows} - {""})
+
+    def full_cell(self, row: int, column: int) -> Cell | None:
+        at = self.full[column]
+        return None if at is None else self.cells[row][at]
+
+    def values(self, measure: Measure) -> Values:
+        """[rows, columns], NaN where the measure says nothing."""
+        found = np.full((len(self.rows), len(self.columns)), np.nan)
+        for row, column in product(range(len(self.rows)), range(len(self.columns))):
+            cell = self.cells[row][column]
+            value = None if cell is None else measure(self.rows[row], cell, self.full_cell(row, column))
+            if value is not None:
+                found[row, column] = value
+        return found
+
+    def differences(self, values: Values) -> Values:
+        """Each column less that of full at the same `top_k`, NaN where one of them is."""
+        full = [values[:, at] if at is not None else np.full(len(values), np.nan) for at in self.full]
+        found: Values = values - np.stack(full, axis=1)
+        return found
+
+
+_Figures = dict[str, list[dict[str, Any]]]
+"""By measure, for each column ``{"all", "by_category"}``."""
+
+
+def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, level: float, seed: int) -> _Figures:
+    values = [table.values(measure) for measure in measures.values()]
+    stacked = np.concatenate([part for one in values for part in (one, table.differences(one))], axis=1)
+    of_category = np.array([row.category for row in table.rows])
+    subsets = {"": np.ones(len(table.rows), dtype=bool)} | {name: of_category == name for name in table.categories}
+    width = len(table.columns)
+    found: _Figures = {name: [{"all": None, "by_category": {}} for _ in range(width)] for name in measures}
+    for category, rows in subsets.items():
+        means = bootstrap_means(stacked[rows], resamples=resamples, level=level, seed=seed)
+        plain = [
+            {"n": int(n), "mean": float(mean), "low": float(low), "high": float(high)} if n else None
+            for mean, low, high, n in zip(means.mean, means.low, means.high, means.count, strict=True)
+        ]
+        for (index, name), column in product(enumerate(measures), range(width)):
+            at = 2 * index * width + column
+            figure: dict[str, Any] | None = plain[at]
+            if figure is not None:
+                figure = {**figure, "difference": None if name in AGREEMENT else plain[at + width]}
+            if category:
+                found[name][column]["by_category"][category] = figure
+            else:
+                found[name][column]["all"] = figure
+    return found
+
+
+def _arm(table: _Table, column: int, figures: _Figures, scorers: Sequence[str]) -> dict[str, Any]:
+    at = table.columns[column]
+    rows = [row for row in range(len(table.rows)) if table.cells[row][column] is not None]
+    cells = [cell for row in rows if (cell := table.cells[row][column]) is not None]
+    ratios = [
+        full.ttft_s / cell.ttft_s
+        for row, cell in zip(rows, cells, strict=True)
+        if (full := table.full_cell(row, column)) is not None and cell.ttft_s > 0
+    ]
+    kl = [cell.kl for cell in cells if cell.kl is not None]
+    skipped = sum(cell.arm == at.label.name and cell.top_k == at.top_k for row in table.rows for cell in _skipped(row))
+    return {
+        "arm": at.label.name,
+        **{key: value for key, value in asdict(at.label).items() if key != "name"},
+        "top_k": at.top_k,
+        "rows": len(cells),
+        "skipped": skipped,
+        "with_misses": sum(cell.missed_tokens > 0 for cell in cells),
+        "chunks": _mean([cell.chunks for cell in cells]),
+        "ttft_s": _spread([cell.ttft_s for cell in cells]),
+        "total_s": _spread([cell.total_s for cell in cells]),
+        "speedup": statistics.median(ratios) if ratios else None,
+        "total_compute": _mean([cell.total_compute for cell in cells]),
+        "prompt_tokens": _mean([cell.prompt_tokens for cell in cells]),
+        "loaded_tokens": _mean([cell.loaded_tokens for cell in cells]),
+        "recomputed_tokens": _mean([cell.recomputed_tokens for cell in cells]),
+        "scores": {name: figures[name][column] for name in scorers},
+        "agreement": {name: figures[name][column] for name in AGREEMENT} | {"kl": _spread(kl) | {"mean": _mean(kl)}},
+    }
+
+
+def _skipped(row: RowResult) -> list[Cell]:
+    return [cell for cell in row.cells if cell.skipped]
+
+
+def _measure_of(scorer: Scorer) -> Measure:
+    return lambda row, cell, full: best(scorer, cell.answer, row.answers) if row.answers else None
+
+
+_MEASURES: dict[str, Measure] = {
+    "top_1": lambda row, cell, full: None if cell.top_1 is None else float(cell.top_1),
+    "same_answer": lambda row, cell, full: None if full is None else float(cell.token_ids == full.token_ids),
+}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Median and quartiles."""
+    if not values:
+        return {"median": None, "low": None, "high": None}
+    low, median, high = np.percentile(values, [25, 50, 75])
+    return {"median": float(median), "low": float(low), "high": float(high)}
+
+
+def with_cells(summary: dict[str, Any], found: Evaluation, scorers: Sequence[Scorer]) -> dict[str, Any]:
+    """The summary, and every cell with its scores beside it."""
+    rows = []
+    for row in found.rows:
+        fields = asdict(row)
+        for cell, shown in zip(row.cells, fields["cells"], strict=True):
+            if row.answers and not cell.skipped:
+                shown["scores"] = {scorer.name: best(scorer, cell.answer, row.answers) for scorer in scorers}
+        rows.append(fields)
+    return summary | {"cells": rows}

@@ -1,0 +1,393 @@
+"""The gate on tiny models with random weights, which blending changes, so that little passes; and the profile's way
+from `doctor --quality` to the answers.
+"""
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cacheblend.cli import main
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.profile import Profile
+from cacheblend.core.selection import AllRows, Hkvd, NoRows
+from cacheblend.engines.hf import BlendEngine, Passage
+from cacheblend.engines.hf.tiny import TinyShape, build_tiny
+from cacheblend.engines.settings import PROFILE_NAME, read_profile
+from cacheblend.evaluation import gate_run
+from cacheblend.evaluation.candidates import Candidate, grid
+from cacheblend.evaluation.gate import Bar, GateRow, check, profile_of, run_gate
+from cacheblend.evaluation.scorers import WordF1
+
+WORDS = ["lamp", "harbour", "clock", "mussel", "rope", "tide", "keeper", "moon"]
+WORDS += ["wheel", "bread", "storm", "letter", "orchard", "bridge", "winter", "salt"]
+SHAPE = TinyShape(layers=3, width=32, mlp_width=48, heads=4, kv_heads=2, vocab_size=300, gain=3, context_length=160)
+EXACT = Candidate("all", {"selector": "all"})
+LOW = Bar(threshold=0.6, answer_tokens=3)  # 6 rows without an error are enough
+
+Run = Callable[..., tuple[int, Any, str]]
+
+
+def passages(seed: int) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=8)) + "." for _ in range(2)]
+
+
+def rows(count: int, seed: int = 0, answers: tuple[str, ...] = ()) -> list[GateRow]:
+    return [
+        GateRow(["Town. ", *map(Passage, passages(1000 * seed + i)), f" Which {WORDS[i % 16]}?"], answers)
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gate") / "tiny-llama"
+    build_tiny(folder, [" ".join(WORDS), *passages(0)], SHAPE)
+    return folder
+
+
+@pytest.fixture
+def model(built: Path, tmp_path: Path) -> Path:
+    """A copy that may get a profile."""
+    return shutil.copytree(built, tmp_path / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def engine(built: Path) -> Iterator[BlendEngine]:
+    with BlendEngine.from_pretrained(built, config=BlendConfig(capture=False)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    lines = [
+        {"question": f"Which {WORDS[i]}?", "passages": [{"text": t} for t in passages(i)], "answers": [WORDS[i]]}
+        for i in range(14)
+    ]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    return file
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process: (exit code, JSON or text of stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: object) -> tuple[int, Any, str]:
+        capsys.readouterr()
+        try:
+            main([str(argument) for argument in arguments])
+            code = 0
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        captured = capsys.readouterr()
+        return code, json.loads(captured.out) if "--json" in arguments else captured.out, captured.err
+
+    return call
+
+
+# ---- the gate ---------------------------------------------------------------------------------------------
+
+
+def test_on_random_weights_nothing_but_full_recompute_passes(engine: BlendEngine) -> None:
+    candidates = [*grid(3, ["hkvd", "none"], [0.05, 0.3]), EXACT]
+    found = run_gate(engine, rows(24), candidates, LOW)
+    assert found.verdict == "passed"
+    assert found.chosen is not None
+    assert found.chosen.candidate == EXACT
+    assert found.chosen.found is not None
+    assert found.chosen.found.kl < 1e-6
+    assert found.chosen.found.equal_answers == 1
+    assert (found.search_rows, found.confirm_rows, found.attempts) == (12, 12, 3)
+    measured = {tried.candidate.name: tried.found for tried in found.searched}
+    reuse, hkvd = measured["none"], measured["hkvd@1 r=0.3"]
+    assert reuse is not None
+    assert hkvd is not None
+    assert reuse.kl > hkvd.kl > 1e-3
+    assert [t.found.compute for t in found.searched if t.found] == sorted(m.compute for m in measured.values() if m)
+
+
+def test_no_candidate_passes(engine: BlendEngine) -> None:
+    found = run_gate(engine, rows(80), grid(3, ["none", "hkvd"], [0.1]), Bar(threshold=0.9, answer_tokens=3))
+    assert (found.verdict, found.chosen, found.confirmed) == ("none passes", None, [])
+    for tried in found.searched:
+        assert tried.stopped
+        assert tried.found is not None
+        assert tried.found.rows == gate_run.STOP_BEHIND
+    profile = profile_of(engine, found)
+    assert not profile.blend
+    assert profile.config().make_selector() == AllRows()
+    assert profile.measured.agreement is None
+
+
+def test_too_few_rows_are_all_searched_and_nothing_is_confirmed(engine: BlendEngine) -> None:
+    found = run_gate(engine, rows(7), [EXACT], Bar(answer_tokens=3))
+    assert (found.verdict, found.search_rows, found.confirm_rows, found.confirmed) == ("too few rows", 7, 0, [])
+    assert found.searched[0].found is not None
+    assert found.searched[0].found.agreement == 1
+    assert not found.searched[0].passes
+    with pytest.raises(InvalidInputError, match="598 are needed"):
+        profile_of(engine, found)
+
+
+def test_what_confirms_was_not_searched(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+
+    def spy(engine: BlendEngine, prompt: Any, **options: Any) -> Any:
+        seen.append(prompt.token_ids.tobytes())
+        return original(engine, prompt, **options)
+
+    original = gate_run.reference
+    monkeypatch.setattr(gate_run, "reference", spy)
+    progress: list[tuple[int, int]] = []
+    run_gate(engine, rows(16), [EXACT], LOW, progress=lambda done, total: progress.append((done, total)))
+    assert len(set(seen)) == len(seen) == 16
+    assert progress == [(i, 16) for i in range(1, 17)]
+    split = seen[:8]
+    seen.clear()
+    run_gate(engine, rows(16), [EXACT], LOW, seed=1)
+    assert set(seen[:8]) != set(split)
+
+
+def test_a_failed_attempt_is_followed_by_the_next_dearer(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting that was lucky in the search fails on fresh rows, and the next one is tried at the split level."""
+    calls = 0
+
+    def lucky(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        sample, report = original(*arguments, **options)
+        calls += 1
+        is_first = arguments[2] == NoRows()
+        return (gate_run.Sample(**{**vars(sample), "top_1": calls <= 16}) if is_first else sample), report
+
+    original = gate_run.compare
+    monkeypatch.setattr(gate_run, "compare", lucky)
+    found = run_gate(engine, rows(16), [Candidate("none", {"selector": "none"}), EXACT], LOW)
+    assert [tried.candidate.name for tried in found.confirmed] == ["none", "all"]
+    failed, chosen = found.confirmed
+    assert (failed.passes, failed.stopped, chosen.passes) == (False, True, True)
+    assert found.attempts == 2
+    assert chosen.found is not None
+    assert chosen.found.bound == pytest.approx(0.025 ** (1 / 8))
+
+
+def test_agreement_alone_does_not_pass_where_f1_falls(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = cycle([1.0, 0.0])  # full recompute is asked first
+    monkeypatch.setattr(gate_run, "best", lambda scorer, answer, golds: next(scores))
+    bar = Bar(threshold=0.6, answer_tokens=3, scorer=WordF1())
+    found = run_gate(engine, rows(16, answers=("lamp",)), [EXACT], bar)
+    assert found.verdict == "none passes"
+    assert found.searched[0].found is not None
+    assert found.searched[0].found.f1_difference == -1
+    assert run_gate(engine, rows(16), [EXACT], bar).verdict == "passed", "without gold answers F1 is not asked for"
+
+
+def test_rows_that_say_nothing_are_left_out_and_counted(engine: BlendEngine) -> None:
+    long = GateRow([Passage(" ".join(WORDS * 12)), "?"])
+    only_prefix = GateRow([Passage(passages(1)[0]), " Which?"])
+    plain = GateRow(["Which lamp?"])
+    found = run_gate(engine, [*rows(6), *rows(3), long, only_prefix, plain], [EXACT], LOW)
+    assert vars(found.skipped) == {"too_long": 1, "repeated": 3, "nothing_to_blend": 2}
+    assert found.search_rows + found.confirm_rows == 6
+    with pytest.raises(InvalidInputError, match="1 are over the model's context"):
+        run_gate(engine, [long], [EXACT], LOW)
+    with pytest.raises(InvalidInputError, match="no candidate"):
+        run_gate(engine, rows(2), [], LOW)
+
+
+def test_a_store_without_room_is_no_proof_of_agreement(built: Path) -> None:
+    with (
+        BlendEngine.from_pretrained(built, store="memory://?max_bytes=4KiB", config=BlendConfig(block_size=4)) as small,
+        pytest.raises(InvalidInputError, match="give a larger store"),
+    ):
+        run_gate(small, rows(4), [EXACT], LOW)
+
+
+def test_a_chosen_setting_is_checked_on_fresh_data(engine: BlendEngine) -> None:
+    holds, found = check(engine, rows(8, seed=1), AllRows(), LOW)
+    assert holds
+    assert (found.rows, found.agreed) == (8, 8)
+    holds, found = check(engine, rows(8, seed=1), Hkvd(ratios=(0.0,)), LOW)
+    assert not holds
+    assert found.rows == 8
+
+
+# ---- the profile ------------------------------------------------------------------------------------------
+
+GATE = ("--threshold", 0.6, "--max-tokens", 3)
+
+
+def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
+    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "--ratio", 1, "--json")
+    code, found, err = run(*command)
+    assert (code, err, found["verdict"]) == (0, "", "passed")
+    assert found["profile"] == str(model / PROFILE_NAME)
+    assert found["chosen"]["settings"] == {"selector": "hkvd", "recompute_ratio": 1.0, "check_layers": [1]}
+    assert found["rows"] == {"search": 7, "confirmation": 7, "too_long": 0, "repeated": 0, "nothing_to_blend": 0}
+    assert found["chosen"]["measured"]["f1_rows"] == 7
+
+    profile = read_profile(model / PROFILE_NAME)
+    assert profile.measured.data == data.name
+    assert (profile.measured.rows, profile.measured.threshold, profile.measured.agreement) == (7, 0.6, 1.0)
+    ask = ("ask", "-m", model, "-s", "memory", "-p", WORDS[0], "-p", WORDS[1], "-q", "Which?", "-n", 2, "--json")
+    assert run(*ask)[1]["settings"]["recompute_ratio"] == 1.0
+    assert str(model / PROFILE_NAME) in run(*ask)[1]["settings"]["source"]
+    by_hand = run(*ask, "--ratio", 0.2)[1]["settings"]
+    assert by_hand == {"source": "given by the caller", "selector": "hkvd", "recompute_ratio": 0.2}
+    with BlendEngine.from_pretrained(model) as opened:
+        assert opened.config == BlendConfig(recompute_ratio=1.0)
+        assert opened.settings.profile == profile
+    with BlendEngine.from_pretrained(model, config=BlendConfig(selector="none")) as opened:
+        assert opened.config.selector == "none"
+    assert f"profile {model / PROFILE_NAME}" in " ".join(run("doctor", "-m", model)[1].split()).replace("- ", "-")
+
+
+def test_a_model_that_no_setting_passes_on_is_not_blended(
+    run: Run, model: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, text, _ = run(
+        "doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "none", "--selector", "hkvd", "-r", 0.05
+    )
+    assert code == 1
+    assert "no setting was shown to hold 60 %" in text
+    assert "profile written" in text
+    assert read_profile(model / PROFILE_NAME).blend is False
+
+    store = tmp_path / "store"
+    ask = ("ask", "-m", model, "-s", store, "-p", "A lamp and a rope.", "-p", "Salt.", "-q", "Which?", "-n", 2)
+    run(*ask)
+    caplog.clear()
+    code, found, _ = run(*ask, "--json")
+    report = found["report"]
+    loaded = report["hit_tokens"]["memory"] + report["hit_tokens"]["disk"]
+    assert report["recomputed_tokens"] == loaded > 0, "everything but the exact prefix"
+    assert found["settings"]["selector"] == "all"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "nothing is blended" in run(*ask)[2]
+    assert "nothing is blended" in " ".join(run("doctor", "-m", model)[1].split())
+    told = run(*ask, "--ratio", 0, "--json")[1]
+    assert told["report"]["recomputed_tokens"] == 0
+    with BlendEngine.from_pretrained(model, store=store) as opened:
+        prompt = opened.prompt(["Look. ", Passage("A lamp and a rope."), Passage("Salt."), " Which?"])
+        assert opened.prefill(prompt)[1].recomputed_tokens > 0
+        assert opened.prefill(prompt, ratio=0.0)[1].recomputed_tokens == 0
+
+
+def test_a_dry_run_writes_nothing(run: Run, model: Path, data: Path) -> None:
+    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "all", "--dry-run")
+    code, text, _ = run(*command)
+    assert code == 0
+    assert "--dry-run" in text
+    assert run(*command, "--json")[1]["profile"] is None
+    assert not (model / PROFILE_NAME).exists()
+
+
+def test_too_few_rows_leave_the_profile_alone(run: Run, model: Path, data: Path) -> None:
+    (model / PROFILE_NAME).write_text("{")
+    code, text, _ = run("doctor", "--quality", "-m", model, "-d", data, "--selector", "all", "--max-tokens", 1)
+    assert code == 1
+    assert "too few rows to know: 14 are there" in text
+    assert "598" in text
+    assert (model / PROFILE_NAME).read_text() == "{"
+
+
+def test_a_folder_that_cannot_be_written_to(
+    run: Run, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, *arguments: Any, **options: Any) -> int:
+        if self.parent == model:
+            raise PermissionError(13, "Permission denied", str(self))
+        return original(self, *arguments, **options)
+
+    original = Path.write_text
+    monkeypatch.setattr(Path, "write_text", refuse)  # whoever runs the tests may write anywhere
+    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "--ratio", 1)
+    code, _, err = run(*command)
+    assert code == 2
+    assert "--profile FILE" in err
+    elsewhere = tmp_path / "mine.json"
+    assert run(*command, "--profile", elsewhere)[0] == 0
+    assert isinstance(read_profile(elsewhere), Profile)
+    ask = (
+        "ask",
+        "-m",
+        model,
+        "-s",
+        "memory",
+        "-p",
+        "A lamp.",
+        "-q",
+        "Which?",
+        "-n",
+        1,
+        "--json",
+        "--profile",
+        elsewhere,
+    )
+    assert str(elsewhere) in run(*ask)[1]["settings"]["source"]
+    assert "has no say" in run(*ask, "--ratio", 0.5)[1]["error"]
+
+
+def test_a_profile_of_other_weights_and_a_damaged_one(
+    run: Run, model: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "hkvd", "--ratio", 1)
+    assert run(*gate)[0] == 0
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] += 0.5
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    caplog.clear()
+    with BlendEngine.from_pretrained(model) as opened:
+        assert opened.config == BlendConfig()
+    assert "other weights" in caplog.text
+    assert "other weights" in " ".join(run("doctor", "-m", model)[1].split())
+
+    (model / PROFILE_NAME).write_text('{"format": 1}')
+    with pytest.raises(InvalidInputError, match=r"cacheblend\.json, field 'blend': it is missing"):
+        BlendEngine.from_pretrained(model)
+    code, text, _ = run("doctor", "-m", model, "--json")
+    assert (code, text["blendable"]) == (1, False)
+    assert run(*gate)[0] == 0, "measuring anew is the way out"
+    assert BlendEngine.from_pretrained(model).config.recompute_ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quality", "-m", "{model}"], "--data"),
+        (["--quality", "--shape", "tiny", "-d", "{data}"], "--model"),
+        (["-m", "{model}", "-d", "{data}"], "add --quality"),
+        (["--quality", "-m", "{model}", "-d", "{data}x"], "cannot be read"),
+        (["--quality", "-m", "{model}", "-d", "{data}", "--threshold", "1"], "threshold must lie between 0 and 1"),
+        (["--quality", "-m", "{model}", "-d", "{data}", "--selector", "best"], "'best'"),
+        (["--quality", "-m", "{model}", "-d", "{data}", "--ratio", "2"], "0..1"),
+        (["--quality", "-m", "{model}", "-d", "{data}", "--template", "none-such"], "none-such"),
+        (["--quality", "-m", "{model}", "-d", "{data}", "--profile", "{model}/no/p.json"], "--profile FILE"),
+    ],
+)
+def test_bad_input_is_one_line(run: Run, model: Path, data: Path, arguments: list[str], message: str) -> None:
+    code, _, err = run("doctor", *(argument.format(model=model, data=data) for argument in arguments))
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
