@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
-demo: $(VENV)/.installed ## the main job on a small scale: passages stored once, reused in any order
+demo: $(VENV)/.installed ## passages stored once, asked in many orders: answers and times, with and without; draws a picture
 	$(BIN)/cacheblend demo $(ARGS)
 
 test: $(VENV)/.installed-test ## all tests (GPU tests skip themselves without CUDA)
@@ -52,7 +52,7 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
-	$(BIN)/python -m pip install --quiet $(PIN) -e .
+	$(BIN)/python -m pip install --quiet $(PIN) -e '.[plot]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

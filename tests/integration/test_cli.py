@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from cacheblend.data import read_passages, read_row
 from cacheblend.engines.hf.request import Answer, Delta
 from cacheblend.engines.hf.tiny import TinyShape, build_tiny
 from cacheblend.engines.settings import Settings
+from cacheblend.nano.scenes import Style
 
 PASSAGES = [
     "The lighthouse was lit in 1871 and its keepers wrote down the weather.",
@@ -453,16 +455,50 @@ def test_the_bench_table_fits_80_columns(seconds: float) -> None:
     assert "again: those recomputed" in text
 
 
-def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2)
-    monkeypatch.setattr("cacheblend.engines.hf.tiny.TinyShape", lambda: small)
-    found = run("demo", "--json").json
-    assert [arm["arm"] for arm in found["arms"]][:2] == ["full recompute", "prefix caching"]
-    assert all(law["holds"] for law in found["laws"])
-    shown = run("demo", "--keep", tmp_path / "kept")
+@pytest.fixture
+def small_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A demo of few and short passages, in a folder of its own."""
+    monkeypatch.setattr("cacheblend.evaluation.story.STYLE", Style(3, 60, dense=1.0, hard=0.4, chains=0.9))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("small_story")
+def test_demo(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    shown = run("demo", "--questions", 1, "--keep", "kept", "--plot", "a.svg")
     assert shown.code == 0
-    assert "random weights" in shown.out
-    assert run("store", "stat", tmp_path / "kept" / "store", "--json").json["chunks"] == 8
+    for text in ("full recompute", "prefix caching", "full reuse", "HKVD r = 0.15", "of 7", "r = 1 is full prefill"):
+        assert text in shown.out
+    assert "<svg" in Path("a.svg").read_text()
+    assert run("store", "stat", "kept/store", "--json").json["chunks"] == 3
+    rows = [json.loads(line) for line in Path("kept/questions.jsonl").read_text().splitlines()]
+    assert len(rows) == 7
+    asked = next(line for line in shown.out.splitlines() if line.startswith("  cacheblend ask "))
+    again = run(*shlex.split(asked)[1:], "--json").json
+    assert again["report"]["hit_tokens"]["disk"] > 100
+    assert again["report"]["missed_tokens"] == 0
+
+
+@pytest.mark.usefixtures("small_story")
+def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run("demo", "-n", 1, "--ratio", 0.4, "--json")
+    found = result.json
+    assert "pip install 'cacheblend[plot]'" in result.err
+    assert found["plot"] is None
+    assert not list(tmp_path.iterdir())
+    assert all(law["holds"] for law in found["laws"])
+    assert [arm["kind"] for arm in found["arms"]][:3] == ["full", "prefix", "reuse"]
+    hkvd = found["arms"][-1]
+    assert hkvd["title"] == "blend, HKVD r = 0.4"
+    assert 0.35 < hkvd["recomputed"] < 0.45
+    for number, arm in enumerate(found["arms"]):  # nothing is said of an arm but what its answers were
+        cells = [(row["category"], row["cells"][number], row["answers"]) for row in found["evaluation"]["cells"]]
+        right = {category: [cell["answer"] in answers] for category, cell, answers in cells}
+        assert arm["right"] == right
+    assert len(found["passages"]) == 3
+    assert sorted(found["questions"][0]["order"]) == [1, 2, 3]
+    assert run("demo", "-n", 1, "--ratio", 0.4, "--json").json["questions"] == found["questions"]
 
 
 # ---- bad input --------------------------------------------------------------------------------------------
@@ -511,6 +547,8 @@ BAD = [
     (["bench", "ttft", "--shape", "tiny", "--sweep", "time"], "'time'"),
     (["bench", "ttft", "--shape", "tiny", "--chunks", "100"], "51264 tokens"),
     (["demo", "--ratio", "2"], "0..1"),
+    (["demo", "--plot", "{tmp}/x.txt"], "'x.txt'"),
+    (["demo", "--plot", "{tmp}/no/x.png"], "no folder"),
     (["demo", "--keep", "{tmp}"], "exists already"),
     (["demo", "--keep", "{data}/kept"], "the folder cannot be made: Not a directory"),
 ]

@@ -1,86 +1,119 @@
-"""`cacheblend demo`: the main job on a small scale, with no model at hand."""
+"""`cacheblend demo`: the main job, with answers, on the small model that ships. Runs it; `demo_report` shows it."""
 
-import random
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from importlib.resources import as_file, files
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend.cli.options import BLENDING, OUTPUT, AsJson
-from cacheblend.cli.output import console, print_json, progress, seconds_text, share_text, status
+from cacheblend.cli.output import check_outputs, console, print_json, progress, status
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from cacheblend.core.prompt import Prompt
-    from cacheblend.data import Text
     from cacheblend.engines.hf import BlendEngine, WarmReport
-    from cacheblend.engines.hf.arms import Agreement, FirstToken
     from cacheblend.engines.hf.live_check import Outcome
+    from cacheblend.evaluation import Evaluation
+    from cacheblend.evaluation.story import Story
+    from cacheblend.evaluation.story_results import Standing
 
 Ratio = Annotated[
-    float, typer.Option("--ratio", "-r", help="Share of loaded tokens to recompute, 0..1.", rich_help_panel=BLENDING)
+    float,
+    typer.Option(
+        "--ratio", "-r", help="Of the blend by HKVD: share of loaded tokens to recompute.", rich_help_panel=BLENDING
+    ),
 ]
+Questions = Annotated[
+    int,
+    typer.Option("--questions", "-n", min=1, max=12, help="Of each of the seven categories.", rich_help_panel=OUTPUT),
+]
+Plot = Annotated[Path, typer.Option("--plot", help="File of the picture: .png, .svg or .pdf.", rich_help_panel=OUTPUT)]
 Keep = Annotated[
     Path | None,
-    typer.Option("--keep", help="Keep model, passages and store in this new folder.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--keep", help="Keep model, passages, questions and store in this new folder.", rich_help_panel=OUTPUT
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of the weights and the order.", rich_help_panel=OUTPUT)]
+Seed = Annotated[int, typer.Option("--seed", help="Of passages, orders and questions.", rich_help_panel=OUTPUT)]
 
-SYSTEM = "Answer from these passages about a town by the sea.\n\n"
-QUESTION = "Question: Who repaired the clock of the station at the summit, and what else did she build?\nAnswer:"
-ROUNDS = 3
-ENOUGH_S = 10.0  # no further round is begun behind so many seconds
-
-
-@dataclass
-class Row:
-    """One arm's results."""
-
-    name: str
-    first: "FirstToken"
-    ttft_s: float
-    close: "Agreement"
+MAX_TOKENS = 8  # of an answer; the longest right one has six
+PICTURES = (".png", ".svg", ".pdf")
+INSTALL = "pip install 'cacheblend[plot]'"
+# bf16, as the weights are, is slow on a CPU that does not compute in it.
+DTYPE = "float32"
 
 
-def demo(ratio: Ratio = 0.15, keep: Keep = None, seed: Seed = 0, json: AsJson = False) -> None:
-    """Store eight passages once, ask with them in another order, and compare with what is done without this.
+@dataclass(frozen=True)
+class Told:
+    """The whole story, with its end.
 
-    Builds a small model with random weights, so that nothing has to be downloaded.
+    Attributes:
+        seed: it was drawn from.
+        story: passages and questions.
+        warmed: storing the passages.
+        found: all answers.
+        summary: of them, see `summarise`.
+        standings: the same for people, an arm each.
+        laws: of exactness.
+        plot: the picture; None where matplotlib is missing.
     """
+
+    seed: int
+    story: "Story"
+    warmed: "WarmReport"
+    found: "Evaluation"
+    summary: dict[str, Any]
+    standings: "list[Standing]"
+    laws: "list[Outcome]"
+    plot: Path | None
+
+
+def demo(
+    ratio: Ratio = 0.15,
+    questions: Questions = 4,
+    seed: Seed = 0,
+    plot: Plot = Path("cacheblend-demo.png"),
+    keep: Keep = None,
+    json: AsJson = False,
+) -> None:
+    """Store eight passages once, ask questions over them in many orders, and compare answers and times.
+
+    Runs on the small model that ships, so nothing has to be downloaded; about half a minute on two CPU cores.
+    """
+    _check(ratio, plot)
+    if keep is not None:
+        _make(keep)
+
+    from cacheblend.cli.demo_report import show, show_kept
+    from cacheblend.evaluation.story import draw_story
+
+    story = draw_story(seed, questions)
+    with ExitStack() as stack:
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
+        model = _model(keep, story)
+        engine = stack.enter_context(_open(model, folder / "store", quiet=json))
+        told = _tell(engine, story, seed, ratio, plot, quiet=json)
+        if json:
+            print_json(_facts(engine, told))
+            return
+        show(engine, told)
+    if keep is not None:
+        show_kept(keep, story)
+
+
+# ---- before the work --------------------------------------------------------------------------------------
+
+
+def _check(ratio: float, plot: Path) -> None:
+    """What would fail in the end is said at once."""
+    from cacheblend.core.errors import InvalidInputError
     from cacheblend.core.selection import check_ratio
 
     check_ratio(ratio)
-    if keep is not None:
-        _make(keep)
-    with ExitStack() as stack:
-        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
-        passages = _prepare(folder, seed, quiet=json)
-        engine = stack.enter_context(_open(folder, ratio, quiet=json))
-        warmed = _warm(engine, passages, quiet=json)
-        prompt = _prompt(engine, passages, seed)
-        with status("asking, each way in turn ...", quiet=json):
-            rows = _measure(engine, prompt, ratio)
-        with status("checking the exactness laws ...", quiet=json):
-            from cacheblend.engines.hf.live_check import LiveCheck
-
-            laws = list(LiveCheck(engine.model, engine.survey).run())
-        if json:
-            print_json(_facts(engine, prompt, warmed, rows, laws))
-        else:
-            _show(engine, prompt, warmed, rows, laws)
-    if keep is not None and not json:
-        _show_kept(keep)
-
-
-# ---- the work ---------------------------------------------------------------------------------------------
+    if plot.suffix not in PICTURES:
+        raise InvalidInputError(f"--plot draws {', '.join(PICTURES)}, not {plot.name!r}")
+    check_outputs(plot)
 
 
 def _make(folder: Path) -> None:
@@ -95,160 +128,105 @@ def _make(folder: Path) -> None:
         raise InvalidInputError(f"--keep {folder}: the folder cannot be made: {error.strerror}") from error
 
 
-def _prepare(folder: Path, seed: int, *, quiet: bool) -> list["Text"]:
-    """Writes the model and the passages."""
-    from cacheblend.data import read_passages
+def _model(keep: Path | None, story: "Story") -> Path:
+    """The model's folder; where the rest is kept, a copy of it beside passages and questions."""
+    import json
+    import shutil
 
-    with as_file(files("cacheblend.cli") / "demo_passages.txt") as file:
-        source = file.read_text(encoding="utf-8")
-    (folder / "passages.txt").write_text(source, encoding="utf-8")
-    passages = read_passages(folder / "passages.txt")
-    with status("building a small model with random weights ...", quiet=quiet):
-        from cacheblend.cli.models import quiet_transformers
-        from cacheblend.engines.hf.tiny import build_tiny
+    from cacheblend.nano import model_path
+    from cacheblend.nano.questions import lines
 
-        quiet_transformers()
-        build_tiny(folder / "model", [passage.text for passage in passages], seed=seed)
-    return passages
+    if keep is None:
+        return model_path()
+    shutil.copytree(model_path(), keep / "model")
+    passages = (json.dumps({"title": passage.title, "text": passage.text}) for passage in story.passages())
+    for name, written in (("passages", passages), ("questions", lines(story.rows()))):
+        (keep / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
+    return keep / "model"
 
 
-def _open(folder: Path, ratio: float, *, quiet: bool) -> "BlendEngine":
+# ---- the work ---------------------------------------------------------------------------------------------
+
+
+def _open(model: Path, store: Path, *, quiet: bool) -> "BlendEngine":
     from cacheblend.cli.models import open_engine
-    from cacheblend.core.config import BlendConfig
 
-    config = BlendConfig(recompute_ratio=ratio, capture=False)
-    return open_engine(folder / "model", str(folder / "store"), config, quiet=quiet)
+    return open_engine(model, str(store), {"capture": False}, dtype=DTYPE, quiet=quiet)
 
 
-def _warm(engine: "BlendEngine", passages: list["Text"], *, quiet: bool) -> "WarmReport":
+def _tell(engine: "BlendEngine", story: "Story", seed: int, ratio: float, plot: Path, *, quiet: bool) -> Told:
+    """Warms, asks, checks, draws."""
+    from cacheblend.engines.hf.live_check import LiveCheck
+    from cacheblend.evaluation import summarise
+    from cacheblend.evaluation.scorers import ExactMatch
+    from cacheblend.evaluation.story_results import standings
+
+    warmed = _warm(engine, story, quiet=quiet)
+    found = _ask(engine, story, ratio, quiet=quiet)
+    summary = summarise(found, [ExactMatch()])
+    with status("checking the exactness laws ...", quiet=quiet):
+        laws = list(LiveCheck(engine.model, engine.survey).run())
+    arms = standings(found, summary)
+    picture = _draw(engine, arms, len(story.told.passages), plot)
+    return Told(seed, story, warmed, found, summary, arms, laws, picture)
+
+
+def _warm(engine: "BlendEngine", story: "Story", *, quiet: bool) -> "WarmReport":
     from cacheblend.engines.hf import Passage
 
     with progress("warming", "passages", quiet=quiet) as advance:
-        return engine.warm([Passage(p.text, p.title) for p in passages], progress=advance)
+        return engine.warm([Passage(text.text, text.title) for text in story.passages()], progress=advance)
 
 
-def _prompt(engine: "BlendEngine", passages: list["Text"], seed: int) -> "Prompt":
-    """System prompt, the passages in another order than the file's, question."""
-    from cacheblend.engines.hf import Passage
+def _ask(engine: "BlendEngine", story: "Story", ratio: float, *, quiet: bool) -> "Evaluation":
+    """All questions by all arms, next to each other."""
+    from cacheblend.evaluation import Settings, evaluate
+    from cacheblend.evaluation.story_results import story_arms
 
-    order = list(passages)
-    draw = random.Random(seed)
-    while order[0] == passages[0]:
-        draw.shuffle(order)
-    parts: list[str | Passage] = [SYSTEM]
-    parts += [Passage(passage.text, passage.title) for passage in order]
-    return engine.prompt([*parts, "\n\n", QUESTION])
+    arms = story_arms(engine.settings.config, ratio)
+    with progress("asking, each way", "questions", quiet=quiet) as advance:
 
+        def answered(stage: str, done: int, total: int) -> None:
+            if stage == "answering":
+                advance(done, total)
 
-def _measure(engine: "BlendEngine", prompt: "Prompt", ratio: float) -> list[Row]:
-    """All arms in turns, a few rounds; the median of each."""
-    from cacheblend.core.selection import NoRows
-    from cacheblend.engines.hf.arms import agreement, full_recompute, fused, prefix_caching, touch
-
-    arms: dict[str, Callable[[], FirstToken]] = {
-        "full recompute": lambda: full_recompute(engine, prompt),
-        "prefix caching": lambda: prefix_caching(engine, prompt),
-        "full reuse (r = 0)": lambda: fused(engine, prompt, NoRows()),
-        f"blend (r = {ratio:g})": lambda: fused(engine, prompt, engine.config.make_selector()),
-    }
-    touch(engine, prompt)
-    firsts: dict[str, list[FirstToken]] = {name: [] for name in arms}
-    started = time.perf_counter()
-    for round_ in range(ROUNDS):
-        if round_ and time.perf_counter() - started > ENOUGH_S:
-            break
-        for name, arm in arms.items():
-            firsts[name].append(arm())
-    wanted = firsts["full recompute"][-1].logits
-    return [
-        Row(name, of[-1], statistics.median(first.ttft_s for first in of), agreement(of[-1].logits, wanted))
-        for name, of in firsts.items()
-    ]
+        return evaluate(engine, story.rows(), arms, settings=Settings(max_tokens=MAX_TOKENS), progress=answered)
 
 
-# ---- what is shown ----------------------------------------------------------------------------------------
+def _draw(engine: "BlendEngine", arms: "list[Standing]", passages: int, plot: Path) -> Path | None:
+    from importlib.util import find_spec
+
+    from cacheblend.cli.demo_report import model_text
+
+    if find_spec("matplotlib") is None:
+        console(stderr=True).print(f"no picture is drawn, that needs matplotlib: {INSTALL}", soft_wrap=True)
+        return None
+    from cacheblend.evaluation.story_plot import draw_story_plot
+
+    title = f"{passages} passages stored once; {arms[0].score[1]} questions, each over the passages in another order"
+    draw_story_plot(arms, plot, title=title, remark=f"The small model that ships: {model_text(engine)}")
+    return plot
 
 
-def _show(
-    engine: "BlendEngine", prompt: "Prompt", warmed: "WarmReport", rows: list[Row], laws: list["Outcome"]
-) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _facts(engine: "BlendEngine", told: Told) -> dict[str, Any]:
+    """Everything, for JSON."""
+    from cacheblend.core.profile import quality_settings
+    from cacheblend.evaluation import with_cells
+    from cacheblend.evaluation.scorers import ExactMatch
 
-    out = console()
-    survey = engine.survey
-    out.print(
-        f"\n[bold]1.[/] {warmed.stored} passages ({warmed.tokens} tokens) were computed once, each alone, and "
-        f"stored: {seconds_text(warmed.seconds)}.\n"
-        f"[bold]2.[/] A prompt of {len(prompt)} tokens has them in another order, behind a system prompt that no "
-        "cache has seen:\n",
-        markup=True,
-    )
-    out.print(_arms_table(rows, len(prompt) * len(survey.layout.layers)))
-    out.print("\n[bold]3.[/] What must be exact is exact, to rounding:", markup=True)
-    checks = Table.grid(padding=(0, 2, 0, 0))
-    for title, ok, detail in laws:
-        checks.add_row(Text("  ✓", "green") if ok else Text("  ✗", "red"), title, detail)
-    out.print(checks)
-    layers, parameters = len(survey.layout.layers), sum(p.numel() for p in engine.model.parameters()) / 1e6
-    out.print(
-        f"\nThe model ({layers} layers, {parameters:.0f} M parameters) has random weights: its answers mean "
-        "nothing, and are not shown. What carries over to a real model is the time, the share that is computed "
-        "and the exactness; how near blend comes to full recompute depends on the trained weights.",
-        style="dim",
-    )
-
-
-def _arms_table(rows: list[Row], whole: int) -> "Table":
-    """A line an arm; `whole`: the row-layers of a full recompute."""
-    from rich.table import Table
-
-    table = Table()
-    for column in ("", "first token", "faster", "computed", "KL to full", "same top"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for row in rows:
-        style = "bold green" if row.name.startswith("blend") else ""
-        table.add_row(
-            row.name,
-            seconds_text(row.ttft_s),
-            f"{rows[0].ttft_s / row.ttft_s:.1f} x",
-            share_text(row.first.row_layers, whole),
-            "" if row is rows[0] else f"{row.close.kl:.2g}",
-            "" if row is rows[0] else "yes" if row.close.top_1 else "no",
-            style=style,
-        )
-    return table
-
-
-def _show_kept(folder: Path) -> None:
-    model, store = f"--model {folder}/model", f"--store {folder}/store"
-    out = console()
-    out.print("\nTry:")
-    for command in (
-        f"cacheblend store ls {folder}/store",
-        f"cacheblend doctor {model}",
-        f"cacheblend ask {model} {store} --data {folder}/passages.txt --question 'Who?' -n 16 --compare",
-    ):
-        out.print(f"  {command}", soft_wrap=True)
-
-
-def _facts(
-    engine: "BlendEngine", prompt: "Prompt", warmed: "WarmReport", rows: list[Row], laws: list["Outcome"]
-) -> dict[str, Any]:
-    whole = len(prompt) * len(engine.survey.layout.layers)
+    settings = engine.settings
     return {
-        "prompt_tokens": len(prompt),
-        "weights": "random",
-        "warm": {"passages": warmed.stored, "tokens": warmed.tokens, "seconds": warmed.seconds},
-        "arms": [
-            {
-                "arm": row.name,
-                "ttft_s": row.ttft_s,
-                "speedup_vs_full": rows[0].ttft_s / row.ttft_s,
-                "computed_share": row.first.row_layers / whole,
-                **row.close.to_dict(),
-            }
-            for row in rows
+        "seed": told.seed,
+        "settings": {"source": settings.source, **quality_settings(settings.config)},
+        "warm": {"passages": told.warmed.stored, "tokens": told.warmed.tokens, "seconds": told.warmed.seconds},
+        "passages": [{"title": passage.title, "text": passage.text} for passage in told.story.passages()],
+        "questions": [
+            {"order": [index + 1 for index in asked.order], "question": row.question, "category": row.category}
+            | {"answer": row.answers[0]}
+            for asked, row in zip(told.story.asked, told.story.rows(), strict=True)
         ],
-        "laws": [{"law": title, "holds": ok, "detail": detail} for title, ok, detail in laws],
+        "arms": [asdict(arm) for arm in told.standings],
+        "evaluation": with_cells(told.summary, told.found, [ExactMatch()]),
+        "laws": [{"law": title, "holds": ok, "detail": detail} for title, ok, detail in told.laws],
+        "plot": None if told.plot is None else str(told.plot),
     }

@@ -1,15 +1,15 @@
 """`cacheblend evaluate`: parses options; what is evaluated, and how, is in `cacheblend.evaluation`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cacheblend.cli.evaluate_output import progress_bars, say, write_results
 from cacheblend.cli.options import MODEL, OUTPUT, PROMPT, AnchorRule, Chat, Device, Dtype, ModelFolder
-from cacheblend.cli.output import check_outputs, console
+from cacheblend.cli.output import check_outputs
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
@@ -19,13 +19,27 @@ if TYPE_CHECKING:
 ARMS_PANEL, SCORES = "Arms", "Scores"
 
 Data = Annotated[
-    Path,
+    Path | None,
     typer.Option(
         "--data",
         "-d",
         help="Questions with passages: JSON or JSONL, formats as for --format.",
         rich_help_panel=PROMPT,
+        show_default=False,
     ),
+]
+SuiteName = Annotated[
+    str | None,
+    typer.Option(
+        "--suite",
+        help="In place of --data: nano, questions of every category on the model that ships, against its bars.",
+        rich_help_panel=PROMPT,
+        show_default=False,
+    ),
+]
+SuiteSeeds = Annotated[
+    list[int] | None,
+    typer.Option("--suite-seed", help="Of the suite, only these draws. Default: 1, 2 and 3.", rich_help_panel=PROMPT),
 ]
 Format = Annotated[
     str,
@@ -125,8 +139,10 @@ JsonFile = Annotated[
 
 
 def evaluate(
-    model: ModelFolder,
-    data: Data,
+    model: ModelFolder = Path("nano"),
+    data: Data = None,
+    suite: SuiteName = None,
+    suite_seed: SuiteSeeds = None,
     form: Format = "auto",
     rows: Rows = None,
     chunk_tokens: ChunkTokens = 512,
@@ -153,10 +169,16 @@ def evaluate(
     An interrupted run goes on where it stopped when the same command is given again.
     """
     check_outputs(json)
+    if suite is not None:
+        from cacheblend.cli.suite import SuiteOptions, run_suite_command
+
+        run_suite_command(SuiteOptions(suite, model, data, rows, tuple(suite_seed or ()), dtype, device, out, json))
+        return
     questions = _questions(data, form, rows)
 
     from cacheblend.cli.models import open_engine
     from cacheblend.core.config import BlendConfig
+    from cacheblend.evaluation import make_scorers, summarise
     from cacheblend.evaluation.choices import make_arms
     from cacheblend.evaluation.scorers import check_scorers
 
@@ -174,14 +196,20 @@ def evaluate(
     quiet = str(json) == "-"
     with open_engine(model, store, {"anchor": anchor}, dtype=dtype, device=device, quiet=quiet) as engine:
         arms = choose(profile=engine.settings.config)
-        found = _run(engine, questions, arms, settings, out, data.stem, chunk_tokens, quiet=quiet)
-        _report(engine, found, names, data, seed, json)
+        found = _run(engine, questions, arms, settings, out, data.stem if data else "", chunk_tokens, quiet=quiet)
+        scorers = make_scorers(names, engine.builder.encode) if engine.builder else []
+        summary = summarise(found, scorers, seed=seed)
+        assert found.folder is not None and data is not None
+        write_results(engine, found, summary, names, data.name, found.folder, json)
 
 
-def _questions(data: Path, form: str, rows: int | None) -> "list[QuestionRow]":
+def _questions(data: Path | None, form: str, rows: int | None) -> "list[QuestionRow]":
     """The rows; read before the model is opened, which takes longer."""
+    from cacheblend.core.errors import InvalidInputError
     from cacheblend.data import read_questions
 
+    if data is None:
+        raise InvalidInputError("there is nothing to ask: give --data FILE, or --suite nano")
     return read_questions(data, form)[:rows]
 
 
@@ -224,75 +252,12 @@ def _run(
     builder = engine.builder
     assert builder is not None  # a model folder is opened with its tokenizer
     if settings.template.chat is None and not settings.template.layout.is_chat(engine):
-        _say(f"{engine.name} has no chat template: plain prompts")
+        say(f"{engine.name} has no chat template: plain prompts")
     rows = split_contexts(questions, lambda text: len(builder.encode(text)), chunk_tokens)
-    with _progress(quiet=quiet) as advance:
+    with progress_bars(quiet=quiet) as advance:
         found = evaluate(engine, rows, arms, settings=settings, out=out, name=f"{engine.name}-{data}", progress=advance)
     if found.resumed:
-        _say(f"{found.resumed} of {len(found.rows)} rows were there already")
+        say(f"{found.resumed} of {len(found.rows)} rows were there already")
     if found.torn:
-        _say("the last row of an interrupted run was half written, and has been evaluated again")
+        say("the last row of an interrupted run was half written, and has been evaluated again")
     return found
-
-
-def _report(
-    engine: "BlendEngine", found: "Evaluation", names: tuple[str, ...], data: Path, seed: int, json: Path | None
-) -> None:
-    """Tables on stdout, figures and plots in the folder; or JSON alone, where it goes to stdout."""
-    from json import dumps
-
-    from cacheblend.bench import environment
-    from cacheblend.evaluation import make_scorers, summarise, with_cells
-    from cacheblend.evaluation.records import write_whole
-    from cacheblend.evaluation.report import notes, tables
-
-    assert engine.builder is not None and found.folder is not None
-    scorers = make_scorers(names, engine.builder.encode)
-    stamp = {"machine": environment.machine(), "versions": environment.versions(), "commit": environment.commit()}
-    summary = {"data": data.name, **summarise(found, scorers, seed=seed), **stamp}
-    write_whole(found.folder / "summary.json", dumps(summary, ensure_ascii=False, indent=2) + "\n")
-    plots = _draw(summary, found.folder, data)
-    if json is not None:
-        text = dumps(with_cells(summary, found, scorers), ensure_ascii=False, indent=2)
-        if str(json) == "-":
-            typer.echo(text)
-            return
-        json.write_text(text + "\n", encoding="utf-8")
-    for table in tables(summary):
-        console().print(table)
-        console().print()
-    for line in notes(summary):
-        _say(f"note: {line}")
-    _say(f"figures{' and plots' if plots else ''} are in {found.folder}")
-
-
-def _draw(summary: dict[str, Any], folder: Path, data: Path) -> list[Path]:
-    from importlib.util import find_spec
-
-    from cacheblend.evaluation.plots import INSTALL, draw
-
-    if find_spec("matplotlib") is None:
-        _say(f"no plots are drawn, that needs matplotlib: {INSTALL}")
-        return []
-    return draw(summary, folder, data=data.name)
-
-
-def _say(line: str) -> None:
-    console(stderr=True).print(line, soft_wrap=True)
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar of passages stored and one of rows answered, on stderr; none if `quiet`."""
-    if quiet:
-        yield lambda stage, done, total: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True)) as bars:
-        tasks = {
-            "warming": bars.add_task("warming, passages", total=None),
-            "answering": bars.add_task("answering, rows", total=None),
-        }
-        yield lambda stage, done, total: bars.update(tasks[stage], completed=done, total=total)

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.cli.output import status
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
+from cacheblend.nano import model_path
 
 if TYPE_CHECKING:
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.hf import BlendEngine
+
+
+SHIPPED = "nano"
 
 
 def open_engine(
@@ -24,12 +28,18 @@ def open_engine(
 ) -> "BlendEngine":
     """The engine on a model folder and a store. Settings that `config` leaves open are the model's profile's.
 
+    ``nano`` means the model that ships, unless a folder is called so.
+
     Raises:
         InvalidInputError: not a model folder, or it cannot be loaded.
         CacheBlendError: as `BlendEngine.from_pretrained`.
     """
+    if str(folder) == SHIPPED and not folder.is_dir():
+        folder = model_path()
     if not folder.is_dir():
-        raise InvalidInputError(f"{folder} is no folder; --model takes a folder with config.json and weights")
+        raise InvalidInputError(
+            f"{folder} is no folder; --model takes a folder with config.json and weights, or {SHIPPED}"
+        )
     with status(f"opening {folder.name or folder} ...", quiet=quiet):
         quiet_transformers()
         from cacheblend.engines.hf import BlendEngine

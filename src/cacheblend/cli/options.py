@@ -8,7 +8,13 @@ import typer
 MODEL, BLENDING, PROMPT, OUTPUT = "Model", "Blending", "Prompt", "Output"
 
 ModelFolder = Annotated[
-    Path, typer.Option("--model", "-m", help="Model folder: config.json, weights, tokenizer.", rich_help_panel=MODEL)
+    Path,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Model folder: config.json, weights, tokenizer; or nano, which ships.",
+        rich_help_panel=MODEL,
+    ),
 ]
 StoreUrl = Annotated[
     str,

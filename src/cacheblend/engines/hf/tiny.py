@@ -1,4 +1,4 @@
-"""A small model folder with random weights and a tokenizer of its own, for a demo on a machine without any model.
+"""A small model folder with random weights and a tokenizer of its own, for tests.
 
 The weights say nothing, so neither do its answers; times and agreement with full recompute are what can be shown.
 """

@@ -1,0 +1,95 @@
+"""What `cacheblend evaluate` shows and writes: bars, tables, figures, plots."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from cacheblend.cli.output import console
+
+if TYPE_CHECKING:
+    from cacheblend.engines.hf import BlendEngine
+    from cacheblend.evaluation import Evaluation
+
+
+def write_results(
+    engine: "BlendEngine",
+    found: "Evaluation",
+    summary: dict[str, Any],
+    names: tuple[str, ...],
+    data: str,
+    folder: Path,
+    json: Path | None,
+) -> None:
+    """Tables on stdout, figures and plots in `folder`; or JSON alone, where it goes to stdout.
+
+    Args:
+        engine: that answered.
+        found: every cell.
+        summary: of it.
+        names: of the scorers.
+        data: what was asked, for people.
+        folder: of summary and plots.
+        json: file for everything, ``-`` for stdout, or None.
+    """
+    from json import dumps
+
+    from cacheblend.bench import environment
+    from cacheblend.evaluation import make_scorers, with_cells
+    from cacheblend.evaluation.records import write_whole
+    from cacheblend.evaluation.report import notes, tables
+
+    assert engine.builder is not None  # a model folder is opened with its tokenizer
+    stamp = {"machine": environment.machine(), "versions": environment.versions(), "commit": environment.commit()}
+    summary = {"data": data, **summary, **stamp}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "summary.json", dumps(summary, ensure_ascii=False, indent=2) + "\n")
+    plots = _draw(summary, folder, data)
+    if json is not None:
+        cells = with_cells(summary, found, make_scorers(names, engine.builder.encode))
+        text = dumps(cells, ensure_ascii=False, indent=2)
+        if str(json) == "-":
+            typer.echo(text)
+            return
+        json.write_text(text + "\n", encoding="utf-8")
+    for table in tables(summary):
+        console().print(table)
+        console().print()
+    for line in notes(summary):
+        say(f"note: {line}")
+    say(f"figures{' and plots' if plots else ''} are in {folder}")
+
+
+def say(line: str) -> None:
+    """A line beside the results, on stderr."""
+    console(stderr=True).print(line, soft_wrap=True)
+
+
+@contextmanager
+def progress_bars(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar of passages stored and one of rows answered, on stderr; none if `quiet`."""
+    if quiet:
+        yield lambda stage, done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True)) as bars:
+        tasks = {
+            "warming": bars.add_task("warming, passages", total=None),
+            "answering": bars.add_task("answering, rows", total=None),
+        }
+        yield lambda stage, done, total: bars.update(tasks[stage], completed=done, total=total)
+
+
+def _draw(summary: dict[str, Any], folder: Path, data: str) -> list[Path]:
+    from importlib.util import find_spec
+
+    from cacheblend.evaluation.plots import INSTALL, draw
+
+    if find_spec("matplotlib") is None:
+        say(f"no plots are drawn, that needs matplotlib: {INSTALL}")
+        return []
+    return draw(summary, folder, data=data)

@@ -1,0 +1,70 @@
+"""The tokenizer: byte-level BPE, so that it takes any text; every word of the small world is one token."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from cacheblend.nano import lexicon
+
+BOS, END, USER, ASSISTANT, SYSTEM, PAD = "<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"
+SEPARATOR = "\n\n"  # between passages, and in front of the question
+SYSTEM_PROMPT = "Answer from the passages."  # the one that training has seen
+MAX_POSITIONS = 2048
+
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+  {%- if message.role == "user" -%}{{- "<|user|>" + message.content -}}
+  {%- elif message.role == "system" -%}{{- "<|system|>" + message.content -}}
+  {%- else -%}{{- "<|assistant|>" + message.content + "<|end|>" -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|assistant|>" -}}{%- endif -%}
+"""
+
+
+def build_tokenizer() -> Tokenizer:
+    """Trained on the lexicon; the same every time."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("\n\n"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        min_frequency=1,
+        special_tokens=[BOS, END, USER, ASSISTANT, SYSTEM, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    return tokenizer
+
+
+def save_tokenizer(folder: Path) -> Any:
+    """Writes transformers' tokenizer files into a folder, and returns the tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer(),
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _corpus() -> Iterator[str]:
+    for word in sorted(lexicon.words()):
+        yield word  # at the start of a passage or an answer
+        yield f" {word}"
+    yield SEPARATOR

@@ -1,0 +1,251 @@
+"""Trains the model that ships: `python -m cacheblend.nano.train --out FOLDER`.
+
+A stage that misses its goal is run once more with other draws; if it misses again the training ends with an error.
+What is under way is saved every few minutes, and goes on from there when the same command is given again.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend.nano.encoding import Encoder
+from cacheblend.nano.recipe import RECIPE, Recipe, Stage
+from cacheblend.nano.scenes import Style
+from cacheblend.nano.tokenizer import build_tokenizer, save_tokenizer
+from cacheblend.nano.training import Student, Tally, build_model, build_optimizers, draw_batch, exact_match
+
+EVERY = 50  # steps between two lines
+SAVE_EVERY_S = 120
+CHECKED_SCENES = 200
+CHECK_SEED = 10_000  # of the fresh prompts a stage is checked on
+
+
+class TrainingFailedError(RuntimeError):
+    """A stage missed its goal twice."""
+
+
+class Trainer:
+    """One training: where it stands, and how it goes on.
+
+    Args:
+        recipe: what to do.
+        seed: of weights and draws.
+        out: folder of checkpoint, history, and in the end the model.
+        device: None takes CUDA where there is one.
+    """
+
+    def __init__(self, recipe: Recipe, seed: int, out: Path, device: str | None = None) -> None:
+        self.recipe, self.seed, self.out = recipe, seed, out
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        out.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(seed)
+        tokenizer = save_tokenizer(out / "model")
+        self.encoder = Encoder(build_tokenizer())
+        model = build_model(recipe, tokenizer)
+        # On a CPU, transformers' plain attention is backpropagated several times faster than the fused kernel.
+        model.set_attn_implementation("eager" if self.device.type == "cpu" else "sdpa")
+        self.student = Student(model, recipe).to(self.device)
+        self.optimizers = build_optimizers(self.student, recipe)
+        self.rng = random.Random(seed)
+        self.stage = self.step = self.restarts = 0
+        self.seconds = 0.0
+        self.history: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """All stages from where the training stands, then the model's files.
+
+        Raises:
+            TrainingFailedError: a stage missed its goal twice.
+        """
+        self._resume()
+        while self.stage < len(self.recipe.stages):
+            stage = self.recipe.stages[self.stage]
+            if self.step == 0 and self.restarts == 0:
+                self._save("stage")  # to come back to
+            self._run_stage(stage)
+            reached = self._check(stage)
+            if reached:
+                self.stage, self.step, self.restarts = self.stage + 1, 0, 0
+            else:
+                self._restart(stage)
+            self._save("checkpoint")
+        self._export()
+
+    def _run_stage(self, stage: Stage) -> None:
+        tally, started, saved = Tally(), time.perf_counter(), time.perf_counter()
+        while self.step < stage.steps:
+            self._learn(stage, tally)
+            self.step += 1
+            if self.step % EVERY and self.step < stage.steps:
+                continue
+            now = time.perf_counter()
+            self.seconds, started = self.seconds + now - started, now
+            facts = tally.summary()
+            self._report(stage, facts)
+            tally = Tally()
+            if stage.enough is not None and all(facts.get(each, 0.0) >= stage.enough for each in stage.goal):
+                break
+            if now - saved > SAVE_EVERY_S:
+                self._save("checkpoint")
+                saved = time.perf_counter()
+
+    def _learn(self, stage: Stage, tally: Tally) -> None:
+        """One step of the optimizers on fresh text."""
+        progress = self.step / stage.steps
+        for optimizer, rate in zip(self.optimizers, (self.recipe.matrix_rate, self.recipe.rate), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * _rate(stage, self.step)
+        batch = draw_batch(self.encoder, self.rng, stage, progress).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.student.loss(batch, tally, stage.lessons)
+        if not math.isfinite(loss.item()):
+            raise TrainingFailedError(f"the loss is {loss.item()} at step {self.step} of stage {stage.name}")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def _check(self, stage: Stage) -> bool:
+        """Exact match on fresh prompts of the stage's last kind, against its goal."""
+        length = sum(stage.length) // 2
+        style = Style(stage.passages[1], length, stage.dense[1], stage.hard, stage.chains, stage.direct_only)
+        self.student.eval()
+        found = exact_match(self.student.model, self.encoder, CHECK_SEED + self.seed, style, CHECKED_SCENES)
+        self.student.train()
+        missed = {category: goal for category, goal in stage.goal.items() if found.get(category, 0.0) < goal}
+        self._note({"stage": stage.name, "checked": found, "missed": missed})
+        print(f"stage {stage.name}: {_shares(found)}", "reached" if not missed else f"missed {missed}", flush=True)
+        return not missed
+
+    def _restart(self, stage: Stage) -> None:
+        """Back to the start of the stage, with other draws; once."""
+        if self.restarts:
+            raise TrainingFailedError(f"stage {stage.name} missed its goal twice; try another --seed")
+        seconds, history = self.seconds, self.history
+        self._load("stage")
+        self.seconds, self.history, self.restarts = seconds, history, 1
+        self.rng.seed(self.seed + 1_000_003)
+
+    def _report(self, stage: Stage, facts: Mapping[str, float]) -> None:
+        self._note({"stage": stage.name, "step": self.step, "minutes": self.seconds / 60, **facts})
+        print(f"{stage.name} {self.step}/{stage.steps}  {self.seconds / 60:.1f} min  {_shares(facts)}", flush=True)
+
+    def _note(self, facts: dict[str, Any]) -> None:
+        self.history.append(facts)
+        (self.out / "history.json").write_text(json.dumps(self.history, indent=1))
+
+    # ---- files ------------------------------------------------------------------------------------------
+
+    def _save(self, name: str) -> None:
+        state = {
+            "seed": self.seed,
+            "recipe": repr(self.recipe),
+            "student": self.student.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "rng": self.rng.getstate(),
+            "at": (self.stage, self.step, self.restarts, self.seconds),
+            "history": self.history,
+        }
+        torch.save(state, self.out / f"{name}.tmp")
+        (self.out / f"{name}.tmp").replace(self.out / f"{name}.pt")
+
+    def _load(self, name: str) -> None:
+        path = self.out / f"{name}.pt"
+        state = torch.load(path, map_location=self.device, weights_only=False)
+        for what, mine in (("seed", self.seed), ("recipe", repr(self.recipe))):
+            if state[what] != mine:
+                raise TrainingFailedError(f"{path} is of another {what}; give another --out, or remove it")
+        self.student.load_state_dict(state["student"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.rng.setstate(state["rng"])
+        self.stage, self.step, self.restarts, self.seconds = state["at"]
+        self.history = state["history"]
+
+    def _resume(self) -> None:
+        if (self.out / "checkpoint.pt").exists():
+            self._load("checkpoint")
+            print(f"going on at stage {self.stage + 1} of {len(self.recipe.stages)}, step {self.step}", flush=True)
+
+    def _export(self) -> None:
+        """The model as transformers reads it, in bf16."""
+        model = self.student.model.to(torch.bfloat16)
+        model.generation_config.max_new_tokens = None
+        model.save_pretrained(self.out / "model")
+        plot_losses(self.history, self.out / "loss.png")
+        print(f"{self.seconds / 60:.1f} minutes; the model is in {self.out / 'model'}", flush=True)
+
+
+def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
+    """Losses and exact answers by minute, if matplotlib is there."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: pip install matplotlib", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [line for line in history if "loss" in line]
+    minutes = [line["minutes"] for line in lines]
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    for name in ("loss", "text loss"):
+        above.plot(minutes, [line[name] for line in lines], label={"loss": "answers", "text loss": "text"}[name])
+    above.set(ylabel="next-token loss, nats", yscale="log", title="Training: loss, and answer tokens that are right")
+    above.legend(frameon=False)
+    for name in ("direct", "local", "cross", "cross-hard", "chain", "chain2", "comparison", "unanswerable"):
+        below.plot(minutes, [100 * line.get(name, math.nan) for line in lines], label=name)
+    below.set(xlabel="minutes", ylabel="right answer tokens, %", ylim=(0, 101))
+    below.legend(frameon=False, ncols=2)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _rate(stage: Stage, step: int) -> float:
+    """Share of the full learning rate: a rise, a plain, a fall."""
+    fall = 1.0
+    if stage.decay:
+        fall = min(1.0, max(0.03, (1 - step / stage.steps) / stage.decay))
+    return min(1.0, (step + 1) / stage.warm_up) * fall
+
+
+def _shares(facts: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.2f}" for name, value in facts.items())
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m cacheblend.nano.train", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint, history and model")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as many as there are cores")
+    parser.add_argument("--device", help="default: CUDA where there is one")
+    parser.add_argument("--shorten", type=int, default=1, help="divide all steps by this, to try the script")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    recipe = RECIPE
+    if options.shorten > 1:
+        stages = tuple(
+            replace(s, steps=max(1, s.steps // options.shorten), enough=None, goal={}) for s in recipe.stages
+        )
+        recipe = replace(recipe, stages=stages)
+    try:
+        Trainer(recipe, options.seed, options.out, options.device).run()
+    except TrainingFailedError as error:
+        sys.exit(f"training failed: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The training script on a recipe of few steps: it learns, goes on where it stopped, and holds to its goals."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheblend.nano import train
+from cacheblend.nano.encoding import Encoder
+from cacheblend.nano.recipe import RECIPE, Recipe, Shape, Stage
+from cacheblend.nano.scenes import Style
+from cacheblend.nano.tokenizer import MAX_POSITIONS, build_tokenizer
+from cacheblend.nano.train import Trainer, TrainingFailedError
+from cacheblend.nano.training import build_model, collate, draw_batch, draw_example, exact_match
+
+STAGE = Stage(
+    "first",
+    steps=4,
+    tokens=300,
+    passages=(2, 2),
+    length=(24, 32),
+    dense=(1.0, 0.5),
+    weights={"direct": 1.0, "cross": 1.0},
+    goal={},
+    questions=3,
+    warm_up=1,
+)
+TINY = Recipe(
+    stages=(STAGE, replace(STAGE, name="second", steps=3, decay=1.0)),
+    shape=Shape(layers=10, width=32, heads=2, kv_heads=1, head_dim=16, mlp_width=32),
+)
+
+
+def run(out: Path, recipe: Recipe = TINY, seed: int = 1) -> Trainer:
+    trainer = Trainer(recipe, seed, out, "cpu")
+    trainer.run()
+    return trainer
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+
+
+@pytest.fixture(autouse=True)
+def short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "CHECKED_SCENES", 2)
+    monkeypatch.setattr(train, "EVERY", 2)
+
+
+def test_it_trains_and_writes_a_model_that_transformers_opens(tmp_path: Path) -> None:
+    trainer = run(tmp_path)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert found.dtype == torch.bfloat16 and found.config.num_hidden_layers == 10
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert [line["step"] for line in history if "step" in line] == [2, 4, 2, 3]
+    assert trainer.seconds > 0
+
+
+def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "whole")
+    learn, left = Trainer._learn, [5]
+
+    def interrupted(trainer: Trainer, stage: Stage, tally: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        learn(trainer, stage, tally)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(train, "SAVE_EVERY_S", -1)
+    monkeypatch.setattr(Trainer, "_learn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts")
+    monkeypatch.setattr(Trainer, "_learn", learn)
+    run(tmp_path / "parts")
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_stage_that_misses_its_goal_runs_once_more_and_then_fails(tmp_path: Path) -> None:
+    hopeless = replace(TINY, stages=(replace(STAGE, goal={"direct": 1.1}),))
+    with pytest.raises(TrainingFailedError, match="missed its goal twice"):
+        run(tmp_path, hopeless)
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert sum("missed" in line for line in history) == 2
+
+
+def test_a_folder_of_another_seed_or_recipe_is_refused(tmp_path: Path) -> None:
+    run(tmp_path)
+    with pytest.raises(TrainingFailedError, match="another seed"):
+        run(tmp_path, seed=2)
+    with pytest.raises(TrainingFailedError, match="another recipe"):
+        run(tmp_path, replace(TINY, rate=0.1))
+
+
+@pytest.mark.parametrize("stage", RECIPE.stages, ids=lambda stage: stage.name)
+@pytest.mark.parametrize("progress", [0.0, 0.5, 1.0])
+def test_batches_stay_within_the_positions(stage: Stage, progress: float) -> None:
+    import random
+
+    encoder, rng = Encoder(build_tokenizer()), random.Random(0)
+    for _ in range(5):
+        batch = draw_batch(encoder, rng, stage, progress)
+        assert int(batch.positions.max()) < MAX_POSITIONS
+        assert batch.ids.shape == batch.labels.shape == batch.positions.shape
+        for where in batch.lessons.values():
+            assert bool((where[:, 1] < batch.ids.shape[1]).all())
+
+
+def test_padding_stands_behind_and_is_not_learnt() -> None:
+    import random
+
+    encoder, rng = Encoder(build_tokenizer()), random.Random(0)
+    examples = [draw_example(encoder, rng, STAGE, Style(n, 32), 2) for n in (1, 3)]
+    batch = collate(examples)
+    short = len(examples[0].ids)
+    assert bool((batch.labels[0, short:] == 0).all())
+    assert batch.ids[1].tolist()[: len(examples[1].ids)] == examples[1].ids
+
+
+def test_exact_match_of_an_untrained_model_is_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(TINY, 1, tmp_path, "cpu")
+    model = build_model(TINY, train.save_tokenizer(tmp_path / "t"))
+    found = exact_match(model, trainer.encoder, 1, Style(2, 32), 5)
+    assert set(found) >= {"direct", "unanswerable"} and max(found.values()) < 0.5
