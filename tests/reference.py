@@ -219,7 +219,7 @@ class _Asking:
                 more = (weights[:, others, position] - weights[:, generic, position, None]).clamp(min=0)
             else:
                 more = weights[:, generic, position]
-            self.received[position] += float(more.sum())
+            self.received[position] = max(self.received[position], float(more.max()))
 
 
 class _Pass:

@@ -162,7 +162,7 @@ class RankWalk:
 
 @torch.no_grad()
 def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Recorded], alone: bool) -> Prefill:
-    """One rank's pass; `alone`: without summing deviations and attention over the ranks."""
+    """One rank's pass; `alone`: without joining deviations and attention over the ranks."""
     plan = engine.planner.plan(RAG, engine.store)
     shapes = engine.survey.layout.layers
     layout = KVLayout(tuple(LayerShape(s.kv_heads // 2, s.head_dim) for s in shapes), engine.survey.layout.dtype)
@@ -173,12 +173,13 @@ def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Rec
     ids = torch.tensor(plan.prompt.token_ids.tolist())
     walk = RankWalk(HfWalk(engine.view, ids, torch.arange(len(ids))), rank, ranks)
 
-    def reduce(by_row: torch.Tensor) -> torch.Tensor:
-        return torch.stack(ranks.gather(rank, by_row)).sum(0)
+    def join(by_row: torch.Tensor, how: str) -> torch.Tensor:
+        parts = torch.stack(ranks.gather(rank, by_row))
+        return parts.sum(0) if how == "sum" else parts.amax(0)
 
     with loader:
-        reducer = None if alone else reduce
-        return finish(FusedPrefill(plan, walk, loader, seen[rank], reduce_deviation=reducer, tile_rows=32))
+        over_ranks = None if alone else join
+        return finish(FusedPrefill(plan, walk, loader, seen[rank], over_ranks=over_ranks, tile_rows=32))
 
 
 def on_two_ranks(engine: BlendEngine, selector: Selector, alone: bool = False) -> tuple[list[Prefill], list[Recorded]]:

@@ -6,7 +6,17 @@ from typing import Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.query import Hybrid, Pool, Query, Rank
-from cacheblend.core.selection import AllRows, Head, Hkvd, NoRows, RandomRows, Selector, Threshold, check_ratio
+from cacheblend.core.selection import (
+    AllRows,
+    Head,
+    Hkvd,
+    NoRows,
+    RandomRows,
+    Selector,
+    Threshold,
+    check_ratio,
+    check_schedule,
+)
 
 AnchorKind = Literal["auto", "none", "bos", "system"]
 
@@ -90,6 +100,7 @@ class BlendConfig:
         return makers[self.selector]()
 
     def _hybrid(self, ratios: tuple[float, ...]) -> Hybrid:
+        check_schedule(self.check_layers, ratios)
         early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
         check_ratio(early)
         early = max(early, ratios[0])

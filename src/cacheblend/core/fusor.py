@@ -7,6 +7,7 @@ to rows in front of it, and those are done. No global state; several passes may 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +23,9 @@ from cacheblend.core.selection import Candidates, Selector
 from cacheblend.core.sentences import sentence_indices
 from cacheblend.core.walk import Attend, LayerWalk
 
-ReduceDeviation = Callable[[torch.Tensor], torch.Tensor]
-"""Sums what rows are chosen by [n] (deviations, the question's attention) over tensor-parallel ranks, so that all
-of them choose the same rows."""
+OverRanks = Callable[[torch.Tensor, Literal["sum", "max"]], torch.Tensor]
+"""Joins what rows are chosen by [n] over tensor-parallel ranks, so that all of them choose the same rows: deviations
+are summed, of the question's attention the highest counts."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class FusedPrefill:
         walk: over the rows from `plan.prefix_length` on: row i stands at position prefix_length + i.
         loader: of the same plan.
         selector: which loaded rows are recomputed.
-        reduce_deviation: see `ReduceDeviation`; None on a single rank.
+        over_ranks: see `OverRanks`; None on a single rank.
         tile_rows: rows that go through a layer at once.
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
     """
@@ -75,13 +76,13 @@ class FusedPrefill:
         loader: LayerLoader,
         selector: Selector,
         *,
-        reduce_deviation: ReduceDeviation | None = None,
+        over_ranks: OverRanks | None = None,
         tile_rows: int = 1024,
         sentence_end_ids: npt.NDArray[np.int64] | None = None,
     ) -> None:
         check_selector(selector, walk.num_layers)
         self._plan, self._walk, self._loader, self._selector = plan, walk, loader, selector
-        self._reduce, self._tile_rows = reduce_deviation, tile_rows
+        self._over_ranks, self._tile_rows = over_ranks, tile_rows
         self._sentence_end_ids = sentence_end_ids
         self._kv: list[LayerKV] = []
         self._row_layers = self._question_row_layers = self._projected_rows = 0
@@ -151,7 +152,7 @@ class FusedPrefill:
         limit, device = self._selector.question_rows, self._hidden.device
         question = QuestionPass(self._plan, self._walk, self._loader, limit, device)
         attention = question.run(self._hidden)
-        self._attention = attention if self._reduce is None else self._reduce(attention)
+        self._attention = attention if self._over_ranks is None else self._over_ranks(attention, "max")
         self._question_row_layers = question.row_layers
         if self._sentence_end_ids is not None:
             self._sentences = self._of_walk(sentence_indices(self._plan.prompt, self._sentence_end_ids))
@@ -183,8 +184,8 @@ class FusedPrefill:
                 kv_deviation((fresh[0][:, candidates], fresh[1][:, candidates]), loaded, self._selector.measure)
             )
         deviation = torch.cat(parts)
-        if self._reduce is not None:
-            deviation = self._reduce(deviation)
+        if self._over_ranks is not None:
+            deviation = self._over_ranks(deviation, "sum")
         self._keep(self._selector.select(self._candidates(layer, deviation)))
 
     def _project(self, layer: int, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,7 +261,7 @@ def prefill(
     open_loader: Callable[[BlendPlan, int], LayerLoader],
     selector: Selector,
     *,
-    reduce_deviation: ReduceDeviation | None = None,
+    over_ranks: OverRanks | None = None,
     tile_rows: int = 1024,
     sentence_end_ids: npt.NDArray[np.int64] | None = None,
 ) -> Prefill:
@@ -274,7 +275,7 @@ def prefill(
         open_walk: an engine's walk over the plan's rows.
         open_loader: a loader of the plan, with the first layer whose loaded rows are needed.
         selector: which loaded rows are recomputed.
-        reduce_deviation: see `ReduceDeviation`; None on a single rank.
+        over_ranks: see `OverRanks`; None on a single rank.
         tile_rows: rows that go through a layer at once.
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
     """
@@ -287,7 +288,7 @@ def prefill(
                     open_walk(plan),
                     loader,
                     selector,
-                    reduce_deviation=reduce_deviation,
+                    over_ranks=over_ranks,
                     tile_rows=tile_rows,
                     sentence_end_ids=sentence_end_ids,
                 )

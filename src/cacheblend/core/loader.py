@@ -115,7 +115,9 @@ class LayerLoader:
         self.close()
 
     def close(self) -> None:
-        """Stops reading ahead and waits for the read under way. Idempotent."""
+        """Stops reading ahead, waits for the read under way, and lets go of the buffers. Idempotent."""
+        self._given.clear()
+        self._turns.clear()
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()

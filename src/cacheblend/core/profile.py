@@ -13,6 +13,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 
 FORMAT = 1
+_LARGEST = 1e300  # of a number in a file; larger whole numbers are no floats
 
 RUNNING_FIELDS = frozenset(
     [
@@ -177,6 +178,10 @@ def config_of(values: Mapping[str, Any]) -> BlendConfig:
     return BlendConfig(**values)
 
 
+_OPTIONAL: dict[str, Any] = {"ratios": (), "threshold": 0.0, "early_ratio": 0.0}
+"""Fields of `BlendConfig` whose default is None: a value of the kind that they have otherwise."""
+
+
 # ---- from JSON --------------------------------------------------------------------------------------------
 
 
@@ -185,8 +190,9 @@ def _settings(value: Any, where: str) -> dict[str, Any]:
     kinds = {f.name: f.default for f in fields(BlendConfig) if f.name in QUALITY_FIELDS}
     settings = _fields(value, where, "settings.", set(kinds), optional=set(kinds))
     for name, found in settings.items():
-        if not (isinstance(kinds[name], str) and _is_number(found)):  # `pool` is either; BlendConfig judges
-            _check_kind(found, kinds[name], where, f"settings.{name}")
+        if (name == "pool" and _is_number(found)) or (name in _OPTIONAL and found is None):
+            continue  # BlendConfig judges
+        _check_kind(found, _OPTIONAL.get(name, kinds[name]), where, f"settings.{name}")
     return {name: tuple(found) if isinstance(found, list) else found for name, found in settings.items()}
 
 
@@ -237,7 +243,8 @@ def _check_kind(value: Any, default: Any, where: str, name: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= _LARGEST and math.isfinite(value)
 
 
 def _is_numbers(value: Any) -> bool:

@@ -5,7 +5,7 @@ text, since the row that is attended to is rarely the only one of its sentence t
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, TypeGuard, get_args
 
 import torch
 
@@ -28,6 +28,7 @@ Rank = Literal["deviation", "either"]
 """What `Hybrid` ranks rows by at check layers; ``either``: the better of its ranks by deviation and by attention."""
 
 SPAN_WITHOUT_SENTENCES = 16  # tokens
+_LONGEST_SPAN = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,13 @@ def _first_rows(ranks: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _check_asking(pool: Pool, question_rows: int) -> None:
-    is_count = isinstance(pool, int) and not isinstance(pool, bool) and pool >= 1
-    if pool != "sentence" and not is_count:
-        raise InvalidInputError(f"pool must be 'sentence' or a number of tokens, at least 1, got {pool!r}")
-    if question_rows < 2:
-        raise InvalidInputError(f"question_rows must be at least 2 (the first one is generic), got {question_rows}")
+    if pool != "sentence" and not (_is_whole(pool) and 1 <= pool <= _LONGEST_SPAN):
+        raise InvalidInputError(f"pool must be 'sentence' or 1 to {_LONGEST_SPAN} tokens, got {pool!r}")
+    if not _is_whole(question_rows) or question_rows < 2:
+        raise InvalidInputError(
+            f"question_rows must be a whole number, at least 2 (the first row is generic), got {question_rows!r}"
+        )
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

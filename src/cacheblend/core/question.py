@@ -48,9 +48,10 @@ class QuestionPass:
     def run(self, embedded: torch.Tensor) -> torch.Tensor:
         """The attention that each row of the walk receives, [rows] fp32.
 
-        It is the sum over layers, heads and question rows of what the row's weight exceeds a generic row's by: the
+        It is the highest over layers, heads and question rows of what the row's weight exceeds a generic row's by: the
         first row of the suffix, which has seen no word of the question, so that what every row looks at (sinks,
         above all) counts for nothing. A suffix of one row has none to compare with: its weights count as they are.
+        The highest, not the sum: few heads look something up, and the many others' sum drowns them (docs/log.md).
 
         Args:
             embedded: the first layer's input of all rows of the walk, [rows, width]; not changed.
@@ -75,7 +76,7 @@ class QuestionPass:
             for heads, kv_heads in _groups(query, len(seen), len(keys)):
                 part = replace(spec, sinks=None if spec.sinks is None else spec.sinks[heads])
                 weights = attention_weights(query[heads], known.keys[kv_heads], self._positions, seen, part)
-                self._received.index_add_(0, seen, _beyond_generic(weights))
+                self._received[seen] = torch.maximum(self._received[seen], _beyond_generic(weights))
                 folded = weights.view(len(known.keys[kv_heads]), -1, len(seen))
                 outputs.append(torch.bmm(folded, known.values[kv_heads].float()).view(*weights.shape[:2], -1))
             return torch.cat(outputs).transpose(0, 1).to(query.dtype).contiguous()
@@ -91,10 +92,10 @@ class QuestionPass:
 
 
 def _beyond_generic(weights: torch.Tensor) -> torch.Tensor:
-    """[heads, rows, n] weights, the first row generic: what the others exceed it by, summed to [n]."""
+    """[heads, rows, n] weights, the first row generic: what the others exceed it by, at most, [n]."""
     if weights.shape[1] > 1:
         weights = (weights[:, 1:] - weights[:, :1]).clamp_(min=0)
-    return weights.sum((0, 1))
+    return weights.amax((0, 1))
 
 
 def _groups(query: torch.Tensor, seen: int, kv_heads: int) -> list[tuple[slice, slice]]:

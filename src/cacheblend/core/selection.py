@@ -235,7 +235,8 @@ def check_measure(measure: Measure) -> None:
 
 
 def _check_layers(layers: tuple[int, ...]) -> None:
-    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1:
+    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+    if not layers or not whole or list(layers) != sorted(set(layers)) or layers[0] < 1:
         raise InvalidInputError(
-            f"check layers must be ascending and at least 1 (at layer 0 every deviation is zero), got {layers}"
+            f"check layers must be whole numbers, ascending, at least 1 (layer 0 has no deviation), got {layers}"
         )

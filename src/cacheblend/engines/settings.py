@@ -130,6 +130,8 @@ def check_writable(file: Path) -> None:
 
 def _write(file: Path, text: str | None) -> None:
     """Replaces a file; without a text it only tries whether it could."""
+    if not file.name or file.is_dir():
+        raise InvalidInputError(f"the profile {file} is a folder; name a file with --profile FILE")
     fresh = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         fresh.write_text(text or "", encoding="utf-8")
