@@ -237,6 +237,7 @@ class _Pass:
         self.selector, self.stored, self.candidates = selector, stored, candidates
         self.attention, self.spans, self.hidden = attention, spans, set[int]()
         self.offset_in_chunk = [offset for segment in prompt.segments for offset in range(len(segment))]
+        self.segments = [number for number, segment in enumerate(prompt.segments) for _ in range(len(segment))]
         rows = range(len(prompt))
         exact = {p for p in stored if p not in candidates} - {rows[-1]}
         self.active = set(rows) - exact
@@ -296,6 +297,13 @@ class _Pass:
         for position in positions:
             span = self.spans[position]
             best[span] = max(best.get(span, 0.0), self.attention[position])
+        segment_of = dict(zip(self.spans, self.segments, strict=True))
+        own = dict(best)
+        present = sorted(best)
+        for place, span in enumerate(present):
+            for later in present[place + 1 : place + 1 + getattr(self.selector, "lead", 0)]:
+                if segment_of[later] == segment_of[span]:
+                    best[span] = max(best[span], own[later])
         return sorted(
             positions,
             key=lambda p: (-best[self.spans[p]], self.spans[p], -self.attention[p], p),

@@ -637,13 +637,26 @@ def test_data_formats(tmp_path: Path) -> None:
     assert texts["c.jsonl"] == texts["d.json"] == ["x", "y"]
     assert [p.title for p in read_passages(tmp_path / "c.jsonl")] == ["t", "c #3"]
     assert read_row(tmp_path / "d.json", 1).passages[0].text == "y"
+    lines = [{"question": f"{n}?", "passages": [{"text": f"{n}."}, {"text": "x", "title": "t"}]} for n in (1, 2)]
+    (tmp_path / "e.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    row = read_row(tmp_path / "e.jsonl", 1)
+    assert (row.question, [(p.text, p.title) for p in row.passages]) == ("2?", [("2.", "e #2.0"), ("x", "t")])
+    assert len(read_passages(tmp_path / "e.jsonl")) == 4
+    assert len(read_row(tmp_path / "c.jsonl", 0).passages) == 2
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "{", "a.json: not JSON"),
-        ("a.json", "{}", "expected a list of rows, found an object"),
+        ("a.json", "{", "a.json, line 1: not JSON"),
+        ("a.json", "{}", "line 1: the field 'text' is missing (found none)"),
+        ("a.json", '{\n "text": "x"\n}', "one JSON object over several lines; put rows into a list"),
+        ("a.jsonl", '{"contexts": []}', "line 1: there is no field 'contexts'; it is called 'passages'"),
+        (
+            "a.jsonl",
+            '{"query": "?", "passages": [{"text": "x"}]}',
+            "there is no field 'query'; it is called 'question'",
+        ),
         ("a.json", "[]", "holds no passage"),
         ("a.json", "[7]", "row 0: expected an object, found a number"),
         ("a.json", '[{"ctxs": 1}]', "row 0, field 'ctxs': expected a list"),

@@ -1,6 +1,7 @@
 """Evaluation on a tiny model: what each arm does and costs, what is resumed, what the command says."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.cli import main
+from cacheblend.cli import main, models
 from cacheblend.cli.prompts import build_prompt
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import QuestionRow, Text
 from cacheblend.data.split import split_text
+from cacheblend.engines import environment
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.layout import PromptLayout
 from cacheblend.engines.hf.tiny import TinyShape, build_tiny
@@ -111,7 +113,7 @@ def test_reuse_and_blend_load_all_passages(engine: BlendEngine, found: Evaluatio
 def test_total_compute_counts_rows_layers_and_projections(engine: BlendEngine, found: Evaluation) -> None:
     layer = engine.model.model.layers[0]
     attention = layer.self_attn
-    projections = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
+    projections = sum(part.weight.numel() for part in (attention.q_proj, attention.k_proj, attention.v_proj))
     share = projections / sum(parameter.numel() for parameter in layer.parameters())
     for full, blend in zip(cells_of(found, "full"), cells_of(found, "blend hkvd @1 r=0.3"), strict=True):
         rows = full.prompt_tokens - blend.loaded_tokens  # never loaded
@@ -379,7 +381,7 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Path, engine: BlendEngine,
 
 
 def _untimed(row: Any) -> Any:
-    return replace(row, cells=[replace(cell, ttft_s=0, total_s=0, kl=None) for cell in row.cells])
+    return replace(row, machine="", cells=[replace(cell, ttft_s=0, total_s=0, kl=None) for cell in row.cells])
 
 
 def test_other_data_settings_or_weights_are_another_run(model: Path, engine: BlendEngine, tmp_path: Path) -> None:
@@ -395,6 +397,39 @@ def test_other_data_settings_or_weights_are_another_run(model: Path, engine: Ble
         evaluate(other, ROWS[:1], arms, settings=settings, out=out)
     assert len(list(out.iterdir())) == 6
     assert evaluate(engine, ROWS[:1], arms, settings=settings, out=out).resumed == 1
+
+
+def test_other_code_or_libraries_are_another_run(
+    engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms, settings = make_arms(["full"]), Settings(max_tokens=1)
+    first = evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
+    assert set(first.config["libraries"]) >= {"torch", "transformers"}
+    assert f"{torch.get_num_threads()} threads" in first.rows[0].machine
+    monkeypatch.setattr(environment, "code_digest", lambda parts: "changed")
+    evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
+    versions = environment.versions()
+    monkeypatch.setattr(environment, "versions", lambda: versions | {"transformers": "4.0"})
+    evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_digest_is_of_source_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package"
+    (package / "engines").mkdir(parents=True)
+    monkeypatch.setattr(environment, "__file__", str(package / "engines" / "environment.py"))
+    found = set()
+    for name, text in (("a", "1"), ("a", "2"), ("b", "2")):
+        file = package / "engines" / f"{name}.py"
+        file.write_text(text)
+        (package / "engines" / "notes.txt").write_text(f"{name}{text}")
+        environment.code_digest.cache_clear()
+        digest = environment.code_digest(("engines",))
+        assert digest == environment.code_digest(("engines",))
+        found.add(digest)
+        file.unlink()
+    environment.code_digest.cache_clear()
+    assert len(found) == 3
 
 
 # ---- the command --------------------------------------------------------------------------------------------
@@ -491,7 +526,7 @@ def test_rows_without_gold_answers_are_still_compared(run: Run, model: Path, tmp
     result = run("-m", model, "-d", data, "-n", 1, "--rows", 2, "--device", "cpu")
     assert result.code == 0
     assert "no row has gold answers, so nothing is scored" in " ".join(result.err.split())
-    assert "agreement with full recompute" in result.out and "Exact match" not in result.out
+    assert "Agreement with full recompute" in result.out and "Exact match" not in result.out
 
 
 @pytest.mark.parametrize(
@@ -507,6 +542,8 @@ def test_rows_without_gold_answers_are_still_compared(run: Run, model: Path, tmp
         (["--chat"], "the tokenizer has no chat template"),
         (["--json", "nowhere/file.json"], "there is no folder"),
         (["--check-layers", "9"], "check layer 9 does not exist"),
+        (["--out", "rows.jsonl"], "rows.jsonl is a file; name a folder"),
+        (["--out", "rows.jsonl/in/it"], "rows.jsonl is a file; name a folder"),
     ],
 )
 def test_mistakes_are_one_line(run: Run, model: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -515,6 +552,39 @@ def test_mistakes_are_one_line(run: Run, model: Path, tmp_path: Path, arguments:
     assert result.code == 2
     assert message in result.err and result.out == ""
     assert result.err.strip().splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("option", [("--check-layers", "3"), ("--out", "rows.jsonl")])
+def test_what_the_config_tells_is_said_before_the_model_is_opened(
+    run: Run, model: Path, tmp_path: Path, option: tuple[str, str]
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "bare")  # without weights it cannot be opened
+    result = run("-m", tmp_path / "bare", "-d", data, *option)
+    assert result.code == 2
+    assert "check layer 3 does not exist" in result.err or "is a file" in result.err
+
+
+def test_data_needs_a_model_by_name(run: Run, tmp_path: Path) -> None:
+    result = run("-d", write_rows(tmp_path / "rows.jsonl"))
+    assert result.code == 2
+    assert "give --model FOLDER, or --model nano" in result.err
+
+
+def test_the_model_that_ships_is_called_nano(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = shutil.copytree(model, tmp_path / "package" / "model")
+    monkeypatch.setattr(models, "model_path", lambda: shipped)
+    data = write_rows(tmp_path / "rows.jsonl")
+    result = run("-m", "nano", "-d", data, "-n", 1, "--rows", 1, "--arm", "full", "--device", "cpu", "--scorer", "em")
+    assert result.code == 0, result.err
+    assert "Exact match, %, nano" in result.out
+    (folder,) = (tmp_path / "evaluations").iterdir()
+    assert folder.name.startswith("nano-rows-")
+    assert models.model_name(shipped) == "nano"
+    assert models.model_name(model) == "tiny-llama"
 
 
 def test_a_wrong_file_is_said_before_the_model_is_opened(run: Run, tmp_path: Path) -> None:

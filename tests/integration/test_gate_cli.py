@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cacheblend.cli import main
+from cacheblend.cli import main, models
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Profile
@@ -208,12 +208,57 @@ def test_rows_that_say_nothing_are_left_out_and_counted(engine: BlendEngine) -> 
     only_prefix = GateRow([Passage(passages(1)[0]), " Which?"])
     plain = GateRow(["Which lamp?"])
     found = run_gate(engine, [*rows(6), *rows(3), long, only_prefix, plain], [EXACT], LOW)
-    assert vars(found.skipped) == {"too_long": 1, "repeated": 3, "nothing_to_blend": 2}
+    assert vars(found.skipped) == {"too_long": 1, "repeated": 3, "nothing_to_blend": 2, "same_passages": 0}
     assert found.search_rows + found.confirm_rows == 6
     with pytest.raises(InvalidInputError, match="1 are over the model's context"):
         run_gate(engine, [long], [EXACT], LOW)
     with pytest.raises(InvalidInputError, match="no candidate"):
         run_gate(engine, rows(2), [], LOW)
+
+
+def test_rows_of_the_same_passages_stay_on_one_side_and_count_once(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three questions to each of 12 pairs of passages, one of them with the pair the other way round."""
+    asked = [
+        GateRow(["Town. ", *map(Passage, passages(i)[:: (1, 1, -1)[n]]), f" Which {WORDS[n]}?"])
+        for n in range(3)
+        for i in range(12)
+    ]
+    seen: list[frozenset[bytes]] = []
+
+    def spy(engine: BlendEngine, prompt: Any, **options: Any) -> Any:
+        seen.append(frozenset(chunk.token_ids.tobytes() for chunk in prompt.chunks))
+        return original(engine, prompt, **options)
+
+    original = gate_run.reference
+    monkeypatch.setattr(gate_run, "reference", spy)
+    found = run_gate(engine, asked, [EXACT], LOW)
+    assert (found.search_rows, found.confirm_rows, found.passage_sets, found.skipped.same_passages) == (18, 6, 12, 12)
+    searched, confirmed = seen[:18], seen[18:]
+    assert {searched.count(one) for one in searched} == {3}
+    assert len(set(confirmed)) == 6
+    assert not set(searched) & set(confirmed)
+    assert found.attempts == 1, "36 rows, but 6 independent ones to confirm on"
+    assert found.chosen is not None
+    assert found.chosen.found is not None
+    assert found.chosen.found.bound == pytest.approx(0.05 ** (1 / 6))
+    assert check(engine, asked, AllRows(), LOW)[1].rows == 12
+
+
+def test_what_computes_as_much_as_full_recompute_never_passes(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dear(*arguments: Any, **options: Any) -> Any:
+        sample, report = original(*arguments, **options)
+        return gate_run.Sample(**{**vars(sample), "compute": 1.0}), report
+
+    original = gate_run.compare
+    monkeypatch.setattr(gate_run, "compare", dear)
+    found = run_gate(engine, rows(24), [EXACT], LOW)
+    assert (found.verdict, found.confirmed) == ("none passes", [])
+    assert found.searched[0].found is not None
+    assert found.searched[0].found.agreement == 1
 
 
 def test_a_store_without_room_is_no_proof_of_agreement(built: Path) -> None:
@@ -244,7 +289,8 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
     assert (code, err, found["verdict"]) == (0, "", "passed")
     assert found["profile"] == str(model / PROFILE_NAME)
     assert found["chosen"]["settings"] == {"selector": "hkvd", "recompute_ratio": 1.0, "check_layers": [1]}
-    assert found["rows"] == {"search": 7, "confirmation": 7, "too_long": 0, "repeated": 0, "nothing_to_blend": 0}
+    assert (found["rows"].pop("search"), found["rows"].pop("confirmation"), found["passage_sets"]) == (7, 7, 14)
+    assert set(found["rows"].values()) == {0}
     assert found["chosen"]["measured"]["f1_rows"] == 7
 
     profile = read_profile(model / PROFILE_NAME)
@@ -370,6 +416,28 @@ def test_a_profile_of_other_weights_and_a_damaged_one(
     assert (code, text["blendable"]) == (1, False)
     assert run(*gate)[0] == 0, "measuring anew is the way out"
     assert BlendEngine.from_pretrained(model).config.recompute_ratio == 1.0
+
+
+def test_the_model_that_ships_is_examined_by_name(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "model_path", lambda: model)
+    code, found, _ = run("doctor", "-m", "nano", "--json")
+    assert (code, found["model"], found["blendable"]) == (0, "nano", True)
+
+
+def test_a_setting_that_is_no_faster_is_said_to_be_that(
+    run: Run, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*arguments: Any, **options: Any) -> Any:
+        sample, report = original(*arguments, **options)
+        return gate_run.Sample(**{**vars(sample), "ttft_s": 2.0, "full_ttft_s": 1.0}), report
+
+    original = gate_run.compare
+    monkeypatch.setattr(gate_run, "compare", slow)
+    command = ("doctor", "--quality", "-m", model, "-d", data, *GATE, "--selector", "all", "--dry-run")
+    code, text, _ = run(*command, "--anchor", "none", "--no-chat")
+    assert code == 0
+    assert "not faster than full recompute (0.50 x its speed" in text
+    assert "7 confirmed rows have gold answers: the F1 bound decides with them" in text
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ SELECTORS: dict[str, Selector] = {
     "sentences": Query(0.2),
     "rows": Query(0.1, pool=1),
     "spans": Query(0.3, pool=8),
+    "alone": Query(0.2, pool=4, lead=0),
+    "three in front": Query(0.3, pool=4, lead=3),
     "few rows ask": Query(0.2, question_rows=3),
     "early": Hybrid((2,), (0.1,), early=0.3, rank="deviation"),
     "union": Hybrid((1,), (0.2,), early=1.0, rank="either"),

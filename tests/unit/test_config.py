@@ -48,6 +48,7 @@ from cacheblend.core.selection import (
         ({"selector": "query", "pool": 0}, "1 to 2147483648 tokens, got 0"),
         ({"selector": "hybrid", "pool": True}, "1 to 2147483648 tokens, got True"),
         ({"selector": "query", "question_rows": 1}, "question_rows must be a whole number, at least 2 .*, got 1"),
+        ({"selector": "query", "lead": -1}, "lead must be a whole number of spans"),
         ({"selector": "query", "question_rows": 2.5}, "whole number.*got 2.5"),
         ({"selector": "query", "question_rows": "64"}, "whole number.*got '64'"),
         ({"selector": "query", "pool": 10**30}, "1 to 2147483648 tokens"),

@@ -20,6 +20,7 @@ OWN = {
     "category": "direct",
 }
 CTXS = {"question": "Who?", "ctxs": [{"title": "", "text": "Ann did."}], "answers": ["Ann"]}
+BARE = {"question": "Who?", "passages": OWN["passages"]}
 LONGBENCH = {"input": "Who?", "context": "Ann did. Bob did not.", "answers": ["Ann"], "_id": "x1", "dataset": "qasper"}
 
 
@@ -90,6 +91,14 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path: Path) -> None:
         ([{**OWN, "id": []}], "auto", r"line 1, field 'id': expected a text or a whole number, found a list"),
         ([{**LONGBENCH, "context": " "}], "auto", r"line 1, field 'context': it is empty"),
         ([], "auto", r"rows.json holds no row"),
+        ([CTXS, {**CTXS, "answers": 1}], "auto", r"line 2, field 'answers': expected a list"),
+        ([BARE | {"answer": "Ann"}], "auto", r"line 1: there is no field 'answer'; it is called 'answers'"),
+        ([BARE | {"gold": "Ann"}], "auto", r"line 1: there is no field 'gold'; it is called 'answers'"),
+        ([{"question": "?", "passage": "x"}], "auto", r"no field 'passage'; it is called 'passages'"),
+        ([{"question": "?", "contexts": ["x"]}], "auto", r"no field 'contexts'; it is called 'passages'"),
+        ([{"question": "?", "contexts": ["x"]}], "ctxs", r"no field 'contexts'; it is called 'ctxs'"),
+        ([{"query": "?", "passages": OWN["passages"]}], "auto", r"no field 'query'; it is called 'question'"),
+        ([{"question": "?", "context": "x"}], "auto", r"no field 'question'; it is called 'input'"),
     ],
 )
 def test_a_wrong_row_is_named_by_file_row_and_field(tmp_path: Path, rows: list[Any], form: str, message: str) -> None:
@@ -109,6 +118,20 @@ def test_text_that_is_no_json_and_a_file_that_is_not_there(tmp_path: Path) -> No
         read_questions(file)
     with pytest.raises(InvalidInputError, match=r"none.json cannot be read"):
         read_questions(tmp_path / "none.json")
+
+
+def test_one_object_over_several_lines_is_said_to_be_that(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(OWN, indent=2))
+    with pytest.raises(InvalidInputError, match=r"rows.json: it is one JSON object over several lines; put rows into"):
+        read_questions(file)
+    file.write_text(json.dumps(OWN))
+    assert len(read_questions(file)) == 1
+
+
+def test_a_field_of_another_name_beside_the_right_one_is_left_alone(tmp_path: Path) -> None:
+    (row,) = read_questions(write(tmp_path, OWN | {"answer": "Bob", "gold": 3}))
+    assert row.answers == ("Ann", "Ann B.")
 
 
 def test_a_line_separator_inside_a_text_is_no_new_row(tmp_path: Path) -> None:

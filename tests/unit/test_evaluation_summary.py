@@ -37,8 +37,8 @@ ROWS = [
 ]
 
 
-def rendered(summary: dict[str, object]) -> str:
-    console = Console(width=100, record=True, file=StringIO())
+def rendered(summary: dict[str, object], width: int = 80) -> str:
+    console = Console(width=width, record=True, file=StringIO())
     for table in tables(summary):
         console.print(table)
     return console.export_text()
@@ -66,6 +66,8 @@ def test_time_compute_and_agreement() -> None:
     assert reuse["agreement"]["top_1"]["all"]["mean"] == 0
     assert blend["agreement"]["top_1"]["all"] == {"n": 4, "mean": 1, "low": 1, "high": 1, "difference": None}
     assert reuse["agreement"]["same_answer"]["all"]["mean"] == 1  # as many letters: the ids of this test
+    assert reuse["agreement"]["equal_tokens"]["all"]["mean"] == 1
+    assert blend["agreement"]["equal_tokens"]["all"]["mean"] == 0.75  # one of four answers differs, at once
     assert blend["agreement"]["same_answer"]["by_category"]["cross"]["mean"] == 0.5
 
 
@@ -89,7 +91,7 @@ def test_without_any_gold_answer_agreement_is_still_reported() -> None:
     assert summary["arms"][0]["scores"]["em"]["all"] is None
     assert "nothing is scored" in notes(summary)[0]
     text = rendered(summary)
-    assert "Exact match" not in text and "agreement with full recompute" in text
+    assert "Exact match" not in text and "Agreement with full recompute" in text
 
 
 def test_tables_name_every_arm_and_figure() -> None:
@@ -104,6 +106,30 @@ def test_tables_name_every_arm_and_figure() -> None:
         "1st token",
     ):
         assert part in text
+
+
+def test_eighty_columns_show_every_figure_whole() -> None:
+    longer = {arm.label.name: arm.label.name.replace("hkvd @1", "hybrid @1,2") for arm in ARMS}
+    labels = tuple(replace(arm.label, name=longer[arm.label.name]) for arm in ARMS)
+    rows = [replace(of, cells=[replace(c, arm=longer[c.arm]) for c in of.cells]) for of in ROWS]
+    text = rendered(summarise(Evaluation({"model": "tiny"}, labels, (None,), rows), SCORERS))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for part in ("compute, %", "tokens", "KL", "+33.3 [+0.0, +100.0]", "75.0"):
+        assert part in text
+
+
+def test_times_of_several_machines_are_said_to_be_mixed() -> None:
+    rows = [replace(of, machine=f"a processor, {1 + of.number // 3} threads") for of in ROWS]
+    assert summarise(evaluation(rows), SCORERS)["machines"] == {
+        "a processor, 1 threads": 3,
+        "a processor, 2 threads": 1,
+    }
+    (line,) = [line for line in notes(summarise(evaluation(rows), SCORERS)) if "times" in line]
+    assert "a processor, 2 threads: 1 rows" in line
+    assert "quality is not affected" in line
+    same = [replace(of, machine="a processor, 1 threads") for of in ROWS]
+    assert not any("times" in line for line in notes(summarise(evaluation(same), SCORERS)))
 
 
 def test_a_run_without_full_has_no_differences() -> None:

@@ -247,7 +247,7 @@ def test_settings_that_just_miss_the_bar_pass_as_seldom_as_promised(monkeypatch:
         return [agree if lucky else differ for lucky in draw.random(len(selectors)) < 0.9]
 
     monkeypatch.setattr(Run, "measure", measure)
-    monkeypatch.setattr(gate, "prepare", lambda engine, rows, seed: (list(rows), Skipped()))
+    monkeypatch.setattr(gate, "prepare", lambda engine, rows, seed: ([[row] for row in rows], Skipped()))
     candidates = [Candidate(str(i), {"selector": "all"}) for i in range(12)]
     bar = Bar(threshold=0.9)
     gates = [run_gate(None, [None] * 120, candidates, bar) for _ in range(150)]  # type: ignore[arg-type, list-item]

@@ -50,23 +50,28 @@ def spans_of(candidates: Candidates, pool: Pool) -> list[tuple[int, ...]]:
     return [(segment, offset // tokens) for segment, offset in rows]
 
 
-@given(asked(), shares, pools)
-def test_query_spends_its_budget_and_never_more(candidates: Candidates, ratio: float, pool: Pool) -> None:
-    keep = Query(ratio, pool).select(candidates)
+leads = st.integers(0, 3)
+
+
+@given(asked(), shares, pools, leads)
+def test_query_spends_its_budget_and_never_more(candidates: Candidates, ratio: float, pool: Pool, lead: int) -> None:
+    keep = Query(ratio, pool, lead).select(candidates)
     n = len(candidates.positions)
     assert keep.dtype == torch.bool and keep.shape == (n,)
     assert int(keep.sum()) == min(round(ratio * candidates.total), n)
 
 
-@given(asked(), shares, pools)
-def test_spans_are_taken_whole_in_order_and_one_in_part(candidates: Candidates, ratio: float, pool: Pool) -> None:
-    keep = Query(ratio, pool).select(candidates).tolist()
+@given(asked(), shares, pools, leads)
+def test_spans_are_taken_whole_in_order_and_one_in_part(
+    candidates: Candidates, ratio: float, pool: Pool, lead: int
+) -> None:
+    keep = Query(ratio, pool, lead).select(candidates).tolist()
     assert candidates.attention is not None
     attention = candidates.attention.tolist()
     members: dict[tuple[int, ...], list[int]] = {}
     for row, span in enumerate(spans_of(candidates, pool)):
         members.setdefault(span, []).append(row)
-    best = {span: max(attention[row] for row in rows) for span, rows in members.items()}
+    best = attention_of_spans(candidates, members, lead)
     whole = [span for span, rows in members.items() if all(keep[row] for row in rows)]
     none = [span for span, rows in members.items() if not any(keep[row] for row in rows)]
     partly = [span for span in members if span not in whole and span not in none]
@@ -77,6 +82,38 @@ def test_spans_are_taken_whole_in_order_and_one_in_part(candidates: Candidates, 
     for span in partly:
         kept = [attention[row] for row in members[span] if keep[row]]
         assert min(kept) >= max(attention[row] for row in members[span] if not keep[row])
+
+
+def attention_of_spans(
+    candidates: Candidates, members: dict[tuple[int, ...], list[int]], lead: int
+) -> dict[tuple[int, ...], float]:
+    """A span's own highest, or that of one of the next `lead` spans of its segment, in plain words."""
+    assert candidates.attention is not None and candidates.segments is not None
+    segments, attention = candidates.segments.tolist(), candidates.attention.tolist()
+    order = list(members)  # rows ascend, and so do their spans
+    return {
+        span: max(
+            attention[row]
+            for later in order[place : place + lead + 1]
+            for row in members[later]
+            if segments[row] == segments[members[span][0]]
+        )
+        for place, span in enumerate(order)
+    }
+
+
+def test_the_sentence_in_front_is_taken_too() -> None:
+    attention = torch.tensor([0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.5, 0.0])
+    found = Candidates(
+        positions=torch.arange(8),
+        chunk_offsets=torch.arange(8) % 4,
+        total=8,
+        attention=attention,
+        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        sentences=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
+    )
+    assert Query(0.5, lead=1).select(found).tolist() == [True] * 4 + [False] * 4
+    assert Query(0.5, lead=0).select(found).tolist() == [False, False, True, True, False, False, True, True]
 
 
 @given(asked(), pools)
@@ -96,7 +133,7 @@ def test_either_keeps_the_top_of_both_rankings(candidates: Candidates, ratio: fl
     count = min(round(ratio * candidates.total), n)
     assert int(keep.sum()) == count
     by_deviation = torch.argsort(candidates.deviation, descending=True, stable=True)
-    by_attention = torch.argsort(ranks_by_attention(candidates, pool))
+    by_attention = torch.argsort(ranks_by_attention(candidates, pool, lead=1))
     for order in (by_deviation, by_attention):
         assert keep[order[: count // 2]].all()
     top = set(by_deviation[:count].tolist()) | set(by_attention[:count].tolist())

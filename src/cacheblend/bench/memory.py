@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from cacheblend.bench import environment
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError
+from cacheblend.engines import environment
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.arms import full_recompute
 from cacheblend.store import open_store

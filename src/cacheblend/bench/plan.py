@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cacheblend.bench import environment
 from cacheblend.core.blocks import Block
 from cacheblend.core.naming import BlockName, TokenIds, block_name, root_name, split_blocks
 from cacheblend.core.plan import Anchor, Planner
 from cacheblend.core.prompt import Prompt, chunk, text
+from cacheblend.engines import environment
 from cacheblend.store import KVStore, open_store
 
 VOCAB = 150_000

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend.bench import environment
 from cacheblend.bench.passages import read_chunks
 from cacheblend.bench.shapes import build_shape
 from cacheblend.core.config import BlendConfig
@@ -27,6 +26,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.report import BlendReport
 from cacheblend.core.selection import NoRows, check_ratio
+from cacheblend.engines import environment
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.arms import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.store import KVStore, MemoryStore, open_store

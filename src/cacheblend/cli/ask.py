@@ -1,15 +1,22 @@
 """`cacheblend ask`: one answer, and what it cost."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cacheblend.cli.blending import (
+    CheckLayers,
+    Measure,
+    ProfileFile,
+    Ratios,
+    SelectorName,
+    Threshold,
+    blending_settings,
+)
 from cacheblend.cli.options import (
     BLENDING,
     MODEL,
     OUTPUT,
-    PROMPT,
     AnchorRule,
     AsJson,
     BlockSize,
@@ -21,6 +28,7 @@ from cacheblend.cli.options import (
     System,
 )
 from cacheblend.cli.output import console, print_json, status, write
+from cacheblend.cli.prompts import Data, Passages, Question, RowNumber, build_prompt, read_inputs
 
 if TYPE_CHECKING:
     from cacheblend.core.prompt import Prompt
@@ -30,74 +38,9 @@ if TYPE_CHECKING:
 Store = Annotated[
     str, typer.Option("--store", "-s", help="A folder, its file:// URL, or memory.", rich_help_panel=MODEL)
 ]
-Question = Annotated[
-    str | None,
-    typer.Option("--question", "-q", help="Default: the one of --data's row.", rich_help_panel=PROMPT),
-]
-Passages = Annotated[
-    list[str] | None,
-    typer.Option("--passage", "-p", help="A passage, or @file. Several times, in order.", rich_help_panel=PROMPT),
-]
-Data = Annotated[
-    Path | None, typer.Option("--data", "-d", help="Passages of a file, as for warm.", rich_help_panel=PROMPT)
-]
-RowNumber = Annotated[
-    int, typer.Option("--row", min=0, help="Which row of a .json file, from 0.", rich_help_panel=PROMPT)
-]
-Ratios = Annotated[
-    list[float] | None,
-    typer.Option(
-        "--ratio",
-        "-r",
-        help="Share of loaded tokens to recompute, 0..1. Several: one for each check layer, falling. "
-        "Default: the model's profile, or 0.15.",
-        rich_help_panel=BLENDING,
-        show_default=False,
-    ),
-]
-SelectorName = Annotated[
-    str | None,
-    typer.Option(
-        "--selector",
-        help="hkvd: rows whose KV deviates most; query: sentences that the question attends to; hybrid: both; "
-        "or threshold, head, random, none, all. Default: the model's profile, or hkvd.",
-        rich_help_panel=BLENDING,
-        show_default=False,
-    ),
-]
-CheckLayers = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--check-layer",
-        help="Where deviation is measured. Several: gradual filtering. Default: the model's profile, or 1.",
-        rich_help_panel=BLENDING,
-        show_default=False,
-    ),
-]
-Measure = Annotated[
-    Literal["kv", "k", "v"] | None,
-    typer.Option(
-        "--measure",
-        help="Deviation over keys and values, or one of them. Default: the model's profile, or kv.",
-        rich_help_panel=BLENDING,
-        show_default=False,
-    ),
-]
-Threshold = Annotated[
-    float | None, typer.Option("--threshold", help="Bound of the selector threshold.", rich_help_panel=BLENDING)
-]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Of the answer.", rich_help_panel=OUTPUT)]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.", rich_help_panel=OUTPUT)]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of the drawing.", rich_help_panel=OUTPUT)]
-ProfileFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile",
-        help="The model's profile, where it is not cacheblend.json in its folder.",
-        rich_help_panel=BLENDING,
-        show_default=False,
-    ),
-]
 Capture = Annotated[
     bool,
     typer.Option(
@@ -142,13 +85,12 @@ def ask(
 
     Passages that the store lacks are computed, and stored behind the answer.
     """
-    texts, asked = _inputs(question, passage or [], data, row)
+    texts, asked = read_inputs(question, passage or [], data, row)
 
     from cacheblend.cli.models import open_engine
-    from cacheblend.cli.prompts import build_prompt
     from cacheblend.engines.hf import Passage, SamplingParams
 
-    config = _blending(ratio, selector, check_layer, measure, threshold) | {
+    config = blending_settings(ratio, selector, check_layer, measure, threshold) | {
         "anchor": anchor,
         "block_size": block_size,
         "salt": salt,
@@ -158,52 +100,6 @@ def ask(
     with open_engine(model, store, config, profile=profile, dtype=dtype, device=device, quiet=json) as engine:
         prompt = build_prompt(engine, [Passage(*text) for text in texts], asked, system, chat)
         (_compare if compare else _answer)(engine, prompt, params, json)
-
-
-def _inputs(
-    question: str | None, arguments: list[str], data: Path | None, row: int
-) -> tuple[list[tuple[str, str]], str]:
-    """The passages as (text, title), and the question."""
-    from cacheblend.cli.prompts import passage_text
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.data import read_row
-
-    texts = [passage_text(argument) for argument in arguments]
-    if data is not None:
-        found = read_row(data, row)
-        texts = [(text.text, text.title) for text in found.passages] + texts
-        question = question or found.question
-    if not question:
-        raise InvalidInputError("there is no question: give --question, or --data with a row that has one")
-    return texts, question
-
-
-def _blending(
-    ratio: list[float] | None,
-    selector: str | None,
-    check_layer: list[int] | None,
-    measure: str | None,
-    threshold: float | None,
-) -> dict[str, Any]:
-    """Fields of `BlendConfig` that the user set; none leaves them to the model's profile."""
-    given = {"selector": selector, "measure": measure, "threshold": threshold}
-    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if ratio or check_layer:
-        ratios, layers = _levels(ratio or [0.15], check_layer or [1], selector or "hkvd")
-        settings |= {"recompute_ratio": ratios[-1], "check_layers": layers}
-        settings |= {"ratios": ratios} if len(ratios) > 1 else {}
-    return settings
-
-
-def _levels(ratios: list[float], layers: list[int], selector: str) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Ratios and check layers: one ratio for all layers, or one for each (gradual filtering)."""
-    from cacheblend.core.errors import InvalidInputError
-
-    if len(ratios) > 1 and selector not in ("hkvd", "hybrid"):
-        raise InvalidInputError(f"several --ratio are for the selectors hkvd and hybrid; {selector} takes one")
-    if len(ratios) > 1 and len(ratios) != len(layers):
-        raise InvalidInputError(f"{len(ratios)} --ratio need as many --check-layer, one each, got {len(layers)}")
-    return tuple(ratios), tuple(layers)
 
 
 def _answer(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:

@@ -97,14 +97,14 @@ def ttft(
 
     A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question.
     """
-    from cacheblend.cli.models import quiet_transformers
+    from cacheblend.cli.models import model_folder, quiet_transformers
 
     quiet_transformers()
     from cacheblend.bench import ttft as bench
     from cacheblend.bench import ttft_report as report
 
     settings = bench.TtftSettings(
-        model=None if model is None else str(model),
+        model=None if model is None else str(model_folder(model)),
         shape=shape,
         data=None if data is None else str(data),
         chunks=chunks,
@@ -144,9 +144,10 @@ def memory(
 
     from cacheblend.bench import memory as bench
     from cacheblend.bench.ttft import TtftSettings
+    from cacheblend.cli.models import model_folder
 
     settings = TtftSettings(
-        model=None if model is None else str(model),
+        model=None if model is None else str(model_folder(model)),
         shape=shape,
         chunks=chunks,
         chunk_tokens=chunk_tokens,

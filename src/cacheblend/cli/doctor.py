@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend.cli.options import AsJson, Device, Dtype
+from cacheblend.cli.options import AnchorRule, AsJson, Chat, Device, Dtype
 from cacheblend.cli.output import console, print_json, status
 
 if TYPE_CHECKING:
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 GATE = "Quality gate"
 
-Folder = Annotated[Path | None, typer.Option("--model", "-m", help="Model folder.", show_default=False)]
+Folder = Annotated[
+    Path | None, typer.Option("--model", "-m", help="Model folder, or nano, which ships.", show_default=False)
+]
 Shape = Annotated[
     str | None,
     typer.Option("--shape", help="Random weights of a known shape, e.g. qwen2.5-0.5b.", show_default=False),
@@ -88,10 +90,12 @@ def doctor(
     quality: Quality = False,
     data: Data = None,
     form: Format = "auto",
-    chunk_tokens: ChunkTokens = 256,
+    chunk_tokens: ChunkTokens = 512,
     rows: Rows = None,
     template: TemplateName = "bare",
     templates: TemplateFile = None,
+    chat: Chat = None,
+    anchor: AnchorRule = "auto",
     selector: Selectors = None,
     ratio: Ratios = None,
     threshold: Threshold = 0.99,
@@ -108,18 +112,18 @@ def doctor(
     With --quality, on your own prompts: find the cheapest setting that is shown to agree with full recompute, and
     write it as the model's profile. Exit code 1: none was shown to.
     """
+    from cacheblend.cli.models import model_folder
     from cacheblend.core.errors import InvalidInputError
 
     if (model is None) == (shape is None):
         raise InvalidInputError("name a model folder with --model, or a shape with --shape; one of them")
-    if model is not None and not model.is_dir():
-        raise InvalidInputError(f"{model} is no folder; --model takes a folder with config.json and weights")
+    folder = None if model is None else model_folder(model)
     if not quality:
         if data is not None:
             raise InvalidInputError("--data is for the quality gate; add --quality")
         _examine(model, shape, dtype, device, json)
         return
-    if model is None or data is None:
+    if model is None or folder is None or data is None:
         raise InvalidInputError("--quality needs a model folder (--model) and questions with passages (--data)")
 
     from cacheblend.cli.quality import GateOptions, run_quality
@@ -133,11 +137,13 @@ def doctor(
         limit=rows,
         template=template,
         templates=templates,
+        chat=chat,
+        anchor=anchor,
         selectors=tuple(selector or ()),
         ratios=tuple(ratio or ()),
         seed=seed,
         store=store,
-        profile=None if dry_run else profile or model / "cacheblend.json",
+        profile=None if dry_run else profile or folder / "cacheblend.json",
         dtype=dtype,
         device=device,
     )
@@ -147,10 +153,12 @@ def doctor(
 
 
 def _examine(model: Path | None, shape: str | None, dtype: str, device: str | None, as_json: bool) -> None:
+    from cacheblend.cli.models import model_folder
+
     with status("examining ...", quiet=as_json):
         diagnosis = _diagnose(model, shape, dtype, device)
         if model is not None and diagnosis.blendable:
-            diagnosis.checks.append(_profile(model))
+            diagnosis.checks.append(_profile(model_folder(model)))
     if as_json:
         print_json(diagnosis.to_dict())
     else:
@@ -160,14 +168,15 @@ def _examine(model: Path | None, shape: str | None, dtype: str, device: str | No
 
 
 def _diagnose(model: Path | None, shape: str | None, dtype: str, device: str | None) -> "Diagnosis":
-    from cacheblend.cli.models import checked_device, checked_dtype, quiet_transformers
+    from cacheblend.cli.models import checked_device, checked_dtype, model_folder, model_name, quiet_transformers
 
     quiet_transformers()
     from cacheblend.engines.hf.doctor import diagnose
 
     if shape is None:
         assert model is not None
-        return diagnose(model, dtype=checked_dtype(dtype), device=checked_device(device))
+        name = model_name(model)
+        return diagnose(model_folder(model), name=name, dtype=checked_dtype(dtype), device=checked_device(device))
     import torch
 
     from cacheblend.bench.shapes import build_shape

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend.cli.evaluate_output import progress_bars, say, write_results
-from cacheblend.cli.options import MODEL, OUTPUT, PROMPT, AnchorRule, Chat, Device, Dtype, ModelFolder
-from cacheblend.cli.output import check_outputs
+from cacheblend.cli.options import MODEL, OUTPUT, PROMPT, AnchorRule, Chat, Device, Dtype
+from cacheblend.cli.output import check_folder, check_outputs
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from cacheblend.evaluation import Arm, Evaluation, Settings
 
 ARMS_PANEL, SCORES = "Arms", "Scores"
+
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Model folder: config.json, weights, tokenizer; or nano, which ships. --suite nano needs none.",
+        rich_help_panel=MODEL,
+        show_default=False,
+    ),
+]
 
 Data = Annotated[
     Path | None,
@@ -39,7 +50,22 @@ SuiteName = Annotated[
 ]
 SuiteSeeds = Annotated[
     list[int] | None,
-    typer.Option("--suite-seed", help="Of the suite, only these draws. Default: 1, 2 and 3.", rich_help_panel=PROMPT),
+    typer.Option(
+        "--suite-seed",
+        min=0,
+        help="Of the suite, only these draws; several times. Default: 1, 2 and 3.",
+        rich_help_panel=PROMPT,
+        show_default=False,
+    ),
+]
+SuiteParts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--part",
+        help="Of the suite, only main, sweep or gate; several times. Default: all.",
+        rich_help_panel=PROMPT,
+        show_default=False,
+    ),
 ]
 Format = Annotated[
     str,
@@ -139,10 +165,12 @@ JsonFile = Annotated[
 
 
 def evaluate(
-    model: ModelFolder = Path("nano"),
+    ctx: typer.Context,
+    model: Model = None,
     data: Data = None,
     suite: SuiteName = None,
     suite_seed: SuiteSeeds = None,
+    part: SuiteParts = None,
     form: Format = "auto",
     rows: Rows = None,
     chunk_tokens: ChunkTokens = 512,
@@ -169,14 +197,21 @@ def evaluate(
     An interrupted run goes on where it stopped when the same command is given again.
     """
     check_outputs(json)
+    check_folder("--out", out)
     if suite is not None:
-        from cacheblend.cli.suite import SuiteOptions, run_suite_command
+        from cacheblend.cli.models import SHIPPED
+        from cacheblend.cli.suite import SuiteOptions, refuse_options, run_suite_command
 
-        run_suite_command(SuiteOptions(suite, model, data, rows, tuple(suite_seed or ()), dtype, device, out, json))
+        refuse_options(_given(ctx))
+        chosen = (rows, tuple(suite_seed or ()), tuple(part or ()), seed)
+        if not run_suite_command(SuiteOptions(suite, model or Path(SHIPPED), *chosen, dtype, device, out, json)):
+            raise typer.Exit(1)
         return
+    _check_without_suite(suite_seed, part)
     questions = _questions(data, form, rows)
+    model = _model(model)
 
-    from cacheblend.cli.models import open_engine
+    from cacheblend.cli.models import layers_of, open_engine
     from cacheblend.core.config import BlendConfig
     from cacheblend.evaluation import make_scorers, summarise
     from cacheblend.evaluation.choices import make_arms
@@ -191,7 +226,7 @@ def evaluate(
         ratios=[_numbers("--ratio", text, float) for text in ratio or ("0.15",)],
         check_layers=[_numbers("--check-layers", text, int) for text in check_layers or ("1",)],
     )
-    choose(profile=BlendConfig())  # a wrong choice is said before the model is opened
+    _check_arms(choose(profile=BlendConfig()), layers_of(model))  # a wrong choice is said before the model is opened
     settings = _settings(template, templates, chat, top_k, max_tokens)
     quiet = str(json) == "-"
     with open_engine(model, store, {"anchor": anchor}, dtype=dtype, device=device, quiet=quiet) as engine:
@@ -203,6 +238,20 @@ def evaluate(
         write_results(engine, found, summary, names, data.name, found.folder, json)
 
 
+def _given(ctx: typer.Context) -> list[str]:
+    """Options that were set on the command line, by their first name."""
+    sources = [(option.opts[0], ctx.get_parameter_source(option.name or "")) for option in ctx.command.params]
+    return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
+
+
+def _check_without_suite(seeds: list[int] | None, parts: list[str] | None) -> None:
+    from cacheblend.core.errors import InvalidInputError
+
+    for option, value in (("--suite-seed", seeds), ("--part", parts)):
+        if value:
+            raise InvalidInputError(f"{option} is of the suite; add --suite nano, or leave it out")
+
+
 def _questions(data: Path | None, form: str, rows: int | None) -> "list[QuestionRow]":
     """The rows; read before the model is opened, which takes longer."""
     from cacheblend.core.errors import InvalidInputError
@@ -211,6 +260,23 @@ def _questions(data: Path | None, form: str, rows: int | None) -> "list[Question
     if data is None:
         raise InvalidInputError("there is nothing to ask: give --data FILE, or --suite nano")
     return read_questions(data, form)[:rows]
+
+
+def _model(model: Path | None) -> Path:
+    from cacheblend.core.errors import InvalidInputError
+
+    if model is None:
+        raise InvalidInputError("--data needs a model: give --model FOLDER, or --model nano for the one that ships")
+    return model
+
+
+def _check_arms(arms: "list[Arm]", layers: int | None) -> None:
+    """Check layers; those of a model's profile are not known yet."""
+    from cacheblend.evaluation.choices import PROFILE
+
+    for arm in arms:
+        if layers is not None and arm.label.family != PROFILE:
+            arm.check(layers)
 
 
 def _settings(

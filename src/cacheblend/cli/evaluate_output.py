@@ -1,13 +1,12 @@
 """What `cacheblend evaluate` shows and writes: bars, tables, figures, plots."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cacheblend.cli.output import console
+from cacheblend.cli.output import AdvanceStage, console, stages
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf import BlendEngine
@@ -36,17 +35,10 @@ def write_results(
     """
     from json import dumps
 
-    from cacheblend.bench import environment
     from cacheblend.evaluation import make_scorers, with_cells
-    from cacheblend.evaluation.records import write_whole
-    from cacheblend.evaluation.report import notes, tables
 
     assert engine.builder is not None  # a model folder is opened with its tokenizer
-    stamp = {"machine": environment.machine(), "versions": environment.versions(), "commit": environment.commit()}
-    summary = {"data": data, **summary, **stamp}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "summary.json", dumps(summary, ensure_ascii=False, indent=2) + "\n")
-    plots = _draw(summary, folder, data)
+    summary, plots = keep_summary(summary, data, folder)
     if json is not None:
         cells = with_cells(summary, found, make_scorers(names, engine.builder.encode))
         text = dumps(cells, ensure_ascii=False, indent=2)
@@ -54,12 +46,33 @@ def write_results(
             typer.echo(text)
             return
         json.write_text(text + "\n", encoding="utf-8")
+    show_summary(summary)
+    say(f"figures{' and plots' if plots else ''} are in {folder}")
+
+
+def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Writes figures and plots to `folder`; the summary comes back with machine, versions and commit."""
+    from json import dumps
+
+    from cacheblend.engines import environment
+    from cacheblend.evaluation.records import write_whole
+
+    stamp = {"machine": environment.machine(), "versions": environment.versions(), "commit": environment.commit()}
+    summary = {"data": data, **summary, **stamp}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "summary.json", dumps(summary, ensure_ascii=False, indent=2) + "\n")
+    return summary, _draw(summary, folder, data)
+
+
+def show_summary(summary: dict[str, Any]) -> None:
+    """Its tables on stdout, its notes on stderr."""
+    from cacheblend.evaluation.report import notes, tables
+
     for table in tables(summary):
         console().print(table)
         console().print()
     for line in notes(summary):
         say(f"note: {line}")
-    say(f"figures{' and plots' if plots else ''} are in {folder}")
 
 
 def say(line: str) -> None:
@@ -67,21 +80,9 @@ def say(line: str) -> None:
     console(stderr=True).print(line, soft_wrap=True)
 
 
-@contextmanager
-def progress_bars(*, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+def progress_bars(*, quiet: bool) -> AbstractContextManager[AdvanceStage]:
     """A bar of passages stored and one of rows answered, on stderr; none if `quiet`."""
-    if quiet:
-        yield lambda stage, done, total: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True)) as bars:
-        tasks = {
-            "warming": bars.add_task("warming, passages", total=None),
-            "answering": bars.add_task("answering, rows", total=None),
-        }
-        yield lambda stage, done, total: bars.update(tasks[stage], completed=done, total=total)
+    return stages({"warming": "warming, passages", "answering": "answering, rows"}, quiet=quiet)
 
 
 def _draw(summary: dict[str, Any], folder: Path, data: str) -> list[Path]:

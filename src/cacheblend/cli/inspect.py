@@ -3,23 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.cli.ask import (
+from cacheblend.cli.blending import (
     CheckLayers,
-    Data,
     Measure,
-    Passages,
     ProfileFile,
-    Question,
     Ratios,
-    RowNumber,
     SelectorName,
     Threshold,
-    _blending,
-    _inputs,
+    blending_settings,
 )
 from cacheblend.cli.options import (
     MODEL,
@@ -35,6 +30,7 @@ from cacheblend.cli.options import (
     System,
 )
 from cacheblend.cli.output import console, print_json, progress
+from cacheblend.cli.prompts import Data, Passages, Question, RowNumber, build_prompt, read_inputs
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf import BlendEngine
@@ -109,17 +105,18 @@ def inspect(
 
     Full recompute, full reuse and blend are held against each other. The passages are stored first.
     """
-    texts, asked = _inputs(question, passage or [], data, row)
+    texts, asked = read_inputs(question, passage or [], data, row)
     _check_passages(texts)
-    _check_layers(layers)
     _make(out)
 
-    from cacheblend.cli.models import open_engine
-    from cacheblend.cli.prompts import build_prompt
+    from cacheblend.cli.models import layers_of, open_engine
     from cacheblend.engines.hf import Passage
     from cacheblend.evaluation.inspection import inspect_prompt, ratio_curves
 
-    blending = _blending(ratio, selector, check_layer, measure, threshold)
+    blending = blending_settings(ratio, selector, check_layer, measure, threshold)
+    count = layers_of(model)  # what does not fit is said before the model is opened
+    _layers(layers, count)
+    _check_settings(blending, count)
     config = blending | {"anchor": anchor, "block_size": block_size, "salt": salt, "capture": False}
     with open_engine(model, store, config, profile=profile, dtype=dtype, device=device, quiet=json) as engine:
         shown = _layers(layers, len(engine.survey.layout.layers))
@@ -141,9 +138,12 @@ def _check_passages(texts: list[tuple[str, str]]) -> None:
         raise InvalidInputError("there is no passage to inspect: give --passage or --data")
 
 
-def _check_layers(text: str | None) -> None:
-    """Its form, before a model is opened."""
-    _layers(text, None)
+def _check_settings(settings: dict[str, Any], layers: int | None) -> None:
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.core.fusor import check_selector
+
+    if settings and layers is not None:
+        check_selector(BlendConfig(**settings).make_selector(), layers)
 
 
 def _layers(text: str | None, count: int | None) -> list[int] | None:

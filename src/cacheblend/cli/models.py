@@ -1,5 +1,6 @@
 """Opens a model folder for a command: quietly, and with one line for what a user can put right."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,24 +29,17 @@ def open_engine(
 ) -> "BlendEngine":
     """The engine on a model folder and a store. Settings that `config` leaves open are the model's profile's.
 
-    ``nano`` means the model that ships, unless a folder is called so.
-
     Raises:
-        InvalidInputError: not a model folder, or it cannot be loaded.
+        InvalidInputError: not a model folder (see `model_folder`), or it cannot be loaded.
         CacheBlendError: as `BlendEngine.from_pretrained`.
     """
-    if str(folder) == SHIPPED and not folder.is_dir():
-        folder = model_path()
-    if not folder.is_dir():
-        raise InvalidInputError(
-            f"{folder} is no folder; --model takes a folder with config.json and weights, or {SHIPPED}"
-        )
-    with status(f"opening {folder.name or folder} ...", quiet=quiet):
+    folder, name = model_folder(folder), model_name(folder)
+    with status(f"opening {name} ...", quiet=quiet):
         quiet_transformers()
         from cacheblend.engines.hf import BlendEngine
 
         try:
-            return BlendEngine.from_pretrained(
+            engine = BlendEngine.from_pretrained(
                 folder,
                 store=store,
                 config=config,
@@ -58,6 +52,43 @@ def open_engine(
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise InvalidInputError(f"{folder} cannot be loaded: {reason[0]}") from error
+    engine.name = name
+    return engine
+
+
+def model_folder(model: Path) -> Path:
+    """The folder that ``--model`` names: ``nano`` is the model that ships, unless a folder is called so.
+
+    Raises:
+        InvalidInputError: there is no such folder.
+    """
+    if _ships(model):
+        return model_path()
+    if not model.is_dir():
+        raise InvalidInputError(
+            f"{model} is no folder; --model takes a folder with config.json and weights, or {SHIPPED}"
+        )
+    return model
+
+
+def model_name(model: Path) -> str:
+    """What a model is called in titles and names of files: its folder's name, and ``nano`` that of the one shipped."""
+    shipped = _ships(model) or model.resolve() == model_path().resolve()
+    return SHIPPED if shipped else model.resolve().name
+
+
+def layers_of(model: Path) -> int | None:
+    """Decoder layers by the folder's config alone, for mistakes that need not wait for the weights; None: not told."""
+    try:
+        config = json.loads((model_folder(model) / "config.json").read_text(encoding="utf-8"))
+        count = config.get("num_hidden_layers", config.get("text_config", {}).get("num_hidden_layers"))
+    except (OSError, ValueError, AttributeError):
+        return None  # opening the model says what is wrong
+    return count if isinstance(count, int) else None
+
+
+def _ships(model: Path) -> bool:
+    return str(model) == SHIPPED and not model.is_dir()
 
 
 def quiet_transformers() -> None:

@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import category
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 Advance = Callable[[int, int], None]
 """Called with (done, in all)."""
+AdvanceStage = Callable[[str, int, int], None]
+"""Called with (stage, done, in all)."""
 
 
 def console(*, stderr: bool = False) -> "Console":
@@ -58,21 +61,22 @@ def print_error(message: str, *, as_json: bool) -> None:
 @contextmanager
 def progress(title: str, unit: str, *, quiet: bool) -> Iterator[Advance]:
     """A progress bar on stderr; none if `quiet`."""
+    with stages({title: f"{title}, {unit}"}, quiet=quiet) as advance:
+        yield partial(advance, title)
+
+
+@contextmanager
+def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
+    """A progress bar on stderr for each stage, with its title; none if `quiet`."""
     if quiet:
-        yield lambda done, total: None
+        yield lambda stage, done, total: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=console(stderr=True)) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True)) as bars:
+        tasks = {stage: bars.add_task(title, total=None) for stage, title in titles.items()}
+        yield lambda stage, done, total: bars.update(tasks[stage], completed=done, total=total)
 
 
 @contextmanager
@@ -85,6 +89,19 @@ def status(title: str, *, quiet: bool) -> Iterator[None]:
 
     with console(stderr=True).status(Text(title)):
         yield
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuses a folder to be made for results where something else stands.
+
+    Raises:
+        InvalidInputError: it is a file, or one is in its way.
+    """
+    from cacheblend.core.errors import InvalidInputError
+
+    at = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not at.is_dir():
+        raise InvalidInputError(f"{option} {folder}: {at} is a file; name a folder")
 
 
 def check_outputs(*files: Path | None) -> None:

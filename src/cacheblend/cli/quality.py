@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from cacheblend.cli.models import open_engine
+from cacheblend.cli.models import model_name, open_engine
 from cacheblend.cli.output import console, print_json, progress, share_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from cacheblend.core.config import AnchorKind
     from cacheblend.engines.hf import BlendEngine
     from cacheblend.evaluation.gate import Bar, GateResult, GateRow, Tried
 
@@ -19,13 +20,15 @@ class GateOptions:
     """What a user set.
 
     Attributes:
-        model: folder.
+        model: folder, or ``nano``.
         data: file of questions with passages.
         form: of that file.
         chunk_tokens: of the passages that a whole context is split into.
         limit: rows at most; None for all.
         template: name of the prompts' template.
         templates: a file of templates; None: those that ship.
+        chat: through the chat template; None: as the template says.
+        anchor: of the passages.
         selectors, ratios: to try; empty for all.
         seed: of the split of the rows.
         store: URL.
@@ -36,10 +39,12 @@ class GateOptions:
     model: Path
     data: Path
     form: str = "auto"
-    chunk_tokens: int = 256
+    chunk_tokens: int = 512
     limit: int | None = None
     template: str = "bare"
     templates: Path | None = None
+    chat: bool | None = None
+    anchor: str = "auto"
     selectors: tuple[str, ...] = ()
     ratios: tuple[float, ...] = ()
     seed: int = 0
@@ -60,11 +65,13 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     from cacheblend.evaluation.templates import read_template
 
     template = read_template(options.template, options.templates)
+    if options.chat is not None:
+        template = replace(template, chat=options.chat)
     questions = read_questions(options.data, options.form)[: options.limit]
     if options.profile is not None:
         check_writable(options.profile)
     bar = replace(bar, stop=template.stop, scorer=WordF1())
-    config = BlendConfig(capture=False)
+    config = BlendConfig(capture=False, anchor=cast("AnchorKind", options.anchor))  # which checks it
     store = options.store
     with open_engine(options.model, store, config, dtype=options.dtype, device=options.device, quiet=as_json) as engine:
         candidates = grid(len(engine.survey.layout.layers), options.selectors, options.ratios)
@@ -118,7 +125,7 @@ def _show(result: "GateResult", options: GateOptions, written: Path | None) -> N
     elif result.verdict != "too few rows":
         out.print("no profile written (--dry-run)")
     else:
-        out.print(f"no profile written; {options.model.name} stays as it is", soft_wrap=True)
+        out.print(f"no profile written; {model_name(options.model)} stays as it is", soft_wrap=True)
 
 
 def _table(title: str, tried: list["Tried"], bar: "Bar") -> "Table":
@@ -157,6 +164,8 @@ def _outcome(one: "Tried", bar: "Bar") -> str:
     if one.stopped:
         return "given up"
     assert one.found is not None
+    if one.found.compute >= 1:
+        return "saves nothing"
     return "fails" if one.found.agreement < bar.threshold else "not shown"
 
 
@@ -171,13 +180,20 @@ def _notes(result: "GateResult") -> list[str]:
         (skipped.too_long, "are longer than the model's context"),
         (skipped.repeated, "repeat an earlier one"),
         (skipped.nothing_to_blend, "have nothing to blend"),
+        (skipped.same_passages, "have the passages of another row of the confirmation"),
     )
     lines = [f"{count} rows {why}, and were left out" for count, why in counts if count]
     labelled = max((one.found.f1_rows for one in result.confirmed if one.found), default=0)
     if 0 < labelled < bar.needed_f1_rows:
         lines.append(
-            f"{labelled} confirmed rows have gold answers; fewer than {bar.needed_f1_rows} cannot show that F1 stays "
-            f"within {bar.f1_margin:g}, so agreement is what counts"
+            f"{labelled} confirmed rows have gold answers: the F1 bound decides with them, but with fewer than "
+            f"{bar.needed_f1_rows} a loss that is rare and large may not have come up at all"
+        )
+    chosen = result.chosen.found if result.chosen else None
+    if chosen is not None and chosen.ttft_ratio <= 1:
+        lines.append(
+            f"on this machine the chosen setting is not faster than full recompute ({chosen.ttft_ratio:.2f} x its "
+            "speed to the first token): it saves compute, no time"
         )
     return lines
 
@@ -189,7 +205,7 @@ def _verdict(result: "GateResult") -> str:
         return f"{chosen.candidate.name}: {share_text(chosen.found.compute, 1)} of the compute holds {wanted}"
     if result.verdict == "too few rows":
         return (
-            f"too few rows to know: {result.search_rows} are there, {wanted} takes {2 * bar.needed_rows} without a "
-            "single error (half to search, half to confirm); nothing was confirmed"
+            f"too few rows to know: {result.passage_sets} are there that differ in their passages, {wanted} takes "
+            f"{2 * bar.needed_rows} without a single error (half to search, half to confirm); nothing was confirmed"
         )
     return f"no setting was shown to hold {wanted}: this model is not blended unless told to"

@@ -33,6 +33,7 @@ class BlendConfig:
         measure: deviation over ``"kv"``, ``"k"`` or ``"v"``.
         threshold: bound of the squared deviation, for the selector of that name.
         pool: query and hybrid take rows by ``"sentence"``, or in spans of so many tokens (1: row by row).
+        lead: sentences (or spans) in front of an attended one that query and hybrid take with it.
         question_rows: rows of the question, at most, whose attention query and hybrid ask for.
         early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
             three times the last ratio.
@@ -55,6 +56,7 @@ class BlendConfig:
     measure: Literal["kv", "k", "v"] = "kv"
     threshold: float | None = None
     pool: Pool = "sentence"
+    lead: int = 1
     question_rows: int = 64
     early_ratio: float | None = None
     rank: Rank = "either"
@@ -87,7 +89,7 @@ class BlendConfig:
         falling = self.ratios if self.ratios and ratio is None else (share,) * len(self.check_layers)
         makers: dict[str, Callable[[], Selector]] = {
             "hkvd": lambda: Hkvd(self.check_layers, falling, self.measure),
-            "query": lambda: Query(share, self.pool, self.question_rows),
+            "query": lambda: Query(share, self.pool, self.lead, self.question_rows),
             "hybrid": lambda: self._hybrid(falling),
             "threshold": lambda: Threshold(self._bound(), self.check_layers, self.measure),
             "head": lambda: Head(share),
@@ -104,7 +106,8 @@ class BlendConfig:
         early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
         check_ratio(early)
         early = max(early, ratios[0])
-        return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, self.pool, self.question_rows)
+        asking = (self.pool, self.lead, self.question_rows)
+        return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, *asking)
 
     def _bound(self) -> float:
         if self.threshold is None:

@@ -38,11 +38,13 @@ class Query:
     Attributes:
         ratio: share of all candidates that is recomputed.
         pool: see `Pool`; where nobody knows sentences, spans of `SPAN_WITHOUT_SENTENCES` tokens.
+        lead: spans in front of an attended one that are taken with it.
         question_rows: of the question, at most, that are asked.
     """
 
     ratio: float
     pool: Pool = "sentence"
+    lead: int = 1
     question_rows: int = 64
     check_layers: ClassVar[tuple[int, ...]] = ()
     measure: ClassVar[Measure] = "kv"
@@ -50,11 +52,12 @@ class Query:
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        _check_asking(self.pool, self.question_rows)
+        _check_asking(self.pool, self.lead, self.question_rows)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Whole spans in order of attention; of the one that no longer fits, the rows attended to most."""
-        return _first_rows(ranks_by_attention(candidates, self.pool), row_count(self.ratio, candidates.total))
+        ranks = ranks_by_attention(candidates, self.pool, self.lead)
+        return _first_rows(ranks, row_count(self.ratio, candidates.total))
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Hybrid:
         rank: see `Rank`.
         measure: deviation over K and V, or one of them.
         pool: see `Pool`.
+        lead: as for `Query`.
         question_rows: of the question, at most, that are asked.
     """
 
@@ -79,6 +83,7 @@ class Hybrid:
     rank: Rank = "either"
     measure: Measure = "kv"
     pool: Pool = "sentence"
+    lead: int = 1
     question_rows: int = 64
     at_start: ClassVar[bool] = True
 
@@ -86,7 +91,7 @@ class Hybrid:
         check_schedule(self.check_layers, self.ratios)
         check_measure(self.measure)
         check_ratio(self.early)
-        _check_asking(self.pool, self.question_rows)
+        _check_asking(self.pool, self.lead, self.question_rows)
         if self.early < self.ratios[0]:
             raise InvalidInputError(
                 f"the early share {self.early} is below the first check layer's ratio {self.ratios[0]}; "
@@ -97,7 +102,7 @@ class Hybrid:
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Before layer 0 by attention; at check layers the best ranks."""
-        by_attention = ranks_by_attention(candidates, self.pool)
+        by_attention = ranks_by_attention(candidates, self.pool, self.lead)
         if candidates.layer is None:
             return _first_rows(by_attention, row_count(self.early, candidates.total))
         deviation, layer = measured(candidates)
@@ -108,8 +113,11 @@ class Hybrid:
         return _first_rows(ranks, row_count(ratio, candidates.total))
 
 
-def ranks_by_attention(candidates: Candidates, pool: Pool) -> torch.Tensor:
+def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0) -> torch.Tensor:
     """[n] int64 from 0: spans by their highest attention, rows of a span by their own; of equal ones the first.
+
+    The `lead` spans in front of one (of the same segment) count as attended to as much: what a sentence says is often
+    kept where the next one begins, and the row that is read there is only as right as the sentence it was made from.
 
     Raises:
         InvalidInputError: the candidates come without attention.
@@ -119,9 +127,19 @@ def ranks_by_attention(candidates: Candidates, pool: Pool) -> torch.Tensor:
     attention = candidates.attention
     _, span = torch.unique(_spans(candidates, candidates.segments, pool), return_inverse=True)
     best = attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
+    best = _with_lead(best, torch.zeros_like(span).scatter(0, span, candidates.segments), lead)
     by_row = torch.argsort(attention, descending=True, stable=True)
     span_ranks = _ranks(torch.argsort(best, descending=True, stable=True))
     return _ranks(by_row[torch.argsort(span_ranks[span[by_row]], stable=True)])
+
+
+def _with_lead(best: torch.Tensor, segment: torch.Tensor, lead: int) -> torch.Tensor:
+    """Attention of spans [n], raised to that of the next `lead` spans of the same segment."""
+    raised = best.clone()
+    for ahead in range(1, min(lead, len(best) - 1) + 1):
+        within = segment[ahead:] == segment[:-ahead]
+        raised[:-ahead] = torch.where(within, torch.maximum(raised[:-ahead], best[ahead:]), raised[:-ahead])
+    return raised
 
 
 def _spans(candidates: Candidates, segments: torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -147,9 +165,11 @@ def _first_rows(ranks: torch.Tensor, count: int) -> torch.Tensor:
     return keep
 
 
-def _check_asking(pool: Pool, question_rows: int) -> None:
+def _check_asking(pool: Pool, lead: int, question_rows: int) -> None:
     if pool != "sentence" and not (_is_whole(pool) and 1 <= pool <= _LONGEST_SPAN):
         raise InvalidInputError(f"pool must be 'sentence' or 1 to {_LONGEST_SPAN} tokens, got {pool!r}")
+    if not _is_whole(lead) or lead < 0:
+        raise InvalidInputError(f"lead must be a whole number of spans, at least 0, got {lead!r}")
     if not _is_whole(question_rows) or question_rows < 2:
         raise InvalidInputError(
             f"question_rows must be a whole number, at least 2 (the first row is generic), got {question_rows!r}"

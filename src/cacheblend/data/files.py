@@ -55,6 +55,39 @@ def json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
             yield number, parse_json(line, f"{path}, line {number}")
 
 
+def read_items(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """(place, number, value) of each row of a file: of a JSON list, counted from 0, or of JSON lines, from 1.
+
+    Raises:
+        InvalidInputError: it cannot be read, or is not JSON of either kind.
+    """
+    text = read_text(path)
+    if text.lstrip()[:1] == "[":
+        for number, item in enumerate(parse_json(text, str(path))):
+            yield f"{path}, row {number}", number, item
+        return
+    if _is_one_object(text):
+        raise InvalidInputError(
+            f"{path}: it is one JSON object over several lines; put rows into a list, [{{...}}, {{...}}], or each on "
+            "one line"
+        )
+    for number, item in json_lines(text, path):
+        yield f"{path}, line {number}", number, item
+
+
+def read_list(item: dict[str, Any], field: str, where: str) -> list[Any]:
+    """The list in a row's field.
+
+    Raises:
+        InvalidInputError: the field is missing, or no list.
+    """
+    if field not in item:
+        raise InvalidInputError(f"{where}: the field {field!r} is missing (found {', '.join(map(repr, item))})")
+    if not isinstance(item[field], list):
+        raise InvalidInputError(f"{where}, field {field!r}: expected a list, found {kind(item[field])}")
+    return list(item[field])
+
+
 def read_passage(item: Any, where: str, fallback: str) -> Text:
     """A passage of ``{"text", "title"?}``; `fallback` is the title of one that has none.
 
@@ -71,6 +104,22 @@ def read_passage(item: Any, where: str, fallback: str) -> Text:
     if not item["text"].strip():
         raise InvalidInputError(f"{where}, field 'text': it is empty; leave empty passages out")
     return Text(item["text"], item.get("title") or fallback)
+
+
+def _is_one_object(text: str) -> bool:
+    """Whether the file is one object with line breaks in it, as programs print it for people."""
+    first, _, more = text.strip().partition("\n")
+    if not first.startswith("{") or not more:
+        return False
+    try:
+        json.loads(first)
+        return False
+    except ValueError:
+        pass
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def kind(value: Any) -> str:

@@ -1,9 +1,10 @@
-"""Passages from a user's files. Knows four formats; every error names file, row and field.
+"""Passages from a user's files, with a question where the row has one; every error names file, row and field.
 
 | ending  | form |
 |---|---|
-| .json   | ``[{"ctxs": [{"title", "text"}, ...], "question"?}, ...]``, or ``[{"text", "title"?}, ...]`` |
-| .jsonl  | a line an object ``{"text", "title"?}`` |
+| .json   | a list of rows as evaluations have them: ``{"passages": [{"text", "title"?}, ...], "question"?}``, |
+|         | or ``ctxs`` in place of ``passages``; or a list of passages, ``{"text", "title"?}`` |
+| .jsonl  | the same, a row or a passage a line |
 | .txt    | one passage a paragraph, paragraphs apart by blank lines |
 | folder  | all ``*.txt`` in it, each as above |
 """
@@ -12,9 +13,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.data.files import Text, json_lines, kind, parse_json, read_passage, read_text
+from cacheblend.data.files import Text, kind, read_items, read_passage, read_text
+from cacheblend.data.questions import NEAR_MISSES, NEAR_MISSES_OF_PASSAGES, read_passages_of, refuse_near_misses
+
+JSON = (".json", ".jsonl")
+WITH_QUESTION = ("passages", "ctxs")
+"""Fields that have a row's passages."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +43,8 @@ def read_passages(path: Path) -> list[Text]:
         if not files:
             raise InvalidInputError(f"the folder {path} holds no .txt file")
         return [passage for file in files for passage in _paragraphs(file)]
-    if path.suffix == ".json":
+    if path.suffix in JSON:
         found = [passage for row in _rows(path) for passage in row.passages]
-    elif path.suffix == ".jsonl":
-        found = list(_lines(path))
     elif path.suffix == ".txt":
         found = list(_paragraphs(path))
     else:
@@ -50,43 +55,47 @@ def read_passages(path: Path) -> list[Text]:
 
 
 def read_row(path: Path, number: int) -> Row:
-    """Row `number`, counted from 0: a question and its passages (of a .json file); other files are one row.
+    """Row `number`, counted from 0: a question and its passages; passages without questions, and texts, are one row.
+
+    In a .json list each passage without a question is a row of its own.
 
     Raises:
         InvalidInputError: as for `read_passages`, or there is no such row.
     """
-    rows = list(_rows(path)) if path.suffix == ".json" else [Row(None, read_passages(path))]
+    rows = list(_rows(path)) if path.suffix in JSON else [Row(None, read_passages(path))]
+    if not rows:
+        raise InvalidInputError(f"{path} holds no passage")
     if not 0 <= number < len(rows):
         raise InvalidInputError(f"{path} has rows 0..{len(rows) - 1}, not {number}")
     return rows[number]
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    rows = parse_json(read_text(path), str(path))
-    if not isinstance(rows, list):
-        raise InvalidInputError(f"{path}: expected a list of rows, found {kind(rows)}")
-    for number, row in enumerate(rows):
-        where = f"{path}, row {number}"
-        if not isinstance(row, dict):
-            raise InvalidInputError(f"{where}: expected an object, found {kind(row)}")
-        if "ctxs" not in row:
-            yield Row(None, [read_passage(row, where, f"{path.stem} #{number}")])
+    """A question a row; passages without one are a row each in a list, and one row together in lines."""
+    together: list[Text] = []
+    for where, number, item in read_items(path):
+        if not isinstance(item, dict):
+            raise InvalidInputError(f"{where}: expected an object, found {kind(item)}")
+        title = f"{path.stem} #{number}"
+        field = next((field for field in WITH_QUESTION if field in item), None)
+        if field is not None:
+            yield _row(item, field, where, title)
             continue
-        if not isinstance(row["ctxs"], list):
-            raise InvalidInputError(f"{where}, field 'ctxs': expected a list, found {kind(row['ctxs'])}")
-        question = row.get("question")
-        if question is not None and not isinstance(question, str):
-            raise InvalidInputError(f"{where}, field 'question': expected a text, found {kind(question)}")
-        passages = [
-            read_passage(item, f"{where}, ctxs[{i}]", f"{path.stem} #{number}.{i}")
-            for i, item in enumerate(row["ctxs"])
-        ]
-        yield Row(question, passages)
+        refuse_near_misses(item, NEAR_MISSES_OF_PASSAGES, where)
+        if path.suffix == ".jsonl":
+            together.append(read_passage(item, where, title))
+        else:
+            yield Row(None, [read_passage(item, where, title)])
+    if together:
+        yield Row(None, together)
 
 
-def _lines(path: Path) -> Iterator[Text]:
-    for number, item in json_lines(read_text(path), path):
-        yield read_passage(item, f"{path}, line {number}", f"{path.stem} #{number}")
+def _row(item: dict[str, Any], field: str, where: str, title: str) -> Row:
+    refuse_near_misses(item, NEAR_MISSES, where)
+    question = item.get("question")
+    if question is not None and not isinstance(question, str):
+        raise InvalidInputError(f"{where}, field 'question': expected a text, found {kind(question)}")
+    return Row(question, list(read_passages_of(item, field, where, title)))
 
 
 def _paragraphs(path: Path) -> Iterator[Text]:

@@ -9,13 +9,20 @@
 Rows stand in a JSON list, or one on each line (JSONL).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.data.files import Text, json_lines, kind, parse_json, read_passage, read_text
+from cacheblend.data.files import Text, kind, read_items, read_list, read_passage
+
+NEAR_MISSES = {
+    **dict.fromkeys(("answer", "gold", "golds", "gold_answer", "gold_answers"), "answers"),
+    **dict.fromkeys(("questions", "query"), "question"),
+}
+"""Names that other data has for a field of ours. Passing over one would score nothing, and say nothing."""
+NEAR_MISSES_OF_PASSAGES = dict.fromkeys(("passage", "contexts", "documents"), "passages")
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ def read_questions(path: Path, form: str = "auto") -> list[QuestionRow]:
     if form not in FORMATS:
         raise InvalidInputError(f"no format is called {form!r}; there are {', '.join(FORMATS)}")
     rows: list[QuestionRow] = []
-    for number, (where, item) in enumerate(_items(path)):
+    for number, (where, _, item) in enumerate(read_items(path)):
         if not isinstance(item, dict):
             raise InvalidInputError(f"{where}: expected an object, found {kind(item)}")
         if not item:
@@ -65,47 +72,36 @@ def read_questions(path: Path, form: str = "auto") -> list[QuestionRow]:
     return rows
 
 
-def _items(path: Path) -> Iterator[tuple[str, Any]]:
-    text = read_text(path)
-    if text.lstrip()[:1] != "[":
-        yield from ((f"{path}, line {number}", item) for number, item in json_lines(text, path))
-        return
-    for number, item in enumerate(parse_json(text, str(path))):
-        yield f"{path}, row {number}", item
-
-
 def _detect(item: dict[str, Any], where: str) -> str:
     for field, form in (("passages", "cacheblend"), ("ctxs", "ctxs"), ("context", "longbench")):
         if field in item:
             return form
+    refuse_near_misses(item, NEAR_MISSES_OF_PASSAGES, where)
     raise InvalidInputError(
         f"{where}: a row has 'passages' (this project's format), 'ctxs' (the CacheBlend authors') or 'context' "
         f"(LongBench's); found {', '.join(map(repr, item))}"
     )
 
 
-def _cacheblend(item: dict[str, Any], where: str, number: str) -> QuestionRow:
-    return QuestionRow(
-        question=_text(item, "question", where),
-        passages=_passages(item, "passages", where),
-        answers=_answers(item, where),
-        category=_text(item, "category", where, default=""),
-        id=_id(item, "id", where, number),
-    )
+def _of_passages(field: str) -> "_Reader":
+    """Rows that have their passages apart, in `field`."""
 
+    def read(item: dict[str, Any], where: str, number: str) -> QuestionRow:
+        refuse_near_misses(item, NEAR_MISSES | dict.fromkeys(NEAR_MISSES_OF_PASSAGES, field), where)
+        return QuestionRow(
+            question=_text(item, "question", where),
+            passages=read_passages_of(item, field, where),
+            answers=_answers(item, where),
+            category=_text(item, "category", where, default=""),
+            id=_id(item, "id", where, number),
+        )
 
-def _ctxs(item: dict[str, Any], where: str, number: str) -> QuestionRow:
-    return QuestionRow(
-        question=_text(item, "question", where),
-        passages=_passages(item, "ctxs", where),
-        answers=_answers(item, where),
-        category=_text(item, "category", where, default=""),
-        id=_id(item, "id", where, number),
-    )
+    return read
 
 
 def _longbench(item: dict[str, Any], where: str, number: str) -> QuestionRow:
     context = _text(item, "context", where)
+    refuse_near_misses(item, NEAR_MISSES | {"question": "input"}, where)
     return QuestionRow(
         question=_text(item, "input", where, may_be_empty=True),  # as LongBench's summaries have it
         passages=(Text(context, ""),),
@@ -116,9 +112,10 @@ def _longbench(item: dict[str, Any], where: str, number: str) -> QuestionRow:
     )
 
 
-_READERS: dict[str, Callable[[dict[str, Any], str, str], QuestionRow]] = {
-    "cacheblend": _cacheblend,
-    "ctxs": _ctxs,
+_Reader = Callable[[dict[str, Any], str, str], QuestionRow]
+_READERS: dict[str, _Reader] = {
+    "cacheblend": _of_passages("passages"),
+    "ctxs": _of_passages("ctxs"),
     "longbench": _longbench,
 }
 FORMATS = ("auto", *_READERS)
@@ -137,29 +134,39 @@ def _text(
     return value
 
 
-def _passages(item: dict[str, Any], field: str, where: str) -> tuple[Text, ...]:
-    found = _list(item, field, where)
+def refuse_near_misses(item: dict[str, Any], right: Mapping[str, str], where: str) -> None:
+    """Names the right field for a wrong one, unless the row has both.
+
+    Raises:
+        InvalidInputError: the row has a wrong one.
+    """
+    for field, wanted in right.items():
+        if field in item and wanted not in item:
+            raise InvalidInputError(f"{where}: there is no field {field!r}; it is called {wanted!r}")
+
+
+def read_passages_of(item: dict[str, Any], field: str, where: str, title: str = "") -> tuple[Text, ...]:
+    """A row's passages, at least one; those without a title get `title`, with their number behind a point.
+
+    Raises:
+        InvalidInputError: the field is missing, no list or empty, or a passage has another form.
+    """
+    found = read_list(item, field, where)
     if not found:
         raise InvalidInputError(f"{where}, field {field!r}: it is empty; a row needs at least one passage")
-    return tuple(read_passage(passage, f"{where}, {field}[{i}]", "") for i, passage in enumerate(found))
+    return tuple(
+        read_passage(passage, f"{where}, {field}[{i}]", title and f"{title}.{i}") for i, passage in enumerate(found)
+    )
 
 
 def _answers(item: dict[str, Any], where: str) -> tuple[str, ...]:
-    answers = _list(item, "answers", where) if "answers" in item else []
+    answers = read_list(item, "answers", where) if "answers" in item else []
     for index, answer in enumerate(answers):
         if not isinstance(answer, str):
             raise InvalidInputError(f"{where}, answers[{index}]: expected a text, found {kind(answer)}")
         if not answer.strip():
             raise InvalidInputError(f"{where}, answers[{index}]: it is empty; leave empty answers out")
     return tuple(answers)
-
-
-def _list(item: dict[str, Any], field: str, where: str) -> list[Any]:
-    if field not in item:
-        raise InvalidInputError(f"{where}: the field {field!r} is missing (found {', '.join(map(repr, item))})")
-    if not isinstance(item[field], list):
-        raise InvalidInputError(f"{where}, field {field!r}: expected a list, found {kind(item[field])}")
-    return list(item[field])
 
 
 def _id(item: dict[str, Any], field: str, where: str, number: str) -> str:

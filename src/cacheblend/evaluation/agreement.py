@@ -11,8 +11,7 @@ from cacheblend.core.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.selection import Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.arms import FirstToken, agreement, finish, full_recompute
-from cacheblend.engines.hf.decode import fill_cache
+from cacheblend.engines.hf.arms import FirstToken, agreement, finish, full_recompute, fused
 from cacheblend.evaluation.bounds import lower_bound, mean_lower_bound
 from cacheblend.evaluation.compute import ComputeScale
 
@@ -130,10 +129,10 @@ def compare(
     score: Callable[[str], float] | None = None,
 ) -> tuple[Sample, BlendReport]:
     """One selector on a prompt, against `reference` of the same arguments. Stores nothing."""
-    result, report = engine.prefill(prompt, selector=selector)
-    close = agreement(result.logits, full.logits)
-    cache = fill_cache(engine.model, result.kv) if tokens else None
-    first = FirstToken(result.logits, report.ttft_s, report.row_layers, cache, report)
+    first = fused(engine, prompt, selector)
+    report = first.report
+    assert report is not None
+    close = agreement(first.logits, full.logits)
     text, ids = _answer(engine, prompt, first, tokens, stop)
     sample = Sample(
         top_1=close.top_1,

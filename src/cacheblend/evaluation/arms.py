@@ -3,19 +3,16 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from transformers import DynamicCache
 
 from cacheblend.core.fusor import check_selector
-from cacheblend.core.loader import LayerKV
 from cacheblend.core.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.selection import Selector
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.arms import FirstToken, full_recompute, prefix_caching
-from cacheblend.engines.hf.decode import Decoding, TextStream
+from cacheblend.engines.hf.arms import FirstToken, finish, full_recompute, fused, prefix_caching
 from cacheblend.evaluation.templates import Template
 
 
@@ -158,9 +155,7 @@ class Fused:
     def answer(self, asked: Asked) -> Outcome:
         """See `Arm`."""
         started = time.perf_counter()
-        result, report = asked.engine.prefill(asked.prompt, selector=self.selector)
-        first = FirstToken(result.logits, report.ttft_s, result.row_layers, report=report)
-        return _finish(asked, first, started, kv=result.kv)
+        return _finish(asked, fused(asked.engine, asked.prompt, self.selector), started)
 
 
 @dataclass(frozen=True)
@@ -228,8 +223,8 @@ class _Decoded:
         return self.prompt_tokens + len(self.token_ids) - 1
 
 
-def _finish(asked: Asked, first: FirstToken, started: float, kv: list[LayerKV] | None = None) -> Outcome:
-    decoded = _decode(asked, asked.prompt, first, kv)
+def _finish(asked: Asked, first: FirstToken, started: float) -> Outcome:
+    decoded = _decode(asked, asked.prompt, first)
     report = first.report or BlendReport()
     return Outcome(
         text=decoded.text,
@@ -254,28 +249,11 @@ def _ask_alone(asked: Asked) -> list[_Decoded]:
     return parts
 
 
-def _decode(
-    asked: Asked,
-    prompt: Prompt,
-    first: FirstToken,
-    kv: list[LayerKV] | None = None,
-    *,
-    with_probability: bool = False,
-) -> _Decoded:
-    """The answer behind a prefill whose KV is `kv`, or in the first token's own cache."""
-    engine, params = asked.engine, asked.params(prompt)
-    cache: Any = first.cache if kv is None else kv
-    assert isinstance(cache, DynamicCache | list)
-    decoding = Decoding(engine.model, cache, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
-    assert engine.builder is not None
-    stream = TextStream(engine.builder.decode, params.stop)
-    ids: list[int] = []
+def _decode(asked: Asked, prompt: Prompt, first: FirstToken, *, with_probability: bool = False) -> _Decoded:
     log_probabilities: list[float] = []
-    while decoding.finish_reason is None and not stream.stopped:
-        ids.append(decoding.step())
-        if with_probability:
-            log_probabilities.append(float(decoding.logits.float().log_softmax(-1)[ids[-1]]))
-        stream.push(ids[-1])
-    stream.finish()
-    mean = sum(log_probabilities) / len(ids) if with_probability else 0.0
-    return _Decoded(stream.text, ids, len(prompt), mean)
+
+    def add(token: int, logits: torch.Tensor) -> None:
+        log_probabilities.append(float(logits.float().log_softmax(-1)[token]))
+
+    text, ids = finish(asked.engine, prompt, first, asked.params(prompt), add if with_probability else None)
+    return _Decoded(text, ids, len(prompt), sum(log_probabilities) / len(ids))

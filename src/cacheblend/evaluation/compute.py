@@ -11,8 +11,8 @@ class ComputeScale:
 
     Attributes:
         layers: of the model.
-        projection: a row that only goes through a layer's key and value projections, as a share of one that goes
-            through the whole layer; by parameters, the mean over the layers.
+        projection: a row that only goes through a layer's query, key and value projections, as a share of one that
+            goes through the whole layer; by parameters, the mean over the layers.
     """
 
     layers: int
@@ -21,17 +21,27 @@ class ComputeScale:
     @staticmethod
     def of(engine: BlendEngine) -> "ComputeScale":
         """Of an engine's model."""
-        shapes = engine.survey.layout.layers
-        width = engine.model.config.get_text_config(decoder=True).hidden_size
-        shares = [
-            2 * shape.kv_heads * shape.head_dim * width / _active_parameters(engine, index)
-            for index, shape in enumerate(shapes)
-        ]
-        return ComputeScale(len(shapes), sum(shares) / len(shares))
+        layers = len(engine.survey.layout.layers)
+        shares = [_projection_parameters(engine, index) / _active_parameters(engine, index) for index in range(layers)]
+        return ComputeScale(layers, sum(shares) / len(shares))
 
     def share(self, row_layers: int, projected_rows: int, prompt_tokens: int) -> float:
         """Of a full prefill of `prompt_tokens` rows."""
         return (row_layers + self.projection * projected_rows) / (prompt_tokens * self.layers)
+
+
+def _projection_parameters(engine: BlendEngine, layer: int) -> int:
+    """Weights of what a row goes through until its layer is stopped at attention; queries are made there, too.
+
+    A projection of its own for queries counts as it is (a gate in it is computed with it), one that is fused with
+    others as its heads times their size.
+    """
+    config = engine.model.config.get_text_config(decoder=True)
+    shape = engine.survey.layout.layers[layer]
+    named = engine.view.layers[layer].named_parameters()
+    own = next((parameter.numel() for name, parameter in named if name.endswith("q_proj.weight")), None)
+    queries = config.num_attention_heads * shape.head_dim * config.hidden_size if own is None else own
+    return queries + 2 * shape.kv_heads * shape.head_dim * int(config.hidden_size)
 
 
 def _active_parameters(engine: BlendEngine, layer: int) -> float:

@@ -1,6 +1,7 @@
 """The gate: the cheapest setting that is shown to agree with full recompute, on a user's own model and prompts.
 
 rows --split by seed--> | search: every candidate, few survive | confirmation: fresh rows, only these count |
+        all rows of a passage set on one side                      one row of each passage set
 
 The search chooses, so what it measured of the chosen looks better than it is. Therefore the chosen one is measured
 again on rows that the search has not seen, and passes by these alone. Where it fails, the next dearer one is tried on
@@ -23,7 +24,17 @@ from cacheblend.core.selection import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation.agreement import Summary, summarise
 from cacheblend.evaluation.candidates import Candidate
-from cacheblend.evaluation.gate_run import Bar, GateRow, Progress, Run, Skipped, Tried, nothing_left, prepare
+from cacheblend.evaluation.gate_run import (
+    Bar,
+    GateRow,
+    Progress,
+    Run,
+    Skipped,
+    Tried,
+    nothing_left,
+    one_of_each,
+    prepare,
+)
 
 ATTEMPTS = 3
 
@@ -56,6 +67,7 @@ class GateResult:
         confirmed: the attempts on the second part, in order.
         chosen: the attempt that passed.
         search_rows, confirm_rows: rows of the two parts.
+        passage_sets: of both parts; see `gate_run`.
         attempts: how many there could have been.
         skipped: rows that were left out.
     """
@@ -67,6 +79,7 @@ class GateResult:
     chosen: Tried | None
     search_rows: int
     confirm_rows: int
+    passage_sets: int
     attempts: int
     skipped: Skipped = field(default_factory=Skipped)
 
@@ -80,6 +93,7 @@ class GateResult:
             "f1_margin": bar.f1_margin,
             "needed_rows": bar.needed_rows,
             "rows": {"search": self.search_rows, "confirmation": self.confirm_rows, **asdict(self.skipped)},
+            "passage_sets": self.passage_sets,
             "attempts": self.attempts,
             "chosen": None if self.chosen is None else self.chosen.to_dict(),
             "search": [tried.to_dict() for tried in self.searched],
@@ -112,22 +126,34 @@ def run_gate(
     bar = bar or Bar()
     if not candidates:
         raise InvalidInputError("there is no candidate to try")
-    prompts, skipped = prepare(engine, rows, seed)
-    half = len(prompts) // 2
-    attempts = attempts_for(len(prompts) - half, bar)
+    sets, skipped = prepare(engine, rows, seed)
+    half = len(sets) // 2
+    attempts = attempts_for(len(sets) - half, bar)
     if not attempts:
-        half = len(prompts)  # nothing can be shown, so all of it may be looked at
-    run = Run(engine, bar, skipped, progress, total=len(prompts))
-    searched = run.search(candidates, prompts[:half])
+        half = len(sets)  # nothing can be shown, so all of it may be looked at
+    to_search, to_confirm = [row for rows in sets[:half] for row in rows], one_of_each(sets[half:], skipped)
+    run = Run(engine, bar, skipped, progress, total=len(to_search) + len(to_confirm))
+    searched = run.search(candidates, to_search)
     confirmed: list[Tried] = []
     for tried in promising(searched, bar)[:attempts]:
-        run.total = run.done + len(prompts) - half
-        confirmed.append(run.confirm(tried.candidate, prompts[half:], bar.part(attempts)))
+        run.total = run.done + len(to_confirm)
+        confirmed.append(run.confirm(tried.candidate, to_confirm, bar.part(attempts)))
         if confirmed[-1].passes:
             break
     chosen = next((tried for tried in confirmed if tried.passes), None)
     verdict: Verdict = "passed" if chosen else "none passes" if attempts else "too few rows"
-    return GateResult(bar, verdict, searched, confirmed, chosen, half, len(prompts) - half, attempts, skipped)
+    return GateResult(
+        bar=bar,
+        verdict=verdict,
+        searched=searched,
+        confirmed=confirmed,
+        chosen=chosen,
+        search_rows=len(to_search),
+        confirm_rows=len(to_confirm),
+        passage_sets=len(sets),
+        attempts=attempts,
+        skipped=skipped,
+    )
 
 
 def check(
@@ -138,7 +164,7 @@ def check(
     *,
     progress: Progress | None = None,
 ) -> tuple[bool, Summary]:
-    """Whether a setting reaches the bar on rows that nobody chose it by: one test, all rows, none given up.
+    """Whether a setting reaches the bar on rows that nobody chose it by: one test, a row of every passage set.
 
     Args:
         engine, rows, progress: as for `run_gate`.
@@ -149,7 +175,8 @@ def check(
         InvalidInputError: as for `run_gate`.
     """
     bar = bar or Bar()
-    prompts, skipped = prepare(engine, rows, seed=0)
+    sets, skipped = prepare(engine, rows, seed=0)
+    prompts = one_of_each(sets, skipped)
     run = Run(engine, bar, skipped, progress, total=len(prompts))
     samples = [run.measure(prompt, [selector], with_answers=True) for prompt in prompts]
     kept = [found[0] for found in samples if found]
@@ -172,7 +199,9 @@ def promising(searched: Sequence[Tried], bar: Bar) -> list[Tried]:
     passing = [tried for tried in searched if tried.passes]
     if passing:
         return passing
-    near = [t for t in searched if t.found and not t.stopped and t.found.agreement >= bar.threshold]
+    near = [
+        t for t in searched if t.found and not t.stopped and t.found.agreement >= bar.threshold and t.found.compute < 1
+    ]
     return sorted(near, key=lambda tried: (tried.found.rows - tried.found.agreed) if tried.found else 0)[:1]
 
 
@@ -189,8 +218,9 @@ def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None
     """
     if result.verdict == "too few rows":
         raise InvalidInputError(
-            f"{result.search_rows} rows cannot show an agreement of {result.bar.threshold:g}: "
-            f"{2 * result.bar.needed_rows} are needed, half of them to search and half to confirm"
+            f"{result.passage_sets} rows with passages of their own cannot show an agreement of "
+            f"{result.bar.threshold:g}: {2 * result.bar.needed_rows} are needed, half of them to search and half to "
+            "confirm"
         )
     found = result.chosen.found if result.chosen else None
     settings = dict(result.chosen.candidate.settings) if result.chosen else {"selector": "all"}

@@ -1,4 +1,8 @@
-"""The gate's work on rows: what a setting is held to, every candidate on a row, who is given up."""
+"""The gate's work on rows: what a setting is held to, every candidate on a row, who is given up.
+
+Rows that have the same passages, in any order, are a passage set: they fail together more often than others do, so
+the bounds, which take rows as independent, may count one of them only.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -80,9 +84,10 @@ class Bar:
         return replace(self, confidence=1 - (1 - self.confidence) / attempts)
 
     def is_reached(self, found: Summary) -> bool:
-        """Agreement's bound and, where there are gold answers, F1's."""
+        """Agreement's bound and, where there are gold answers, F1's; what computes as much as full never does."""
         agrees = reaches(found.agreed, found.rows, self.threshold, self.confidence)
-        return agrees and (found.f1_bound is None or found.f1_bound >= -self.f1_margin)
+        is_as_good = found.f1_bound is None or found.f1_bound >= -self.f1_margin
+        return agrees and is_as_good and found.compute < 1
 
 
 @dataclass
@@ -93,11 +98,13 @@ class Skipped:
         too_long: over the model's context.
         repeated: the same token ids as an earlier row.
         nothing_to_blend: all that is loaded is an exact prefix, so every setting agrees.
+        same_passages: of the confirmation, with the passages of another row that is confirmed on.
     """
 
     too_long: int = 0
     repeated: int = 0
     nothing_to_blend: int = 0
+    same_passages: int = 0
 
 
 @dataclass(frozen=True)
@@ -211,8 +218,8 @@ class Run:
         return Tried(candidate, found, not stopped and bar.is_reached(found), stopped)
 
 
-def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[list[Asked], Skipped]:
-    """The rows that can be asked, in an order that the seed draws, and how many cannot."""
+def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[list[list[Asked]], Skipped]:
+    """The rows that can be asked, by passage set, both in an order that the seed draws; and how many cannot."""
     skipped = Skipped()
     asked: dict[bytes, Asked] = {}
     for row in rows:
@@ -229,9 +236,20 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
         asked.setdefault(key, Asked(prompt, tuple(row.answers)))
     if not asked:
         raise InvalidInputError(nothing_left(skipped))
-    order = np.random.default_rng(seed).permutation(len(asked))
     kept = list(asked.values())
-    return [kept[i] for i in order], skipped
+    draw = np.random.default_rng(seed)
+    sets: dict[frozenset[bytes], list[Asked]] = {}
+    for i in draw.permutation(len(kept)):
+        passages = frozenset(chunk.token_ids.tobytes() for chunk in kept[i].prompt.chunks)
+        sets.setdefault(passages, []).append(kept[i])
+    found = list(sets.values())  # by their first row, so that large sets come early: drawn once more
+    return [found[i] for i in draw.permutation(len(found))], skipped
+
+
+def one_of_each(sets: Sequence[list[Asked]], skipped: Skipped) -> list[Asked]:
+    """A row of every passage set; the others are counted."""
+    skipped.same_passages += sum(len(rows) - 1 for rows in sets)
+    return [rows[0] for rows in sets]
 
 
 def nothing_left(skipped: Skipped) -> str:

@@ -1,7 +1,7 @@
 """What an evaluation leaves behind: a cell for each row and arm, in a folder that an interrupted run goes on from.
 
 <out>/<name>-<hash of config>/
-  config.json    what was asked of what; another model, data file or setting has another hash
+  config.json    what was asked of what; another model, data file, setting, code or library has another hash
   rows.jsonl     a line a row, written as soon as all its arms have answered
 """
 
@@ -66,6 +66,7 @@ class RowResult:
         id, category, answers: of the row.
         cells: one for each arm and `top_k`.
         too_long: prompts over the model's context, which were skipped: `top_k` and the reason.
+        machine: on which its times were taken, with the number of threads.
     """
 
     number: int
@@ -74,6 +75,7 @@ class RowResult:
     answers: list[str]
     cells: list[Cell]
     too_long: list[tuple[int | None, str]] = field(default_factory=list)
+    machine: str = ""
 
     @staticmethod
     def of_dict(fields: dict[str, Any]) -> "RowResult":

@@ -1,4 +1,7 @@
-"""A summary for people: tables of quality by scorer, and of cost and agreement. Knows nothing but the summary."""
+"""A summary for people: tables of quality by scorer, of cost, of agreement; 80 columns show them whole.
+
+Knows nothing but the summary.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +15,15 @@ Figure = dict[str, Any]
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    """Of each scorer that has something to score, over all rows and by category; then cost and agreement."""
+    """Of each scorer that has something to score, over all rows and by category; then cost, then agreement."""
     scored = [name for name in summary["scorers"] if any(arm["scores"][name]["all"] for arm in summary["arms"])]
     out = []
     for name in scored:
         out.append(_quality(summary, name))
         if summary["categories"]:
             out.append(_by_category(summary, name))
-    return [*out, _cost(summary)]
+    compared = any(arm["agreement"]["same_answer"]["all"] for arm in _others(summary))
+    return [*out, _cost(summary), *([_agreement(summary)] if compared else [])]
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
@@ -34,6 +38,9 @@ def notes(summary: dict[str, Any]) -> list[str]:
         if at["rows"]:
             of = "" if at["top_k"] is None else f" with {at['top_k']} passages"
             lines.append(f"{at['rows']} of {rows} prompts{of} are over the model's context and were skipped")
+    if len(summary["machines"]) > 1:
+        where = "; ".join(f"{machine}: {count} rows" for machine, count in summary["machines"].items())
+        lines.append(f"times are mixed, from different machines or threads ({where}); quality is not affected")
     for arm in summary["arms"]:
         if arm["skipped"]:
             lines.append(f"{_name(arm)}: {arm['skipped']} rows skipped, a prompt of its own is over the context")
@@ -75,30 +82,45 @@ def _by_category(summary: dict[str, Any], scorer: str) -> Table:
 
 
 def _cost(summary: dict[str, Any]) -> Table:
-    out = _table(f"Cost, and agreement with full recompute, {summary['model']}, {summary['rows']} rows")
+    out = _table(f"Cost, {summary['model']}, {summary['rows']} rows")
     out.add_column("arm", no_wrap=True)
-    for column in ("TTFT, s", "gain", "compute", "1st token", "KL", "answer"):
+    for column in ("TTFT, s", "gain", "compute, %"):
         out.add_column(column, justify="right", no_wrap=True)
 
     def cells(arm: Figure) -> list[str]:
-        cost = [
+        return [
             _number(arm["ttft_s"]["median"], ".3f"),
             _number(arm["speedup"], ".2f"),
             _number(arm["total_compute"], ".1f", 100),
         ]
-        if arm["kind"] == "full":
-            return cost
-        close = arm["agreement"]
-        same = close["same_answer"]["all"]
-        answers = "" if same is None else f"{100 * same['mean']:.1f}"
-        return [*cost, _interval(close["top_1"]["all"]), _number(close["kl"]["mean"], ".2g"), answers]
 
     _fill(out, summary, cells)
+    out.caption = "TTFT: median; gain: median of full / arm, row by row; compute: % of a full prefill"
+    return out
+
+
+def _agreement(summary: dict[str, Any]) -> Table:
+    out = _table(f"Agreement with full recompute, %, {summary['rows']} rows")
+    out.add_column("arm", no_wrap=True)
+    for column in ("1st token", "KL", "tokens", "answer"):
+        out.add_column(column, justify="right", no_wrap=True)
+
+    def cells(arm: Figure) -> list[str]:
+        close = arm["agreement"]
+        shares = [close[name]["all"] for name in ("equal_tokens", "same_answer")]
+        means = ["" if share is None else f"{100 * share['mean']:.1f}" for share in shares]
+        return [_interval(close["top_1"]["all"]), _number(close["kl"]["mean"], ".2g"), *means]
+
+    _fill(out, summary | {"arms": _others(summary)}, cells)
     out.caption = (
-        "TTFT: median; gain: median of full / arm, row by row; compute: total compute, % of a full prefill;\n"
-        "1st token, answer: % of rows with the same as full recompute; KL: mean, nats"
+        "1st token, answer: % of rows with the same; tokens: % of a greedy answer in front\n"
+        "of the first difference; KL: of the first token, mean, nats"
     )
     return out
+
+
+def _others(summary: dict[str, Any]) -> list[Figure]:
+    return [arm for arm in summary["arms"] if arm["kind"] != "full"]
 
 
 def _fill(out: Table, summary: dict[str, Any], cells: Callable[[Figure], list[str]]) -> None:

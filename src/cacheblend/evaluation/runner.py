@@ -5,23 +5,22 @@ found = evaluate(engine, read_questions(path), make_arms(ratios=[0.05, 0.15, 0.3
 print(summarise(found, make_scorers(["f1"])))
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cacheblend
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
 from cacheblend.core.prompt import Prompt
 from cacheblend.data import QuestionRow
+from cacheblend.engines import environment
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.arms import agreement, touch
 from cacheblend.evaluation.arms import Arm, Asked, Label, Outcome
 from cacheblend.evaluation.choices import make_arms
 from cacheblend.evaluation.compute import ComputeScale
+from cacheblend.evaluation.identity import describe
 from cacheblend.evaluation.records import Cell, RowLog, RowResult, folder_name
 from cacheblend.evaluation.templates import Template
 
@@ -55,7 +54,7 @@ class Evaluation:
     """What `evaluate` found.
 
     Attributes:
-        config: model, data and settings; its hash is in the folder's name.
+        config: model, data, settings, code and libraries; its hash is in the folder's name.
         arms: what was compared, in order.
         top_k: at which numbers of passages.
         rows: all rows, in order.
@@ -112,7 +111,8 @@ def evaluate(
             f"none of the {len(cases)} prompts fits {engine.survey.max_length_reason} {engine.survey.max_length}; "
             "use fewer passages (top_k) or shorter ones"
         )
-    config = _describe(engine, rows, arms, settings, cases)
+    prompts = [prompt for case in cases for prompt in case.prompts.values()]
+    config = describe(engine, rows, arms, settings, prompts)
     with RowLog(None if out is None else out / folder_name(name, config), config) as log:
         resumed, scale = len(log.rows), ComputeScale.of(engine)
         pending = [case for case in cases if case.number not in log.rows]
@@ -176,36 +176,6 @@ def _case(engine: BlendEngine, settings: Settings, number: int, row: QuestionRow
     return case
 
 
-def _describe(
-    engine: BlendEngine, rows: Sequence[QuestionRow], arms: Sequence[Arm], settings: Settings, cases: Sequence[_Case]
-) -> dict[str, Any]:
-    """All that shapes the results. The ids of the prompts stand for tokenizer, chat template and template."""
-    data, prompts = hashlib.sha256(), hashlib.sha256()
-    for row in rows:
-        data.update(json.dumps(asdict(row), ensure_ascii=False).encode())
-    for case in cases:
-        for prompt in case.prompts.values():
-            prompts.update(b"".join(len(s).to_bytes(4) + s.token_ids.tobytes() for s in prompt.segments) + b"|")
-    described = {
-        "cacheblend": cacheblend.__version__,
-        "model": engine.name,
-        "fingerprint": engine.planner.root.hex(),
-        "device": engine.model.device.type,
-        "store": engine.store.stats().tier,
-        "engine": asdict(engine.config),
-        "rows": len(rows),
-        "data": data.hexdigest(),
-        "prompts": prompts.hexdigest(),
-        "chat": settings.template.layout.is_chat(engine),
-        "template": asdict(settings.template),
-        "top_k": settings.top_k,
-        "max_tokens": settings.max_tokens,
-        "arms": [repr(arm) for arm in arms],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(described))
-    return plain
-
-
 def _groups(engine: BlendEngine, cases: Sequence[_Case]) -> Iterator[list[_Case]]:
     """Cases whose passages go into half of the store together, so that none is evicted before it is used."""
     stats = engine.store.stats()
@@ -259,8 +229,15 @@ def _run(engine: BlendEngine, case: _Case, arms: Sequence[Arm], settings: Settin
             blank = Cell(arm.label.name, k, len(passages))
             cells.append(_cell(blank, given[arm.label.name], full, scale, len(prompt)))
     row = case.row
-    too_long = list(case.too_long.items())
-    return RowResult(case.number, row.id or str(case.number), row.category, list(row.answers), cells, too_long)
+    return RowResult(
+        number=case.number,
+        id=row.id or str(case.number),
+        category=row.category,
+        answers=list(row.answers),
+        cells=cells,
+        too_long=list(case.too_long.items()),
+        machine=environment.machine_line(),
+    )
 
 
 def _cell(

@@ -1,32 +1,45 @@
-"""The suite on the model that ships: every category, full recompute, full reuse, and what the bars are about.
+"""The suite on the model that ships: what is run, on which draws, and where its rows lie.
 
-Draws of several seeds, none of which anything was trained or tuned on. `figures` are what the project promises of it.
+<out>/suite-nano-<hash>/         the main part: every category by the arms that the bars are about
+  seed-<seed>-<hash>/              rows of a seed; seeds may run side by side, and a report is on all that are finished
+<out>/suite-nano-sweep-<hash>/   the sweep: fewer rows by every selector at several ratios
+<out>/suite-nano-gate-<hash>.json    the profile's setting on fresh data, see `suite_gate`
+
+Nothing was trained, tuned or gated on these draws (`cacheblend.nano.questions.RESERVED`).
 """
 
-import math
+import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.query import Query
-from cacheblend.core.selection import Hkvd, RandomRows, Selector
+from cacheblend.core.selection import RandomRows, Selector
+from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation.arms import Arm, Fused, Label
 from cacheblend.evaluation.choices import make_arms
-from cacheblend.evaluation.compute import ComputeScale
-from cacheblend.evaluation.gate import Bar, GateRow, check
+from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
 from cacheblend.evaluation.runner import Evaluation, Progress, Settings, evaluate
-from cacheblend.evaluation.scorers import make_scorers
-from cacheblend.evaluation.summary import summarise
 from cacheblend.nano.questions import draw_questions
 from cacheblend.nano.scenes import CATEGORIES
 
-CONTROLS = ("direct", "local")
-UNBARRED = ("chain2",)  # reported, no bar
-GATE_SEED = 900  # fresh for the gate's check, too
-CALIBRATION_SEED = 800
-LEAN = Query(0.11)
+PARTS = ("main", "sweep", "gate")
+SWEEP_SEED, CALIBRATION_SEED, GATE_SEED = 4, 800, 900
+SETTINGS = Settings(max_tokens=8)
+
+BLEND, LEAN_BLEND, RANDOM_ROWS = "blend", "blend lean", "random rows"
+LEAN: Selector = Query(0.11)
+"""The selector that does best on cross at a total compute of 17 % or less. Chosen on other draws (seeds from 50 on)
+than those reported, before the suite was run; that it costs no more is one of the suite's bars."""
+
+SWEEP_RATIOS = (0.05, 0.1, 0.15, 0.3)
+LEAN_RATIOS = (0.07, 0.11, 0.14)  # of query: some 9, 13 and 16 % of total compute
+CALIBRATION_ROWS = 16  # of as many scenes
+SPARE = 0.001  # of a full prefill: random rows cost at least so much more than the blend
+RATIO_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -34,125 +47,179 @@ class Suite:
     """What is run.
 
     Attributes:
-        per_category: questions of each category and seed.
-        seeds: of the draws.
-        gate_rows: rows of fresh data that the profile's setting is held to its threshold on; 0 leaves that out.
+        per_category: questions of each category and seed; the other parts are sized by it.
+        seeds: of the main part's draws.
+        parts: of `PARTS`.
     """
 
     per_category: int = 334
     seeds: tuple[int, ...] = (1, 2, 3)
-    gate_rows: int = 800
+    parts: tuple[str, ...] = PARTS
+
+    def __post_init__(self) -> None:
+        unknown = [part for part in self.parts if part not in PARTS]
+        if unknown or not self.parts:
+            raise InvalidInputError(f"the suite has no part {', '.join(unknown)!r}; there are {', '.join(PARTS)}")
+        if self.per_category < 1:
+            raise InvalidInputError(f"rows of a category must be at least 1, got {self.per_category}")
+
+    @property
+    def sweep_per_category(self) -> int:
+        """Questions of each category in the sweep."""
+        return max(1, round(0.3 * self.per_category))
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows that the profile's setting is held to its threshold on."""
+        return max(20, round(2.4 * self.per_category))
 
 
-def run_suite(engine: BlendEngine, suite: Suite, out: Path, progress: Progress | None = None) -> Evaluation:
-    """All seeds, a folder each: an interrupted run goes on where it stopped, and seeds may run side by side.
+@dataclass(frozen=True)
+class MainPlan:
+    """What the main part compares.
+
+    Attributes:
+        arms: in order.
+        config: all that shapes it, but the seeds.
+    """
+
+    arms: list[Arm]
+    config: dict[str, Any]
+
+
+def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
+    """The baselines, the profile's blend, the paper's default, a lean blend, and random rows as dear as the blend.
+
+    Where there is no profile, the blend is the defaults'. Measures `CALIBRATION_ROWS` prompts some ten times.
+
+    Raises:
+        InvalidInputError: as `evaluate`.
+    """
+    selector = engine.settings.selector()
+    ratio, config = equal_compute_ratio(engine, selector)
+    arms = [
+        *make_arms(("full", "prefix", "reuse")),
+        _fused(BLEND, selector, "profile"),
+        *make_arms(("blend",)),
+        _fused(LEAN_BLEND, LEAN, "lean"),
+        _fused(RANDOM_ROWS, RandomRows(ratio), "random"),
+    ]
+    shaping = {
+        "suite": "nano",
+        "model": engine.name,
+        "per_category": suite.per_category,
+        "arms": [repr(arm) for arm in arms],
+        "calibration": config,  # its data and prompts stand for the generator of questions and the prompts' layout
+    }
+    return MainPlan(arms, shaping)
+
+
+def equal_compute_ratio(engine: BlendEngine, selector: Selector) -> tuple[float, dict[str, Any]]:
+    """The smallest ratio at which random rows cost as much as `selector` and `SPARE`, by what prefills really did.
+
+    Returns:
+        The ratio, 1 where no ratio is dear enough; and the config of the measurement.
+    """
+    drawn = draw_questions(CALIBRATION_SEED, -(-CALIBRATION_ROWS // len(CATEGORIES)), per_scene=1)[:CALIBRATION_ROWS]
+    share, config = measured_share(engine, drawn, selector)
+    low, high = 0, RATIO_STEPS
+    while low < high:
+        middle = (low + high) // 2
+        found, _ = measured_share(engine, drawn, RandomRows(middle / RATIO_STEPS))
+        low, high = (middle + 1, high) if found < share + SPARE else (low, middle)
+    return low / RATIO_STEPS, config
+
+
+def measured_share(engine: BlendEngine, rows: list[QuestionRow], selector: Selector) -> tuple[float, dict[str, Any]]:
+    """Mean total compute of a selector's prefills (prompts over the context are left out), and how it was measured."""
+    found = evaluate(engine, rows, [_fused("measured", selector, "measured")], settings=Settings(max_tokens=1))
+    shares = [cell.total_compute for row in found.rows for cell in row.cells if not cell.skipped]
+    return sum(shares) / len(shares), found.config
+
+
+def run_main(
+    engine: BlendEngine, suite: Suite, plan: MainPlan, out: Path, progress: Progress | None = None
+) -> Evaluation:
+    """The suite's seeds, one after the other, and what other runs have finished of the same plan, all together.
 
     Args:
-        engine: on the shipped model, with its profile.
+        engine: on the shipped model.
         suite: what is run.
+        plan: see `plan_main`.
         out: where the folders of results are.
         progress: see `evaluate`.
+
+    Raises:
+        InvalidInputError: as `evaluate`; another run's row is damaged.
     """
-    arms = suite_arms(engine)
-    settings = Settings(max_tokens=8)
-    parts = [
-        evaluate(
-            engine,
-            draw_questions(seed, suite.per_category),
-            arms,
-            settings=settings,
-            out=out,
-            name=f"suite-nano-{seed}",
-            progress=progress,
-        )
-        for seed in suite.seeds
-    ]
-    rows = [row for part in parts for row in part.rows]
-    return replace(parts[0], rows=rows, resumed=sum(part.resumed for part in parts))
+    folder = out / folder_name("suite-nano", plan.config)
+    parts = {}
+    for seed in dict.fromkeys(suite.seeds):
+        rows = draw_questions(seed, suite.per_category)
+        name = f"seed-{seed}"
+        parts[seed] = evaluate(engine, rows, plan.arms, settings=SETTINGS, out=folder, name=name, progress=progress)
+    others = {seed: rows for seed, rows in finished_seeds(folder).items() if seed not in parts}
+    by_seed = {seed: part.rows for seed, part in parts.items()} | others
+    return replace(
+        next(iter(parts.values())),
+        config=plan.config | {"seeds": sorted(by_seed)},
+        rows=[row for seed in sorted(by_seed) for row in by_seed[seed]],
+        folder=folder,
+        resumed=sum(part.resumed for part in parts.values()) + sum(map(len, others.values())),
+        torn=any(part.torn for part in parts.values()),
+    )
 
 
-def suite_arms(engine: BlendEngine) -> list[Arm]:
-    """The baselines, the profile's blend, the paper's default, a lean blend, and random rows as dear as the blend."""
-    profile = engine.settings.config
-    default = profile.make_selector()
-    ratio = equal_compute_ratio(engine, default)
-    plain = make_arms(("full", "prefix", "reuse"))
+def run_sweep(engine: BlendEngine, suite: Suite, out: Path, progress: Progress | None = None) -> Evaluation:
+    """Quality against ratio and against total compute, selector by selector; arguments as for `run_main`."""
+    rows = draw_questions(SWEEP_SEED, suite.sweep_per_category)
+    return evaluate(engine, rows, sweep_arms(), settings=SETTINGS, out=out, name="suite-nano-sweep", progress=progress)
+
+
+def sweep_arms() -> list[Arm]:
+    """Full recompute, full reuse, and each selector at `SWEEP_RATIOS`; also what `LEAN` may be."""
+    falling = [(round(3 * ratio, 4), round(2 * ratio, 4), ratio) for ratio in SWEEP_RATIOS]
     return [
-        *plain,
-        _arm("blend", default, "profile", profile),
-        _arm("blend hkvd @1 r=0.15", Hkvd(), "hkvd"),
-        _arm("blend lean", LEAN, "query"),
-        _arm("random rows", RandomRows(ratio), "random"),
+        *make_arms(("full", "reuse")),
+        *make_arms(("blend",), selectors=["hkvd"], ratios=SWEEP_RATIOS, check_layers=[(1,), (2,)]),
+        *make_arms(("blend",), selectors=["hkvd"], ratios=falling, check_layers=[(1, 2, 3)]),
+        *make_arms(("blend",), selectors=["query"], ratios=sorted({*SWEEP_RATIOS, *LEAN_RATIOS})),
+        *make_arms(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(3,)]),
+        *make_arms(("blend",), selectors=["hybrid:early_ratio=0.2"], ratios=[0.1], check_layers=[(3,)]),
+        *make_arms(("blend",), selectors=["head", "random"], ratios=SWEEP_RATIOS),
     ]
 
 
-def equal_compute_ratio(engine: BlendEngine, selector: Selector, rows: int = 16) -> float:
-    """The ratio at which random rows cost what `selector` costs, rounded up to whole per cent."""
-    drawn = draw_questions(CALIBRATION_SEED, rows)[: rows * len(CATEGORIES)]
-    layout, scale = Settings().template.layout, ComputeScale.of(engine)
-    ratios = []
-    for row in drawn[:rows]:
-        prompt = layout.prompt(engine, _passages(row), row.question)
-        engine.warm(prompt.chunks)
-        result, _ = engine.prefill(prompt, selector=selector)
-        share = scale.share(result.row_layers, result.projected_rows, len(prompt))
-        loaded = len(result.plan.candidate_rows)
-        ratios.append((share * len(prompt) - (len(prompt) - loaded)) / loaded)
-    return min(1.0, max(0.0, math.ceil(100 * sum(ratios) / len(ratios)) / 100))
+def finished_seeds(folder: Path) -> dict[int, list[RowResult]]:
+    """Rows by seed, of the seeds in a main part's folder that have all of theirs.
+
+    Raises:
+        InvalidInputError: a row is damaged.
+    """
+    found = {}
+    for path in sorted(folder.glob("seed-*")):
+        named = re.fullmatch(r"seed-(\d+)-[0-9a-f]{12}", path.name)
+        rows = _finished(path) if named else None
+        if named and rows is not None:
+            found[int(named[1])] = rows
+    return found
 
 
-def suite_summary(engine: BlendEngine, suite: Suite, found: Evaluation) -> dict[str, Any]:
-    """`summarise`, and `figures`."""
-    assert engine.builder is not None
-    summary = summarise(found, make_scorers(("em", "f1"), engine.builder.encode))
-    facts = {"name": "nano", "seeds": suite.seeds, "per_category": suite.per_category}
-    return summary | {"suite": facts, "figures": figures(summary) | _gate(engine, suite)}
+def _finished(folder: Path) -> list[RowResult] | None:
+    """The rows of a run's folder, which another process may be writing; None while one is still to come."""
+    if not (folder / CONFIG).is_file() or not (folder / ROWS).is_file():
+        return None
+    try:
+        wanted = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["rows"]
+        lines = (folder / ROWS).read_bytes().split(b"\n")[:-1]
+        rows = {row.number: row for row in (RowResult.of_dict(json.loads(line)) for line in lines)}
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidInputError(f"{folder}: damaged ({error}); run that seed again, or delete the folder") from error
+    return [rows[number] for number in sorted(rows)] if len(rows) == wanted else None
 
 
-def figures(summary: dict[str, Any]) -> dict[str, float]:
-    """Points of exact match and per cent of compute, by the keys of the project's bars."""
-    arms = {arm["arm"]: arm for arm in summary["arms"]}
-
-    def score(arm: str, category: str | None = None) -> float:
-        scores = arms[arm]["scores"]["em"]
-        return 100 * float((scores["all"] if category is None else scores["by_category"][category])["mean"])
-
-    def loss(arm: str, category: str) -> float:
-        return score("full", category) - score(arm, category)
-
-    barred = [category for category in summary["categories"] if category not in UNBARRED]
-    return {
-        "full_min": min(score("full", category) for category in ("direct", "local", "cross")),
-        "reuse_control_loss": max(loss("reuse", category) for category in CONTROLS),
-        "reuse_cross_loss": loss("reuse", "cross"),
-        "blend_compute": 100 * arms["blend"]["total_compute"],
-        "blend_loss": score("full") - score("blend"),
-        "blend_worst_loss": max(loss("blend", category) for category in barred),
-        "blend_over_random": score("blend", "cross") - score("random rows", "cross"),
-        "lean_compute": 100 * arms["blend lean"]["total_compute"],
-        "lean_loss": loss("blend lean", "cross"),
-    }
-
-
-def _gate(engine: BlendEngine, suite: Suite) -> dict[str, Any]:
-    """The profile's setting on data that neither the gate nor the suite's tables have seen."""
-    if not suite.gate_rows:
-        return {}
-    layout = Settings().template.layout
-    drawn = draw_questions(GATE_SEED, math.ceil(suite.gate_rows / len(CATEGORIES)))[: suite.gate_rows]
-    rows = [GateRow(layout.parts(engine, _passages(row), row.question), row.answers) for row in drawn]
-    profile = engine.settings.profile
-    bar = Bar() if profile is None else Bar(profile.measured.threshold, profile.measured.confidence)
-    holds, measured = check(engine, rows, engine.settings.selector(), bar)
-    return {"gate_holds": holds, "gate": {"threshold": bar.threshold, **measured.to_dict()}}
-
-
-def _arm(name: str, selector: Selector, family: str, config: BlendConfig | None = None) -> Arm:
-    ratio = None if config is None else config.recompute_ratio
+def _fused(name: str, selector: Selector, family: str) -> Arm:
+    """An arm whose label says the ratio behind the last check layer, where the selector has one."""
+    ratios = getattr(selector, "ratios", None)
+    ratio = ratios[-1] if ratios else getattr(selector, "ratio", None)
     return Fused(Label(name, "blend", family, family, ratio, selector.check_layers), selector)
-
-
-def _passages(row: Any) -> list[Any]:
-    from cacheblend.engines.hf import Passage
-
-    return [Passage(text.text, text.title) for text in row.passages]

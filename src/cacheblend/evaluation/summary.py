@@ -1,6 +1,7 @@
 """From the cells of an evaluation to figures: quality with intervals, differences to full, time, compute, agreement."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -8,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from cacheblend.evaluation.agreement import equal_share
 from cacheblend.evaluation.arms import Label
 from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation
 from cacheblend.evaluation.scorers import Scorer, best
 
-AGREEMENT = ("top_1", "same_answer")
-"""Measures that need no gold answer: the likeliest first token, and all tokens of the answer, are those of full."""
+AGREEMENT = ("top_1", "equal_tokens", "same_answer")
+"""Measures that need no gold answer: the likeliest first token is that of full; the share of the greedy answers'
+positions in front of their first difference; all tokens of the answer are those of full."""
 
 Measure = Callable[[RowResult, Cell, Cell | None], float | None]
 
@@ -32,7 +35,7 @@ def summarise(
         ``arms``: a list, each arm at each `top_k`: its label; ``rows``, ``skipped``; ``ttft_s``, ``speedup``,
         ``total_compute``, tokens; ``scores`` by scorer and ``agreement`` by measure, each ``{"all": figure,
         "by_category": {category: figure}}``; a figure is ``{"n", "mean", "low", "high", "difference"}``, the
-        difference to full being ``{"n", "mean", "low", "high"}``, or None.
+        difference to full being ``{"n", "mean", "low", "high"}``, or None. ``machines``: rows by where they were timed.
     """
     columns = [_Column(label, k) for k, label in product(found.top_k, found.arms)]
     table = _Table(found.rows, columns)
@@ -45,6 +48,7 @@ def summarise(
         "too_long": [
             {"top_k": k, "rows": sum(any(at == k for at, _ in row.too_long) for row in found.rows)} for k in found.top_k
         ],
+        "machines": dict(Counter(row.machine for row in found.rows if row.machine)),
         "categories": table.categories,
         "scorers": [scorer.name for scorer in scorers],
         "bootstrap": {"resamples": resamples, "level": level, "seed": seed},
@@ -165,6 +169,7 @@ def _measure_of(scorer: Scorer) -> Measure:
 
 _MEASURES: dict[str, Measure] = {
     "top_1": lambda row, cell, full: None if cell.top_1 is None else float(cell.top_1),
+    "equal_tokens": lambda row, cell, full: None if full is None else equal_share(cell.token_ids, full.token_ids),
     "same_answer": lambda row, cell, full: None if full is None else float(cell.token_ids == full.token_ids),
 }
 

@@ -118,7 +118,7 @@ class Encoder:
     def _add(self, example: Example, token: int, label: str, gap: int = 0) -> None:
         position = example.positions[-1] + 1 + gap if example.positions else 0
         example.ids.append(token)
-        example.labels.append(LABELS.index(label) if label in LABELS else LABELS.index("local"))
+        example.labels.append(LABELS.index(label))
         example.positions.append(position)
 
 

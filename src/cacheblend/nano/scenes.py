@@ -114,6 +114,11 @@ class Scene:
             rng.shuffle(questions)
         return found
 
+    def named_beside(self) -> set[str]:
+        """Things that another one is told to be with, so that more than their own sentence bears on them."""
+        words = (sentence.words for passage in self.passages for sentence in passage)
+        return {each[-2] for each in words if each[-4:-2] == ["with", "the"]}
+
     def _comparisons(self, rng: random.Random) -> list[Question]:
         """Of two facts of two passages, as often the same owner as not."""
         told = [fact for fact in self.facts if fact.category in ("direct", "local", "cross")]

@@ -55,7 +55,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.student, recipe)
         self.rng = random.Random(seed)
         self.stage = self.step = self.restarts = 0
-        self.seconds = 0.0
+        self.seconds, self._since = 0.0, time.perf_counter()
         self.history: list[dict[str, Any]] = []
         self._attend_for(learning=True)
 
@@ -66,6 +66,7 @@ class Trainer:
             TrainingFailedError: a stage missed its goal twice.
         """
         self._resume()
+        self._since = time.perf_counter()
         while self.stage < len(self.recipe.stages):
             stage = self.recipe.stages[self.stage]
             if self.step == 0 and self.restarts == 0:
@@ -80,20 +81,18 @@ class Trainer:
         self._export()
 
     def _run_stage(self, stage: Stage) -> None:
-        tally, started, saved = Tally(), time.perf_counter(), time.perf_counter()
+        tally, saved = Tally(), time.perf_counter()
         while self.step < stage.steps:
             self._learn(stage, tally)
             self.step += 1
             if self.step % EVERY and self.step < stage.steps:
                 continue
-            now = time.perf_counter()
-            self.seconds, started = self.seconds + now - started, now
             facts = tally.summary()
             self._report(stage, facts)
             tally = Tally()
             if stage.enough is not None and all(facts.get(each, 0.0) >= stage.enough for each in stage.goal):
                 break
-            if now - saved > SAVE_EVERY_S:
+            if time.perf_counter() - saved > SAVE_EVERY_S:
                 self._save("checkpoint")
                 saved = time.perf_counter()
 
@@ -139,9 +138,15 @@ class Trainer:
         seconds, history = self.seconds, self.history
         self._load("stage")
         self.seconds, self.history, self.restarts = seconds, history, 1
-        self.rng.seed(self.seed + 1_000_003)
+        self.rng.seed(f"{self.seed}, once more")
+
+    def _count_time(self) -> None:
+        """Adds what has passed since the last call to `seconds`: checks and saving included, pauses not."""
+        now = time.perf_counter()
+        self.seconds, self._since = self.seconds + now - self._since, now
 
     def _report(self, stage: Stage, facts: Mapping[str, float]) -> None:
+        self._count_time()
         self._note({"stage": stage.name, "step": self.step, "minutes": self.seconds / 60, **facts})
         print(f"{stage.name} {self.step}/{stage.steps}  {self.seconds / 60:.1f} min  {_shares(facts)}", flush=True)
 
@@ -152,6 +157,7 @@ class Trainer:
     # ---- files ------------------------------------------------------------------------------------------
 
     def _save(self, name: str) -> None:
+        self._count_time()
         state = {
             "seed": self.seed,
             "recipe": repr(self.recipe),

@@ -1,12 +1,14 @@
 """The ways to a first token that benchmarks, `ask --compare` and `demo` hold against each other, on the same ids."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from cacheblend.core.loader import LayerKV
 from cacheblend.core.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.selection import Selector
@@ -25,14 +27,14 @@ class FirstToken:
         logits: [vocab] of the prompt's last position.
         ttft_s: seconds to them.
         row_layers: rows times layers computed.
-        cache: transformers' cache of the prompt, where the arm has one.
+        kv: of the prompt, as decoding takes it; None where the arm keeps none.
         report: of the arms that load something.
     """
 
     logits: torch.Tensor
     ttft_s: float
     row_layers: int
-    cache: DynamicCache | None = None
+    kv: DynamicCache | list[LayerKV] | None = None
     report: BlendReport | None = None
 
 
@@ -99,16 +101,33 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
 def fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> FirstToken:
     """Through the fused path: full reuse and blend differ by their selector."""
     result, report = engine.prefill(prompt, selector=selector)
-    return FirstToken(result.logits, report.ttft_s, result.row_layers, report=report)
+    return FirstToken(result.logits, report.ttft_s, result.row_layers, result.kv, report)
 
 
-def finish(engine: BlendEngine, prompt: Prompt, first: FirstToken, params: SamplingParams) -> tuple[str, list[int]]:
-    """The rest of an answer behind `full_recompute`: (text, token ids)."""
-    assert first.cache is not None
-    decoding = Decoding(engine.model, first.cache, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
+def finish(
+    engine: BlendEngine,
+    prompt: Prompt,
+    first: FirstToken,
+    params: SamplingParams,
+    seen: Callable[[int, torch.Tensor], None] | None = None,
+) -> tuple[str, list[int]]:
+    """The answer behind an arm's first logits: (text, token ids).
+
+    Args:
+        engine: that the arm ran on.
+        prompt: of the arm.
+        first: what it came to; its KV is used up.
+        params: how to draw.
+        seen: called behind each token with its id and the logits [vocab] that it was drawn from.
+    """
+    assert first.kv is not None
+    decoding = Decoding(engine.model, first.kv, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
     stream = TextStream(engine.builder.decode if engine.builder else lambda ids: "", params.stop)
     while decoding.finish_reason is None and not stream.stopped:
-        stream.push(decoding.step())
+        token = decoding.step()
+        stream.push(token)
+        if seen is not None:
+            seen(token, decoding.logits)
     stream.finish()
     return stream.text, decoding.token_ids
 

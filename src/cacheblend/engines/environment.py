@@ -1,7 +1,10 @@
 """What a figure was measured on: every result file carries it."""
 
+import hashlib
 import platform
 import subprocess
+from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,30 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def machine_line() -> str:
+    """What times depend on, in one line: processor, accelerator, threads."""
+    found = machine()
+    parts = [found["processor"], found["accelerator"], f"{found['threads']} threads"]
+    return ", ".join(part for part in parts if part)
+
+
+@cache
+def code_digest(parts: Sequence[str]) -> str:
+    """Hash of this package's source, so of an installed package as well as of a checkout.
+
+    Args:
+        parts: files and folders inside the package; all Python files of a folder count.
+    """
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for part in parts:
+        path = package / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -47,6 +74,7 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
+@cache
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,0 +1,197 @@
+"""The suite's figures and the bars they are held to. From cells to numbers; runs nothing.
+
+Points of exact match and per cent of a full prefill's compute. A figure whose category has no cell is None.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from cacheblend.evaluation.bootstrap import bootstrap_means
+from cacheblend.evaluation.records import Cell, RowResult
+from cacheblend.evaluation.scorers import ExactMatch, best
+from cacheblend.evaluation.suite import BLEND, LEAN_BLEND, RANDOM_ROWS
+from cacheblend.nano.questions import CONTROLS
+from cacheblend.nano.scenes import CATEGORIES
+
+UNBARRED = ("chain2",)  # reported, no bar on it alone
+
+BARS: dict[str, tuple[Literal["least", "most"], float]] = {
+    "full_min": ("least", 97),
+    "full_hard_chain_min": ("least", 90),
+    "full_comparison": ("least", 80),
+    "reuse_control_loss": ("most", 2),
+    "reuse_cross_loss": ("least", 40),
+    "blend_compute": ("most", 25),
+    "blend_loss": ("most", 1),
+    "blend_worst_loss": ("most", 2),
+    "blend_over_random": ("least", 30),
+    "lean_compute": ("most", 17),
+    "lean_loss": ("most", 2),
+    "gate_holds": ("least", True),
+}
+"""What the project promises of the shipped model; ``gate_holds`` alone is True or False."""
+
+EQUAL_SHARES = (0.15, 0.2, 0.25, 0.3)  # of a full prefill
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95 % bootstrap interval; of a difference the paired one.
+
+    Attributes:
+        value, low, high: points or per cent.
+        n: rows.
+        category: whose it is, where it is the worst of several.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    category: str = ""
+
+
+def figures(rows: Sequence[RowResult], gate: dict[str, Any] | None = None, *, seed: int = 0) -> dict[str, Any]:
+    """All figures, and beside them the bars.
+
+    Args:
+        rows: of the main part; empty if it was not run.
+        gate: see `suite_gate.check_gate`; None if it was not run.
+        seed: of the bootstrap.
+
+    Returns:
+        ``figures``: key -> number, True, False or None. ``bars``: key -> ``{"value", "bar", "at", "ok", "low",
+        "high", "n"}``, ``at`` being ``least`` or ``most``; with ``category`` where a figure is the worst category's,
+        and a ``reason`` where the value is None.
+    """
+    found = _estimates(_Cells(rows, seed))
+    gate = gate or {"reason": "this part was not run"}
+    values: dict[str, float | bool | None] = {key: one.value if one else None for key, one in found.items()}
+    values["gate_holds"] = gate.get("holds")
+    entries = {key: _entry(key, values[key], found.get(key)) for key in BARS}
+    entries["gate_holds"]["n"] = gate.get("rows", 0)
+    for key, entry in entries.items():
+        if entry["value"] is None:
+            entry["reason"] = gate["reason"] if key == "gate_holds" else "no cell of what it is about"
+    return {"figures": values, "bars": entries}
+
+
+def at_equal_compute(summary: dict[str, Any], shares: Sequence[float] = EQUAL_SHARES) -> list[dict[str, Any]]:
+    """Exact match of the sweep's selectors at the same total compute, on the line between measured neighbours.
+
+    Args:
+        summary: of the sweep.
+        shares: of a full prefill.
+
+    Returns:
+        For each selector ``{"family", "all", "by_category"}``, with a percentage for each share; None where the share
+        lies outside of what was measured.
+    """
+    families: dict[str, list[dict[str, Any]]] = {}
+    for arm in summary["arms"]:
+        if arm["kind"] == "blend" and arm["total_compute"] is not None:
+            families.setdefault(arm["family"], []).append(arm)
+    found = []
+    for family, arms in families.items():
+        arms.sort(key=lambda arm: float(arm["total_compute"]))
+        scores = [arm["scores"]["em"] for arm in arms]
+        xs = [float(arm["total_compute"]) for arm in arms]
+        by_category = {
+            name: _between(xs, [one["by_category"].get(name) for one in scores], shares)
+            for name in summary["categories"]
+        }
+        found.append(
+            {"family": family, "all": _between(xs, [one["all"] for one in scores], shares), "by_category": by_category}
+        )
+    return found
+
+
+# ---- inside -------------------------------------------------------------------------------------------------
+
+
+class _Cells:
+    """Cells by category and arm, and what is estimated of them."""
+
+    def __init__(self, rows: Sequence[RowResult], seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._cells = [{cell.arm: cell for cell in row.cells if not cell.skipped} for row in rows]
+
+    def score(self, arm: str, category: str) -> Estimate | None:
+        """Exact match."""
+        return self._mean([arm], lambda row, cells: _exact(row, cells[0]), category)
+
+    def lead(self, ahead: str, behind: str, category: str | None = None) -> Estimate | None:
+        """Exact match of one arm less that of another, row by row; of all categories, unless one is named."""
+        return self._mean([ahead, behind], lambda row, cells: _exact(row, cells[0]) - _exact(row, cells[1]), category)
+
+    def compute(self, arm: str) -> Estimate | None:
+        """Total compute, all categories together."""
+        return self._mean([arm], lambda row, cells: 100 * cells[0].total_compute, None)
+
+    def _mean(
+        self, arms: Sequence[str], value: Callable[[RowResult, list[Cell]], float], category: str | None
+    ) -> Estimate | None:
+        """Over the rows with a cell of all these arms; None where a category has no such row."""
+        wanted = CATEGORIES if category is None else (category,)
+        values, seen = [], set()
+        for row, cells in zip(self._rows, self._cells, strict=True):
+            if row.category in wanted and all(arm in cells for arm in arms):
+                values.append(value(row, [cells[arm] for arm in arms]))
+                seen.add(row.category)
+        if len(seen) < len(wanted):
+            return None
+        means = bootstrap_means(np.array(values)[:, None], seed=self._seed)
+        return Estimate(float(means.mean[0]), float(means.low[0]), float(means.high[0]), len(values))
+
+
+def _estimates(cells: _Cells) -> dict[str, Estimate | None]:
+    return {
+        "full_min": _worst(min, ("direct", "local", "cross"), lambda name: cells.score("full", name)),
+        "full_hard_chain_min": _worst(min, ("cross-hard", "chain"), lambda name: cells.score("full", name)),
+        "full_comparison": cells.score("full", "comparison"),
+        "reuse_control_loss": _worst(max, CONTROLS, lambda name: cells.lead("full", "reuse", name)),
+        "reuse_cross_loss": cells.lead("full", "reuse", "cross"),
+        "blend_compute": cells.compute(BLEND),
+        "random_compute": cells.compute(RANDOM_ROWS),
+        "blend_loss": cells.lead("full", BLEND),
+        "blend_worst_loss": _worst(
+            max, [name for name in CATEGORIES if name not in UNBARRED], lambda name: cells.lead("full", BLEND, name)
+        ),
+        "blend_over_random": cells.lead(BLEND, RANDOM_ROWS, "cross"),
+        "lean_compute": cells.compute(LEAN_BLEND),
+        "lean_loss": cells.lead("full", LEAN_BLEND, "cross"),
+    }
+
+
+def _worst(
+    choose: Callable[..., Estimate], names: Iterable[str], estimate: Callable[[str], Estimate | None]
+) -> Estimate | None:
+    """The worst category's; None where one of them is unknown."""
+    found = {name: estimate(name) for name in names}
+    known = [replace(one, category=name) for name, one in found.items() if one is not None]
+    return choose(known, key=lambda one: one.value) if len(known) == len(found) else None
+
+
+def _entry(key: str, value: float | bool | None, estimate: Estimate | None) -> dict[str, Any]:
+    at, bar = BARS[key]
+    ok = None if value is None else value >= bar if at == "least" else value <= bar
+    interval = {"low": None, "high": None, "n": 0} if estimate is None else asdict(estimate)
+    entry = {"value": value, "bar": bar, "at": at, "ok": ok, **{name: interval[name] for name in ("low", "high", "n")}}
+    return entry | ({"category": estimate.category} if estimate and estimate.category else {})
+
+
+def _exact(row: RowResult, cell: Cell) -> float:
+    return 100 * best(ExactMatch(), cell.answer, row.answers)
+
+
+def _between(
+    xs: Sequence[float], scores: Sequence[dict[str, Any] | None], shares: Sequence[float]
+) -> list[float | None]:
+    known = [(x, 100 * float(score["mean"])) for x, score in zip(xs, scores, strict=True) if score is not None]
+    if not known:
+        return [None] * len(shares)
+    found = np.interp(shares, [x for x, _ in known], [y for _, y in known], left=np.nan, right=np.nan)
+    return [None if np.isnan(value) else float(value) for value in found]
