@@ -25,6 +25,7 @@ from cacheblend.engines.hf.tiny import TinyShape, build_tiny
 from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_arms
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.store import MemoryStore
+from families import tiny_model
 from tokenizers_for_tests import CHATML, byte_level
 
 LAYERS = 3
@@ -125,6 +126,16 @@ def test_total_compute_counts_rows_layers_and_projections(engine: BlendEngine, f
         whole = (blend.row_layers + share * blend.projected_rows) / (full.prompt_tokens * LAYERS)
         assert blend.total_compute == pytest.approx(whole)
     assert ComputeScale.of(engine).projection == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("family", "names"), [("phi3", ("qkv_proj",)), ("qwen2", ("q_proj", "k_proj", "v_proj"))])
+def test_a_projected_row_costs_its_queries_too_fused_or_not(family: str, names: tuple[str, ...]) -> None:
+    model: Any = tiny_model(family)
+    layer = model.model.layers[0]
+    projections = sum(getattr(layer.self_attn, name).weight.numel() for name in names)
+    with BlendEngine(model, None, fingerprint="x") as engine:
+        share = ComputeScale.of(engine).projection
+    assert share == pytest.approx(projections / sum(parameter.numel() for parameter in layer.parameters()))
 
 
 def _prefix(found: Evaluation, full: Cell) -> int:

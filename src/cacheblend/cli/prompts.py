@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend.cli.options import PROMPT
-from cacheblend.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from cacheblend.core.prompt import Prompt
@@ -67,6 +66,7 @@ def read_inputs(
     Raises:
         InvalidInputError: a file cannot be read, there is no such row, or no question.
     """
+    from cacheblend.core.errors import InvalidInputError
     from cacheblend.data import read_row
 
     texts = [passage_text(argument) for argument in arguments]
@@ -81,6 +81,8 @@ def read_inputs(
 
 def passage_text(argument: str) -> tuple[str, str]:
     """(text, title) of a ``--passage``: a text, or ``@file``."""
+    from cacheblend.core.errors import InvalidInputError
+
     if not argument.startswith("@"):
         return argument, ""
     path = Path(argument[1:])

@@ -225,6 +225,8 @@ def _sweep_table(summary: dict[str, Any]) -> "Table":
     for share in EQUAL_SHARES:
         table.add_column(f"{100 * share:g} %", justify="right", no_wrap=True)
     for line in summary["at_equal_compute"]:
+        if all(value is None for value in line["all"]):
+            continue
         cross = line["by_category"].get("cross", [None] * len(EQUAL_SHARES))
         both = zip(line["all"], cross, strict=True)
         table.add_row(line["family"], *("" if a is None else f"{_number(a, 1)}, {_number(b, 1)}" for a, b in both))

@@ -113,7 +113,7 @@ def _agreement(summary: dict[str, Any]) -> Table:
 
     _fill(out, summary | {"arms": _others(summary)}, cells)
     out.caption = (
-        "1st token, answer: % of rows with the same; tokens: % of a greedy answer in front\n"
+        "1st token, answer: % of rows with the same; tokens: % of a greedy answer in front "
         "of the first difference; KL: of the first token, mean, nats"
     )
     return out

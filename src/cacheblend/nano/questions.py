@@ -101,10 +101,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=50, help="default: 50; the suite's own are refused")
     parser.add_argument("--per-category", type=int, default=100)
     parser.add_argument("--category", choices=CATEGORIES, action="append", help="several; default: all")
+    parser.add_argument("--per-scene", type=int, help="rows of one scene at most; 1 for the quality gate")
     options = parser.parse_args()
     if options.seed in RESERVED:
         parser.error(f"the seed {options.seed} is the suite's ({', '.join(map(str, sorted(RESERVED)))}); take another")
-    rows = draw_questions(options.seed, options.per_category, options.category or CATEGORIES)
+    categories = options.category or CATEGORIES
+    rows = draw_questions(options.seed, options.per_category, categories, per_scene=options.per_scene)
     options.out.write_text("".join(f"{line}\n" for line in lines(rows)), encoding="utf-8")
     print(f"{len(rows)} rows in {options.out}")
 
