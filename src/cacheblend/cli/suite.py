@@ -186,9 +186,9 @@ def _show(report: dict[str, Any], results: _Results) -> None:
         console().print(_sweep_table(report["sweep"]))
         console().print()
     console().print(_bars_table(report))
-    missing = {entry["reason"]: key for key, entry in report["bars"].items() if "reason" in entry}
-    for reason, key in missing.items():
-        say(f"note: {key}: {reason}")
+    missing = {key: entry["reason"] for key, entry in report["bars"].items() if "reason" in entry}
+    for reason in dict.fromkeys(missing.values()):
+        say(f"note: {', '.join(key for key in missing if missing[key] == reason)}: {reason}")
     typer.echo(
         "The text is built so that few tokens carry what crosses chunks: this shows the mechanism on this model.\n"
         "cacheblend evaluate --data FILE is there for yours."
