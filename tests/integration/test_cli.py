@@ -24,9 +24,9 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.report import BlendReport
 from cacheblend.data import read_passages, read_row
 from cacheblend.engines.hf.request import Answer, Delta
-from cacheblend.engines.hf.tiny import TinyShape, build_tiny
 from cacheblend.engines.settings import Settings
 from cacheblend.nano.scenes import Style
+from tiny_folder import TinyShape, build_tiny
 
 PASSAGES = [
     "The lighthouse was lit in 1871 and its keepers wrote down the weather.",

@@ -21,11 +21,11 @@ from cacheblend.data.split import split_text
 from cacheblend.engines import environment
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.layout import PromptLayout
-from cacheblend.engines.hf.tiny import TinyShape, build_tiny
 from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_arms
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.store import MemoryStore
 from families import tiny_model
+from tiny_folder import TinyShape, build_tiny
 from tokenizers_for_tests import CHATML, byte_level
 
 LAYERS = 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheblend.cli import main
-from cacheblend.engines.hf.tiny import TinyShape, build_tiny
+from tiny_folder import TinyShape, build_tiny
 
 PASSAGES = [
     "The lighthouse was lit in 1871 and its keepers wrote down the weather.",

@@ -10,8 +10,8 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.query import Query
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf import engine as engine_module
-from cacheblend.engines.hf.tiny import TinyShape, build_tiny
 from parity.scenes import Recorded
+from tiny_folder import TinyShape, build_tiny
 
 TEXTS = ["The lighthouse was lit in 1871. Its keepers wrote. Nobody read it!", "Mussels grow on ropes. Do they?\nYes"]
 SENTENCES = [["The lighthouse was lit in 1871.", " Its keepers wrote.", " Nobody read it!"]]

@@ -17,7 +17,6 @@ from cacheblend.core.query import Hybrid, Query
 from cacheblend.core.selection import Hkvd, RandomRows, Selector
 from cacheblend.data import QuestionRow, Text
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.tiny import TinyShape, build_tiny
 from cacheblend.engines.settings import PROFILE_NAME, write_profile
 from cacheblend.evaluation import plots, suite_gate
 from cacheblend.evaluation import suite as suites
@@ -34,6 +33,7 @@ from cacheblend.evaluation.suite import (
 from cacheblend.evaluation.suite_figures import BARS
 from cacheblend.nano.questions import Prompts, draw_questions
 from cacheblend.nano.scenes import CATEGORIES
+from tiny_folder import TinyShape, build_tiny
 
 SHAPE = TinyShape(layers=4, width=32, mlp_width=48, heads=4, kv_heads=2, vocab_size=400, context_length=1024)
 SHORT = partial(draw_questions, prompts=Prompts(passages=(3, 4), tokens=(24, 40)))

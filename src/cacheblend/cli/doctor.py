@@ -206,6 +206,8 @@ def _show(diagnosis: "Diagnosis") -> None:
     from rich.text import Text
 
     table = Table(title=diagnosis.model, title_justify="left", box=None, padding=(0, 1), show_header=False)
+    for overflow in ("ellipsis", "ellipsis", "fold"):  # a long path is broken, not cut
+        table.add_column(overflow=overflow)
     for check in diagnosis.checks:
         table.add_row(Text(*MARKS[check.ok]), check.name, check.detail)
     out = console()
