@@ -99,7 +99,7 @@ def blend(
     attention: dict[int, float] = {}
     question: list[int] = []
     if selector.question_rows and candidates:
-        question = _question(prompt, selector.question_rows)
+        question = _question(prompt, min(selector.question_rows, max(2, len(prompt) // 20)))
         held_text = set(_anchor_rows(prompt, tuple(anchor))) - set(missing)
         asking = _Asking(stored, question, hidden=set(range(last + 1)) - set(stored) - held_text - set(question))
         _forward(model, prompt, asking)

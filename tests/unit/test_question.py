@@ -14,6 +14,7 @@ from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan import Planner, Source
 from cacheblend.core.prompt import Prompt, chunk, text
+from cacheblend.core.question import rows_to_ask
 from cacheblend.core.weights import attention_weights
 from reference_attention import dense_attention
 
@@ -112,3 +113,8 @@ def test_question_rows(segments: list[tuple[bool, int]], held: set[int], limit: 
     behind = max((int(end) for end, part in zip(ends, prompt.segments, strict=True) if part.is_chunk), default=0)
     if behind < len(plan):
         assert rows[0] >= behind and len(rows) == min(limit, len(plan) - rows[0])
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(10, 2), (59, 2), (60, 3), (2000, 100)])
+def test_the_question_asks_with_a_twentieth_of_the_prompt(tokens: int, rows: int) -> None:
+    assert rows_to_ask(tokens) == rows

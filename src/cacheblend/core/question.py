@@ -29,7 +29,7 @@ class QuestionPass:
         plan: of the prompt.
         walk: over the rows from `plan.prefix_length` on.
         loader: of the same plan, with all layers' LOADED rows.
-        limit: question rows at most, see `BlendPlan.question_rows`.
+        limit: question rows at most, see `BlendPlan.question_rows`; `rows_to_ask` may be fewer.
         device: of the walk.
     """
 
@@ -37,7 +37,7 @@ class QuestionPass:
         self, plan: BlendPlan, walk: LayerWalk, loader: LayerLoader, limit: int, device: torch.device | str
     ) -> None:
         self._walk, self._loader, self._first = walk, loader, plan.prefix_length
-        asking = torch.from_numpy(plan.question_rows(limit))
+        asking = torch.from_numpy(plan.question_rows(min(limit, rows_to_ask(len(plan)))))
         self._oldest = int(asking[0])
         stored = torch.from_numpy(plan.stored_rows)
         self._all_seen = torch.cat([stored[stored < self._oldest], asking])
@@ -89,6 +89,11 @@ class QuestionPass:
             first = 0 if window is None else self._oldest - window + 1
             self._seen[window] = self._all_seen[self._all_seen >= first].to(self._positions.device)
         return self._seen[window]
+
+
+def rows_to_ask(tokens: int) -> int:
+    """Question rows at most in a prompt of so many tokens, so that the pass costs 5 % of a full prefill; 2 at least."""
+    return max(2, tokens // 20)
 
 
 def _beyond_generic(weights: torch.Tensor) -> torch.Tensor:
