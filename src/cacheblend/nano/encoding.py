@@ -88,9 +88,10 @@ class Encoder:
     def _passage(self, example: Example, passage: Sequence[Sentence], gap: int) -> None:
         first = True
         for sentence in passage:
+            knows = sentence.knows | _known_at_its_end(sentence)
             for at, word in enumerate(sentence.words):
-                if at in sentence.knows:
-                    self._teach(example, word, *sentence.knows[at])
+                if at in knows:
+                    self._teach(example, word, *knows[at])
                 self._add(example, self.word(word, first), "text", gap if first else 0)
                 first = False
 
@@ -120,6 +121,17 @@ class Encoder:
         example.ids.append(token)
         example.labels.append(LABELS.index(label))
         example.positions.append(position)
+
+
+def _known_at_its_end(sentence: Sentence) -> dict[int, tuple[str, str]]:
+    """What a sentence says is taught once more at its full stop, where its pronoun does not end it.
+
+    Else the model keeps it in the next sentence, or in the next passage: wherever it stands as far behind the thing
+    as the pronoun does elsewhere.
+    """
+    words = sentence.words
+    told = [(at, thing, owner) for at, (thing, owner) in sentence.knows.items() if thing and owner != words[at]]
+    return {len(words) - 1: (thing, owner) for at, thing, owner in told if at < len(words) - 2 or words[at] == thing}
 
 
 def draw_questions(scene: Scene, rng: random.Random, count: int, weights: Mapping[str, float]) -> list[Question]:
