@@ -8,17 +8,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from cacheblend.bench.ttft_report import table
-from cacheblend.cli import app, ask, main
+from cacheblend.cli import app, ask
 from cacheblend.cli.output import error_text
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.report import BlendReport
@@ -26,6 +24,7 @@ from cacheblend.data import read_passages, read_row
 from cacheblend.engines.hf.request import Answer, Delta
 from cacheblend.engines.settings import Settings
 from cacheblend.nano.scenes import Style
+from command_line import Run, runner
 from tiny_folder import TinyShape, build_tiny
 
 PASSAGES = [
@@ -34,22 +33,6 @@ PASSAGES = [
     "A clock that shows the tide needs a wheel for the moon.",
 ]
 SHAPE = TinyShape(layers=3, width=64, mlp_width=96, heads=4, kv_heads=2, vocab_size=400, context_length=512)
-
-
-@dataclass
-class Result:
-    """A finished run."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the command line in this process."""
     monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()
-        try:
-            main([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return Result(code, captured.out, captured.err)
-
-    return call
+    return runner(capsys)
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend.cli import main
+from command_line import Run, runner
 from tiny_folder import TinyShape, build_tiny
 
 PASSAGES = [
@@ -29,22 +27,6 @@ FIGURES = [
 ASK = ("--question", "When was it lit?", "--system", "Answer from the passages.")
 
 
-@dataclass
-class Result:
-    """A finished run."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspect") / "tiny-llama"
@@ -56,19 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the command in this process."""
     monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*arguments: object) -> Result:
-        capsys.readouterr()
-        try:
-            main(["inspect", *(str(argument) for argument in arguments)])
-            code = 0
-        except SystemExit as leave:
-            code = int(leave.code or 0)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return Result(code, captured.out, captured.err)
-
-    return call
+    return runner(capsys, "inspect")
 
 
 @pytest.fixture

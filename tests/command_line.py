@@ -1,0 +1,43 @@
+"""Runs the command line in the process of the tests that look at it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cacheblend.cli import main
+
+
+@dataclass
+class Result:
+    """A finished run."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+def runner(capsys: pytest.CaptureFixture[str], *always: str) -> Run:
+    """A call of it is a run with these arguments, `always` in front; a traceback fails the test."""
+
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        try:
+            main([*always, *(str(argument) for argument in arguments)])
+            code = 0
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Result(code, captured.out, captured.err)
+
+    return call
