@@ -1,6 +1,7 @@
 """The training script on a recipe of few steps: it learns, goes on where it stopped, and holds to its goals."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from cacheblend.nano.recipe import RECIPE, Recipe, Shape, Stage
 from cacheblend.nano.scenes import Style
 from cacheblend.nano.tokenizer import MAX_POSITIONS, build_tokenizer
 from cacheblend.nano.train import Trainer, TrainingFailedError
-from cacheblend.nano.training import build_model, collate, draw_batch, draw_example, exact_match
+from cacheblend.nano.training import BLOCK, Tally, build_model, collate, draw_batch, draw_example, exact_match
 
 STAGE = Stage(
     "first",
@@ -48,6 +49,28 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "CHECKED_SCENES", 2)
     monkeypatch.setattr(train, "EVERY", 2)
+
+
+def test_attention_in_blocks_has_the_loss_and_gradients_of_plain_attention(tmp_path: Path) -> None:
+    trainer = Trainer(TINY, 1, tmp_path, "cpu")
+    student = trainer.student
+    for name, parameter in student.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):  # zeros at first, which would hide attention
+            torch.nn.init.normal_(parameter, std=0.1)
+    scene = replace(STAGE, passages=(3, 3), length=(BLOCK, BLOCK), tokens=800)
+    batch = draw_batch(trainer.encoder, random.Random(3), scene, 1.0)
+    assert batch.ids.shape[1] > 2 * BLOCK and batch.ids.shape[1] % BLOCK
+
+    def learn(attention: str) -> tuple[float, torch.Tensor]:
+        student.model.set_attn_implementation(attention)
+        student.zero_grad()
+        loss = student.loss(batch, Tally(), STAGE.lessons)
+        torch.autograd.backward(loss)
+        return loss.item(), torch.cat([each.grad.flatten() for each in student.parameters() if each.grad is not None])
+
+    (loss, gradient), (plain_loss, plain_gradient) = learn("in_blocks"), learn("eager")
+    assert loss == pytest.approx(plain_loss, rel=1e-5)
+    assert (gradient - plain_gradient).norm() < 1e-5 * plain_gradient.norm()
 
 
 def test_it_trains_and_writes_a_model_that_transformers_opens(tmp_path: Path) -> None:

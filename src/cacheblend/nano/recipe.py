@@ -155,7 +155,7 @@ RECIPE = Recipe(
         ),
         Stage(
             "mixture",
-            steps=1500,
+            steps=1200,
             tokens=3072,
             passages=(2, 6),
             length=(32, 64),
@@ -179,15 +179,15 @@ RECIPE = Recipe(
         ),
         Stage(
             "long",
-            steps=400,
+            steps=500,
             tokens=4096,
-            passages=(3, 8),
-            length=(48, 256),
+            passages=(4, 8),
+            length=(64, 256),
             dense=(0.6, 0.3),
             direct_only=0.05,
             weights=MIXTURE,
             decay=0.9,
-            goal={"direct": 0.95, "local": 0.95, "cross": 0.95, "cross-hard": 0.85, "chain": 0.85, "comparison": 0.75},
+            goal={"direct": 0.95, "local": 0.95, "cross": 0.95, "cross-hard": 0.9, "chain": 0.9, "comparison": 0.8},
         ),
     )
 )

@@ -16,12 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
 
 from cacheblend.nano.encoding import Encoder
 from cacheblend.nano.recipe import RECIPE, Recipe, Stage
 from cacheblend.nano.scenes import Style
 from cacheblend.nano.tokenizer import build_tokenizer, save_tokenizer
-from cacheblend.nano.training import Student, Tally, build_model, build_optimizers, draw_batch, exact_match
+from cacheblend.nano.training import (
+    Student,
+    Tally,
+    attend_in_blocks,
+    build_model,
+    build_optimizers,
+    draw_batch,
+    exact_match,
+)
 
 EVERY = 50  # steps between two lines
 SAVE_EVERY_S = 120
@@ -51,6 +60,7 @@ class Trainer:
         tokenizer = save_tokenizer(out / "model")
         self.encoder = Encoder(build_tokenizer())
         model = build_model(recipe, tokenizer)
+        AttentionInterface.register("in_blocks", attend_in_blocks)
         self.student = Student(model, recipe).to(self.device)
         self.optimizers = build_optimizers(self.student, recipe)
         self.rng = random.Random(seed)
@@ -127,9 +137,9 @@ class Trainer:
         return not missed
 
     def _attend_for(self, *, learning: bool) -> None:
-        """Plain attention is backpropagated several times faster on a CPU; without that the fused kernel is faster."""
-        plain = learning and self.device.type == "cpu"
-        self.student.model.set_attn_implementation("eager" if plain else "sdpa")
+        """The fused kernel, but where it is slow: backpropagated on a CPU."""
+        in_blocks = learning and self.device.type == "cpu"
+        self.student.model.set_attn_implementation("in_blocks" if in_blocks else "sdpa")
 
     def _restart(self, stage: Stage) -> None:
         """Back to the start of the stage, with other draws; once."""

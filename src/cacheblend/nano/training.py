@@ -6,6 +6,7 @@ layer. The heads are thrown away afterwards. They make a training of hours one o
 out from a question, hundreds of tokens later, that a pronoun was worth resolving.
 """
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -23,6 +24,9 @@ from cacheblend.nano.tokenizer import MAX_POSITIONS
 
 ANSWER = LABELS.index("text") + 1  # labels from here on are answers
 _LARGEST_GAP = 40
+
+
+BLOCK = 128  # query rows attended from at a time
 
 
 @dataclass
@@ -138,6 +142,44 @@ def build_model(recipe: Recipe, tokenizer: Any) -> Any:
             elif parameter.dim() > 1:
                 parameter.normal_(std=1.0 if "embed" in name else 0.02 if "lm_head" in name else 0.04)
     return model
+
+
+def attend_in_blocks(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention that never computes what it would mask but a block's corner; for transformers' interface.
+
+    On a CPU this is backpropagated twice as fast as plain attention, and many times faster than the fused kernel.
+
+    Args:
+        module, attention_mask: not looked at: the batches are padded on the right.
+        query: [examples, heads, length, head_dim].
+        key, value: [examples, kv_heads, length, head_dim].
+        scaling: of the scores.
+
+    Returns:
+        [examples, length, heads, head_dim], and no weights.
+    """
+    examples, heads, length, width = query.shape
+    groups, kind = examples * key.shape[1], value.dtype
+    query = (query * scaling).to(kind).reshape(groups, -1, length, width)
+    key, value = (each.to(kind).reshape(groups, length, width) for each in (key, value))
+    corner = torch.full((BLOCK, BLOCK), -math.inf, dtype=kind, device=query.device).triu(1)
+    parts = []
+    for start in range(0, length, BLOCK):
+        end = min(start + BLOCK, length)
+        rows = query[:, :, start:end]
+        scores = rows.flatten(1, 2) @ key[:, :end].mT
+        seen = scores.detach().view(*rows.shape[:3], end)  # the mask is a constant: no gradient passes through it
+        seen[..., start:] += corner[: end - start, : end - start]
+        parts.append((scores.softmax(-1) @ value[:, :end]).view(rows.shape))
+    return torch.cat(parts, dim=2).reshape(examples, heads, length, width).transpose(1, 2), None
 
 
 def build_optimizers(student: Student, recipe: Recipe) -> list[torch.optim.Optimizer]:
