@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from cacheblend.core.errors import InvalidInputError
 
-_GROUP_ROWS = 32  # rows of a prompt a group: more raise the keys scored in vain between scattered rows
+_MIN_GROUP_ROWS = 32  # rows of a prompt a group: more raise the keys scored in vain between scattered rows ...
+_MAX_GROUP_ROWS = 128  # ... fewer raise the number of operations, which is what costs where they are small
 _TILE_SCORES = 1 << 20  # scores a tile, over all heads: 4 MB fp32 + 2 MB bf16, which stay in the L3 cache
 _MIN_TILE_KEYS, _MAX_TILE_KEYS = 256, 4096
 _END_STEP = 128  # tiles end at its multiples: oneDNN compiles a kernel per shape (0.8 ms), so keep shapes few
@@ -107,14 +108,21 @@ def _attend_tiles(
     out = query.new_empty(rows, heads, head_dim)
     if query.dtype == torch.float16:  # sums of values may overflow it, and CPUs are slower at it than at fp32
         query, keys, values = query.float(), keys.float(), values.float()
-    tiles = _KeyTiles(keys, values, at, heads, spec.window)
-    for first in range(0, rows, _GROUP_ROWS):
-        group = slice(first, min(first + _GROUP_ROWS, rows))
+    step = _group_rows(heads, at[-1] + 1)
+    tiles = _KeyTiles(keys, values, at, heads * min(step, rows), spec.window)
+    for first in range(0, rows, step):
+        group = slice(first, min(first + step, rows))
         softmax = _GroupSoftmax(query[:, group], positions[group], at[group], tiles, spec)
         for begin, end in tiles.spans(at[group]):
             softmax.add(begin, end)
         out[group] = softmax.result()
     return out
+
+
+def _group_rows(heads: int, length: int) -> int:
+    """The most rows, a power of two, whose scores over all heads and keys fit a tile."""
+    fitting = 1 << max(0, (_TILE_SCORES // (heads * length)).bit_length() - 1)
+    return min(max(_MIN_GROUP_ROWS, fitting), _MAX_GROUP_ROWS)
 
 
 def _first_key(position: int, window: int | None) -> int:
@@ -130,10 +138,10 @@ class _KeyTiles:
     products take the contraction in pairs.)
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, at: list[int], heads: int, window: int | None) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, at: list[int], rows: int, window: int | None) -> None:
+        """`rows`: of a group, over all heads."""
         self.kv_heads, _, head_dim = keys.shape
         self.length, self.window = at[-1] + 1, window
-        rows = heads * min(_GROUP_ROWS, len(at))
         fitting = 1 << max(0, (_TILE_SCORES // rows).bit_length() - 1)  # a power of two: few kernel shapes
         self.width = min(max(fitting, _MIN_TILE_KEYS), _MAX_TILE_KEYS)
         self._tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
