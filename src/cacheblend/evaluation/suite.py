@@ -88,7 +88,7 @@ class MainPlan:
 
 
 def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
-    """The baselines, the profile's blend, the paper's default, a lean blend, and random rows as dear as the blend.
+    """Full recompute and full reuse, the profile's blend, the paper's default, a lean blend, and random rows as dear as the blend.
 
     Where there is no profile, the blend is the defaults'. Measures `CALIBRATION_ROWS` prompts some ten times.
 
@@ -98,7 +98,7 @@ def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
     selector = engine.settings.selector()
     ratio, config = equal_compute_ratio(engine, selector)
     arms = [
-        *make_arms(("full", "prefix", "reuse")),
+        *make_arms(("full", "reuse")),  # prefix caching finds nothing in front of the first passage: it is full
         _fused(BLEND, selector, "profile"),
         *make_arms(("blend",)),
         _fused(LEAN_BLEND, LEAN, "lean"),

@@ -28,6 +28,7 @@ class Lesson(IntEnum):
     CHAIN = 2  # who has the other thing, and so this one
     ASKED = 3  # who has the thing that is asked for
     COMPARED = 4  # at the second owner of a comparison's answer: the first one
+    VERDICT = 5  # there, too: whether the two are the same
 
 
 @dataclass
@@ -113,6 +114,7 @@ class Encoder:
         for at, word in enumerate(question.answer):
             if at and word in lexicon.KIND_OF:
                 example.lessons.append((Lesson.COMPARED, len(example.ids), self.word(question.answer[0])))
+                example.lessons.append((Lesson.VERDICT, len(example.ids), self.word(question.answer[-1])))
             self._add(example, self.word(word, at == 0), question.category)
         self._add(example, self.end, "end")
 

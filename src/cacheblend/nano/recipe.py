@@ -131,6 +131,7 @@ class Recipe:
             Lesson.CHAIN: 8,
             Lesson.ASKED: 10,
             Lesson.COMPARED: 4,
+            Lesson.VERDICT: 7,
         }
     )
 
@@ -167,7 +168,7 @@ RECIPE = Recipe(
         ),
         Stage(
             "compare",
-            steps=300,
+            steps=900,
             tokens=3072,
             passages=(2, 4),
             length=(24, 48),
@@ -175,7 +176,8 @@ RECIPE = Recipe(
             direct_only=0.5,
             weights=dict.fromkeys(MIXTURE, 1.0) | {"comparison": 6.0},
             questions=12,
-            goal={"comparison": 0.7},
+            enough=0.975,
+            goal={"comparison": 0.75},
         ),
         Stage(
             "long",
