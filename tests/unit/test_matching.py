@@ -1,5 +1,7 @@
 """Stored chunks are found in prompts by their ids: against an oracle that compares every place with every place."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -82,7 +84,7 @@ def test_equal_windows_of_equal_tokens_are_verified() -> None:
     """A text of one token: every window is the same, so every hit says nothing but by its ids."""
     chunk = np.full(200, 7, dtype="<u4")
     matches = index_of(chunk).match(np.full(500, 7, dtype="<u4"))
-    assert all(match.stop <= after.start for match, after in zip(matches, matches[1:], strict=False))
+    assert all(match.stop <= after.start for match, after in pairwise(matches))
     assert sum(map(len, matches)) >= 200
 
 

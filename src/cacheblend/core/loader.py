@@ -156,8 +156,9 @@ class LayerLoader:
         size = (shape.kv_heads, len(self._plan), shape.head_dim)
         kv = LayerKV(*(torch.empty(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
         for span, record in records.by_span:
-            kv.keys[:, span.start : span.stop] = record[:, 0]
-            kv.values[:, span.start : span.stop] = record[:, 1]
+            rows = slice(span.record_start, span.record_start + len(span))
+            kv.keys[:, span.start : span.stop] = record[:, 0, rows]
+            kv.values[:, span.start : span.stop] = record[:, 1, rows]
         if index >= self._first_reused_layer:
             self._reposition(index, kv.keys)
         self.load_s += records.read_s + time.perf_counter() - started

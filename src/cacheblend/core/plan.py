@@ -11,11 +11,11 @@ Blocks are cut at segment boundaries, so a passage has the same blocks wherever 
 its anchor; the prompt's own chain is the anchor's chain extended, and its leading hits are exact.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ class Span:
         stored_start: position at which the stored keys were rotated.
         segment: index of the segment it belongs to.
         chunk_offset: place of its first token inside that segment.
+        record_start: its first row in the stored block; behind 0 where a run begins inside a block.
         tier: where the store would read it from; empty if it is not held.
     """
 
@@ -60,6 +61,7 @@ class Span:
     stored_start: int
     segment: int
     chunk_offset: int
+    record_start: int = 0
     tier: str = ""
 
     def __len__(self) -> int:
@@ -136,11 +138,11 @@ class BlendPlan:
         return suffix if len(suffix) <= limit else np.concatenate([suffix[:1], suffix[len(suffix) - limit + 1 :]])
 
     def missed_chunks(self) -> list[Segment]:
-        """Chunks with a block that the store lacks, each once, in order."""
+        """Chunks with a block that the store lacks, each once, in order; not runs of chunks, which are no chunks."""
         missed: dict[BlockName, Segment] = {}
         for span in self.spans:
             segment = self.prompt.segments[span.segment]
-            if span.source is Source.MISS:
+            if span.source is Source.MISS and segment.found_in is None:
                 missed.setdefault(block_name(self.anchor_name, segment.token_ids), segment)
         return list(missed.values())
 
@@ -238,7 +240,7 @@ class Planner:
         anchor_segments = self.anchor.segments(prompt)
         anchor_name = self.chain_of(anchor_segments)
         anchor_ids = join_ids(anchor_segments)
-        blocks = self._blocks(prompt, anchor_name, len(anchor_ids))
+        blocks = self._blocks(prompt, anchor_name, len(anchor_ids), source)
         wanted = list({name: None for span, _, chain in blocks for name in (chain, span.name)})
         entries = dict(zip(wanted, source.find(wanted), strict=True))
 
@@ -247,9 +249,11 @@ class Planner:
             in_prefix = in_prefix and _holds(entries[chain], tokens)
             if in_prefix:
                 span = replace(span, source=Source.PREFIX, name=chain, parent=above, stored_start=span.start)
-                span = replace(span, tier=_tier(entries[chain]))
-            elif span.source is Source.MISS and _holds(entries[span.name], tokens):
-                span = replace(span, source=Source.LOADED, tier=_tier(entries[span.name]))
+                span = replace(span, record_start=0, tier=_tier(entries[chain]))
+            elif span.source is Source.MISS:
+                entry, is_run = entries[span.name], prompt.segments[span.segment].found_in is not None
+                if _holds_run(entry, tokens, span.record_start) if is_run else _holds(entry, tokens):
+                    span = replace(span, source=Source.LOADED, tier=_tier(entry))
             above = chain
             spans.append(span)
         return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans))
@@ -262,17 +266,20 @@ class Planner:
         return name
 
     def _blocks(
-        self, prompt: Prompt, anchor_name: BlockName, anchor_length: int
+        self, prompt: Prompt, anchor_name: BlockName, anchor_length: int, source: BlockSource
     ) -> list[tuple[Span, TokenIds, BlockName]]:
         """Every block as if nothing were stored, its tokens, and its name in the prompt's own chain."""
         first_chunk = next((i for i, s in enumerate(prompt.segments) if s.is_chunk), 0)
         blocks, position, chain = [], 0, self.root
         for index, segment in enumerate(prompt.segments):
             offset, parent = 0, anchor_name
-            for tokens in split_blocks(segment.token_ids, self.block_size):
+            for piece in self._pieces(segment, anchor_length, position, source):
+                tokens = piece.token_ids
                 above, chain = chain, block_name(chain, tokens)
-                # A chunk right behind its anchor has the same chain either way: no second hash.
-                name = chain if not segment.is_chunk or parent == above else block_name(parent, tokens)
+                if piece.name is not None:
+                    name = piece.name
+                else:  # a chunk right behind its anchor has the same chain either way: no second hash
+                    name = chain if not segment.is_chunk or parent == above else block_name(parent, tokens)
                 span = Span(
                     start=position,
                     stop=position + len(tokens),
@@ -280,17 +287,51 @@ class Planner:
                     name=name,
                     parent=parent if segment.is_chunk else above,
                     storable=index < first_chunk,
-                    stored_start=anchor_length + offset if segment.is_chunk else position,
+                    stored_start=piece.stored_start,
                     segment=index,
                     chunk_offset=offset,
+                    record_start=piece.record_start,
                 )
                 blocks.append((span, tokens, chain))
                 parent, offset, position = name, offset + len(tokens), position + len(tokens)
         return blocks
 
+    def _pieces(self, segment: Segment, anchor_length: int, position: int, source: BlockSource) -> Iterator["_Piece"]:
+        """A segment cut into blocks; a run of a stored chunk where that chunk's blocks end."""
+        chunk = segment.found_in
+        if chunk is None:
+            start = anchor_length if segment.is_chunk else position
+            for tokens in split_blocks(segment.token_ids, self.block_size):
+                yield _Piece(tokens, start)
+                start += len(tokens)
+            return
+        held = [len(entry.token_ids) for entry in source.find(chunk.block_names) if entry is not None]
+        size = max(held, default=self.block_size)  # the last block is the shorter one
+        stop = segment.offset + len(segment)
+        for number, name in enumerate(chunk.block_names):
+            first, last = max(segment.offset, number * size), min(stop, (number + 1) * size)
+            if number == len(chunk.block_names) - 1:
+                last = stop  # also where nothing is held, and the size a guess
+            if first < last:
+                stored_start = len(chunk.anchor_ids) + first
+                yield _Piece(chunk.token_ids[first:last], stored_start, name, first - number * size)
+
+
+class _Piece(NamedTuple):
+    """A block's part of a segment; `name` where it is known without hashing."""
+
+    token_ids: TokenIds
+    stored_start: int
+    name: BlockName | None = None
+    record_start: int = 0
+
 
 def _holds(entry: BlockEntry | None, tokens: TokenIds) -> bool:
     return entry is not None and np.array_equal(entry.token_ids, tokens)
+
+
+def _holds_run(entry: BlockEntry | None, tokens: TokenIds, start: int) -> bool:
+    return entry is not None and np.array_equal(entry.token_ids[start : start + len(tokens)], tokens)
 
 
 def _tier(entry: BlockEntry | None) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
 from cacheblend.core.naming import TokenIds, as_token_ids
 
@@ -19,11 +20,15 @@ class Segment:
         token_ids: [tokens], uint32.
         is_chunk: reused as a unit at any position (a retrieved passage); otherwise plain text.
         label: a name for people, e.g. a title.
+        found_in: the stored chunk that it is a run of, where it was found by its content; None for all others.
+        offset: place of its first token in that chunk.
     """
 
     token_ids: TokenIds
     is_chunk: bool
     label: str = field(default="")
+    found_in: ChunkManifest | None = None
+    offset: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,6 +49,20 @@ def chunk(ids: Sequence[int] | npt.NDArray[np.integer], label: str = "") -> Segm
     if len(checked) == 0:
         raise InvalidInputError("a chunk has no tokens; leave empty passages out of the prompt")
     return Segment(checked, is_chunk=True, label=label)
+
+
+def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
+    """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored anew.
+
+    Raises:
+        InvalidInputError: the chunk has no such run.
+    """
+    if not (offset >= 0 and 0 < tokens <= len(found_in.token_ids) - offset):
+        raise InvalidInputError(
+            f"tokens {offset}..{offset + tokens - 1} of a chunk that has 0..{len(found_in.token_ids) - 1}"
+        )
+    ids = found_in.token_ids[offset : offset + tokens]
+    return Segment(ids, is_chunk=True, label=found_in.label, found_in=found_in, offset=offset)
 
 
 @dataclass(frozen=True, eq=False)

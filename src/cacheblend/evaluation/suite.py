@@ -88,7 +88,7 @@ class MainPlan:
 
 
 def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
-    """Full recompute and full reuse, the profile's blend, the paper's default, a lean blend, and random rows as dear as the blend.
+    """Full recompute, full reuse, the profile's blend, the paper's, a lean one, and random rows as dear as the blend.
 
     Where there is no profile, the blend is the defaults'. Measures `CALIBRATION_ROWS` prompts some ten times.
 

@@ -1,0 +1,157 @@
+"""The connector's settings, from `kv_connector_extra_config` as its users write it. Knows no vLLM.
+
+    {"store": "file:///var/cache/cacheblend", "recompute_ratio": 0.15, "check_layers": [1], "selector": "hkvd"}
+
+UCM's users may keep theirs: `ucm_connectors` names the folder, `ucm_sparse_config` the rest.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.matching import SHORTEST
+
+_NOT_HERE = ("tile_rows", "read_ahead", "capture_batch_tokens")
+"""Fields of `BlendConfig` that the connector sets by vLLM's own limits."""
+
+_UCM_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """How the connector works.
+
+    Attributes:
+        blend: how prompts are blended.
+        store: the store's URL, see `open_store`; all ranks and the scheduler open the same one.
+        chunk_end_token_id: a chunk is a run of tokens that ends with this one; None: there is no such token.
+        match_content: look for stored chunks in prompts whose client names none.
+        min_match_tokens: shorter runs are not matched.
+        budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: as many as a
+            step of the scheduler's own size takes, `max_num_batched_tokens` rows through all layers.
+        refresh_s: seconds after which the store's list of chunks is read anew: others may write to it.
+    """
+
+    blend: BlendConfig = field(default_factory=BlendConfig)
+    store: str = "memory"
+    chunk_end_token_id: int | None = None
+    match_content: bool = True
+    min_match_tokens: int = 64
+    budget_row_layers: int | None = None
+    refresh_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1}
+        for name, least in whole.items():
+            value = getattr(self, name)
+            if value is None and name != "min_match_tokens":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if not isinstance(self.match_content, bool):
+            raise InvalidInputError(f"match_content must be true or false, got {self.match_content!r}")
+        if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s <= 0:
+            raise InvalidInputError(f"refresh_s must be a number of seconds above 0, got {self.refresh_s!r}")
+        if not isinstance(self.store, str) or not self.store:
+            raise InvalidInputError(f'store must be a URL such as "file:///var/cache/cacheblend", got {self.store!r}')
+
+
+def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """The settings that `kv_connector_extra_config` holds, in this project's form or in UCM's.
+
+    Raises:
+        InvalidInputError: an unknown key, both forms at once, or a value that is none; the message names the key.
+    """
+    own = {key: value for key, value in extra.items() if not key.startswith("ucm_")}
+    ucm = {key: value for key, value in extra.items() if key.startswith("ucm_")}
+    if ucm:
+        for key, value in _of_ucm(ucm).items():
+            if key in own:
+                raise InvalidInputError(f"{key} is given twice: by itself, and in the form of UCM; keep one of the two")
+            own[key] = value
+    blend_fields = {each.name for each in fields(BlendConfig)} - set(_NOT_HERE)
+    connector_fields = {each.name for each in fields(ConnectorConfig)} - {"blend"}
+    _check_keys(own, blend_fields | connector_fields, "kv_connector_extra_config")
+    blend = {key: _as_tuple(value) for key, value in own.items() if key in blend_fields}
+    rest = {key: value for key, value in own.items() if key in connector_fields}
+    try:
+        return ConnectorConfig(blend=BlendConfig(**blend), **rest)
+    except TypeError as error:
+        raise InvalidInputError(f"kv_connector_extra_config: a value has the wrong type: {error}") from error
+
+
+def _of_ucm(ucm: Mapping[str, Any]) -> dict[str, Any]:
+    _check_keys(ucm, ("ucm_connectors", "ucm_sparse_config"), "kv_connector_extra_config")
+    found: dict[str, Any] = {}
+    if "ucm_connectors" in ucm:
+        found["store"] = _store_of_ucm(ucm["ucm_connectors"])
+    if "ucm_sparse_config" in ucm:
+        found |= _blend_of_ucm(ucm["ucm_sparse_config"])
+    return found
+
+
+def _store_of_ucm(connectors: Any) -> str:
+    if not isinstance(connectors, Sequence) or isinstance(connectors, str) or len(connectors) != 1:
+        raise InvalidInputError(f"ucm_connectors must be a list of one connector, got {connectors!r}")
+    connector = _mapping(connectors[0], "ucm_connectors[0]")
+    _check_keys(connector, ("ucm_connector_name", "ucm_connector_config"), "ucm_connectors[0]")
+    name = connector.get("ucm_connector_name")
+    if name != "UcmNfsStore":
+        raise InvalidInputError(f"ucm_connector_name {name!r} is not known; UcmNfsStore is")
+    config = _mapping(connector.get("ucm_connector_config", {}), "ucm_connector_config")
+    _check_keys(config, ("storage_backends", "use_direct"), "ucm_connector_config")
+    folder = config.get("storage_backends")
+    if not isinstance(folder, str) or not folder or ":" in folder:
+        raise InvalidInputError(f"storage_backends must be one folder, got {folder!r}")
+    if config.get("use_direct", False) is not False:
+        raise InvalidInputError("use_direct: reading past the page cache is not supported; set it to false")
+    return folder
+
+
+def _blend_of_ucm(sparse: Any) -> dict[str, Any]:
+    sparse = _mapping(sparse, "ucm_sparse_config")
+    _check_keys(sparse, ("Blend",), "ucm_sparse_config")
+    blend = _mapping(sparse.get("Blend"), "ucm_sparse_config.Blend")
+    _check_keys(blend, ("chunk_end_token_id", "compute_meta"), "ucm_sparse_config.Blend")
+    found: dict[str, Any] = {}
+    if "chunk_end_token_id" in blend:
+        found["chunk_end_token_id"] = blend["chunk_end_token_id"]
+    ratios: dict[int, Any] = {}
+    for layer_name, meta in _mapping(blend.get("compute_meta", {}), "compute_meta").items():
+        named = _UCM_LAYER.fullmatch(layer_name)
+        if named is None:
+            raise InvalidInputError(
+                f"compute_meta: {layer_name!r} names no layer, as model.layers.1.self_attn.attn does"
+            )
+        _check_keys(_mapping(meta, layer_name), ("ratio",), f"compute_meta[{layer_name!r}]")
+        if "ratio" not in meta:
+            raise InvalidInputError(f"compute_meta[{layer_name!r}] has no ratio")
+        ratios[int(named[1])] = meta["ratio"]
+    if ratios:
+        layers = tuple(sorted(ratios))
+        falling = tuple(ratios[layer] for layer in layers)
+        found |= {"check_layers": layers, "ratios": falling, "recompute_ratio": falling[-1]}
+    return found
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidInputError(f"{what} must be an object, got {value!r}")
+    return value
+
+
+def _check_keys(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = sorted(known)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+            raise InvalidInputError(f"{where} has the unknown key {key!r}{hint}")
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,81 @@
+"""Runs of stored chunks, as content matching finds them: reused from the middle of a block, exact at r = 1."""
+
+import pytest
+import torch
+
+from cacheblend.core.blocks import ChunkManifest
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan import Source
+from cacheblend.core.prompt import Prompt, run_of
+from cacheblend.core.selection import AllRows, NoRows
+from cacheblend.engines.hf import BlendEngine
+from families import tiny_model
+from parity.scenes import BLOCK_SIZE, QUESTION, SYSTEM, A, B, assert_same, open_engine, run, warm_engine
+from reference import plain_kv
+
+FIRST, LENGTH = 10, 25  # of A's 40 tokens in blocks of 16: parts of blocks 0 and 2, all of block 1
+
+
+def stored(engine: BlendEngine, ids: object) -> ChunkManifest:
+    return next(each for each in engine.store.manifests() if each.token_ids.tolist() == list(ids))  # type: ignore[call-overload]
+
+
+def with_run(engine: BlendEngine) -> Prompt:
+    return Prompt.of([SYSTEM, B, run_of(stored(engine, A.token_ids), FIRST, LENGTH), QUESTION])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_run_brings_the_chunks_own_kv_to_its_new_place(family: str) -> None:
+    engine, model = warm_engine(family), tiny_model(family)
+    prompt = with_run(engine)
+    outcome = run(engine, prompt, NoRows())
+    assert outcome.report.hit_tokens["memory"] == len(B) + LENGTH
+    start = len(SYSTEM) + len(B)
+    moved = plain_kv(model, A.token_ids, shift=start - FIRST)[1]
+    for layer, theirs in zip(outcome.result.kv, moved, strict=True):
+        for mine, other in zip(layer, theirs, strict=True):
+            rows = slice(start, start + LENGTH)
+            torch.testing.assert_close(mine[:, rows], other[:, FIRST : FIRST + LENGTH], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_with_everything_recomputed_a_run_equals_full_prefill(family: str) -> None:
+    engine = warm_engine(family)
+    prompt = with_run(engine)
+    outcome = run(engine, prompt, AllRows())
+    assert_same(outcome.result, *plain_kv(tiny_model(family), prompt.token_ids), 1e-5)
+
+
+def test_a_chunk_that_was_stored_in_blocks_of_another_size_is_reused() -> None:
+    with open_engine(tiny_model("llama"), [A], block_size=BLOCK_SIZE) as one:
+        found_in = stored(one, A.token_ids)
+        with open_engine(tiny_model("llama"), [], block_size=7, store=one.store) as other:
+            plan = other.planner.plan(Prompt.of([QUESTION, run_of(found_in, 0, 40), QUESTION]), other.store)
+    assert [len(span) for span in plan.spans if span.source is Source.LOADED] == [16, 16, 8]
+
+
+def test_what_is_gone_of_a_run_is_computed_and_never_captured() -> None:
+    with open_engine(tiny_model("llama"), [A, B]) as engine:
+        prompt = with_run(engine)
+        engine.store.delete(stored(engine, A.token_ids).block_names[1])
+        plan = engine.planner.plan(prompt, engine.store)
+        sources = [(span.source, len(span)) for span in plan.spans if span.segment == 2]
+        assert sources == [(Source.LOADED, 6), (Source.MISS, 16), (Source.LOADED, 3)]
+        assert plan.missed_chunks() == []
+        outcome = run(engine, prompt, AllRows())
+    assert_same(outcome.result, *plain_kv(tiny_model("llama"), prompt.token_ids), 1e-5)
+
+
+def test_a_run_of_a_chunk_that_is_wholly_gone_is_computed() -> None:
+    with open_engine(tiny_model("llama"), [A]) as engine:
+        found_in = stored(engine, A.token_ids)
+        for name in found_in.block_names:
+            engine.store.delete(name)
+        plan = engine.planner.plan(Prompt.of([QUESTION, run_of(found_in, 5, 30), QUESTION]), engine.store)
+    assert plan.tokens_by_source()["miss"] == 30 and len(plan) == 2 * len(QUESTION) + 30
+
+
+@pytest.mark.parametrize(("offset", "tokens"), [(-1, 5), (0, 0), (38, 3), (0, 41)])
+def test_runs_that_the_chunk_does_not_have_are_refused(offset: int, tokens: int) -> None:
+    with pytest.raises(InvalidInputError, match=r"of a chunk that has 0\.\.39"):
+        run_of(stored(warm_engine("llama"), A.token_ids), offset, tokens)
