@@ -54,7 +54,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr(module, "SETTINGS", Settings(max_tokens=2))
         patch.setattr(suites, "CALIBRATION_ROWS", 8)
         patch.setattr(suites, "SWEEP_RATIOS", (0.1,))
-        patch.setattr(suites, "LEAN_RATIOS", ())
+        patch.setattr(suites, "GRADUAL_RATIOS", ())
         yield
     torch.set_num_threads(threads)
 

@@ -3,165 +3,42 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from cacheblend.cli.evaluate_options import (
+    Arms,
+    CheckLayers,
+    ChunkTokens,
+    Data,
+    DeviationRows,
+    Format,
+    JsonFile,
+    MaxTokens,
+    Model,
+    Out,
+    Ratios,
+    Rows,
+    Scorers,
+    Seed,
+    Selectors,
+    Store,
+    SuiteName,
+    SuiteParts,
+    SuiteSeeds,
+    TemplateName,
+    Templates,
+    TopK,
+)
 from cacheblend.cli.evaluate_output import progress_bars, say, write_results
-from cacheblend.cli.options import MODEL, OUTPUT, PROMPT, AnchorRule, Chat, Device, Dtype
-from cacheblend.cli.output import check_folder, check_outputs
+from cacheblend.cli.options import AnchorRule, Chat, Device, Dtype
+from cacheblend.cli.output import check_folder, check_outputs, progress
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine
     from cacheblend.evaluation import Arm, Evaluation, Settings
-
-ARMS_PANEL, SCORES = "Arms", "Scores"
-
-Model = Annotated[
-    Path | None,
-    typer.Option(
-        "--model",
-        "-m",
-        help="Model folder: config.json, weights, tokenizer; or nano, which ships. --suite nano needs none.",
-        rich_help_panel=MODEL,
-        show_default=False,
-    ),
-]
-
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        "--data",
-        "-d",
-        help="Questions with passages: JSON or JSONL, formats as for --format.",
-        rich_help_panel=PROMPT,
-        show_default=False,
-    ),
-]
-SuiteName = Annotated[
-    str | None,
-    typer.Option(
-        "--suite",
-        help="In place of --data: nano, questions of every category on the model that ships, against its bars.",
-        rich_help_panel=PROMPT,
-        show_default=False,
-    ),
-]
-SuiteSeeds = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--suite-seed",
-        min=0,
-        help="Of the suite, only these draws; several times. Default: 1, 2 and 3.",
-        rich_help_panel=PROMPT,
-        show_default=False,
-    ),
-]
-SuiteParts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--part",
-        help="Of the suite, only main, sweep or gate; several times. Default: all.",
-        rich_help_panel=PROMPT,
-        show_default=False,
-    ),
-]
-Format = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        help="auto, cacheblend, ctxs (the CacheBlend authors') or longbench; auto goes by the first row's fields.",
-        rich_help_panel=PROMPT,
-    ),
-]
-Rows = Annotated[int | None, typer.Option("--rows", min=1, help="Only the first so many rows.", rich_help_panel=PROMPT)]
-ChunkTokens = Annotated[
-    int,
-    typer.Option(
-        "--chunk-tokens",
-        help="Of LongBench's context: tokens of a passage at most, cut at sentence ends.",
-        rich_help_panel=PROMPT,
-    ),
-]
-TopK = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--top-k",
-        help="Only the first so many passages of a row; several times: every arm at each. Default: all.",
-        rich_help_panel=PROMPT,
-        show_default=False,
-    ),
-]
-Templates = Annotated[
-    Path | None,
-    typer.Option(
-        "--templates", help="TOML file of prompt templates. Default: the shipped ones.", rich_help_panel=PROMPT
-    ),
-]
-TemplateName = Annotated[
-    str, typer.Option("--template", help="Which one; shipped are bare, qa and summary.", rich_help_panel=PROMPT)
-]
-Arms = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--arm",
-        "-a",
-        help="full, prefix, reuse, blend, map-reduce or map-rerank; several times. Default: the first four.",
-        rich_help_panel=ARMS_PANEL,
-        show_default=False,
-    ),
-]
-Selectors = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--selector",
-        help="Of blend, as for ask; profile: the model's own settings. Others' settings stand behind a colon: "
-        "hkvd:measure=v. Several times. Default: hkvd.",
-        rich_help_panel=ARMS_PANEL,
-        show_default=False,
-    ),
-]
-Ratios = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ratio",
-        "-r",
-        help="Of blend, 0..1; several times. Falling ones for as many check layers with commas. Default: 0.15.",
-        rich_help_panel=ARMS_PANEL,
-        show_default=False,
-    ),
-]
-CheckLayers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--check-layers",
-        help="Of blend: 1, or 1,2,3 for gradual filtering; several times. Default: 1.",
-        rich_help_panel=ARMS_PANEL,
-        show_default=False,
-    ),
-]
-Scorers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--scorer",
-        help="em, f1, f1-tokens or rouge-l; several times. Default: em and f1.",
-        rich_help_panel=SCORES,
-        show_default=False,
-    ),
-]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Of an answer.", rich_help_panel=PROMPT)]
-Seed = Annotated[int, typer.Option("--seed", help="Of the bootstrap's draws.", rich_help_panel=SCORES)]
-Store = Annotated[
-    str, typer.Option("--store", "-s", help="memory, a folder, or its file:// URL.", rich_help_panel=MODEL)
-]
-Out = Annotated[
-    Path, typer.Option("--out", "-o", help="Folder in which the folder of results is made.", rich_help_panel=OUTPUT)
-]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write everything here, every cell with it; - for stdout.", rich_help_panel=OUTPUT),
-]
 
 
 def evaluate(
@@ -184,6 +61,7 @@ def evaluate(
     ratio: Ratios = None,
     check_layers: CheckLayers = None,
     scorer: Scorers = None,
+    deviation_rows: DeviationRows = 0,
     seed: Seed = 0,
     store: Store = "memory",
     dtype: Dtype = "auto",
@@ -226,14 +104,18 @@ def evaluate(
         ratios=[_numbers("--ratio", text, float) for text in ratio or ("0.15",)],
         check_layers=[_numbers("--check-layers", text, int) for text in check_layers or ("1",)],
     )
-    _check_arms(choose(profile=BlendConfig()), layers_of(model))  # a wrong choice is said before the model is opened
+    # a wrong choice is said before the model is opened
+    _check_arms(choose(profile=BlendConfig()), layers_of(model), deviation=deviation_rows > 0)
     settings = _settings(template, templates, chat, top_k, max_tokens)
     quiet = str(json) == "-"
     with open_engine(model, store, {"anchor": anchor}, dtype=dtype, device=device, quiet=quiet) as engine:
         arms = choose(profile=engine.settings.config)
-        found = _run(engine, questions, arms, settings, out, data.stem if data else "", chunk_tokens, quiet=quiet)
+        split = _split(engine, questions, chunk_tokens)
+        found = _run(engine, split, arms, settings, out, data.stem if data else "", quiet=quiet)
         scorers = make_scorers(names, engine.builder.encode) if engine.builder else []
         summary = summarise(found, scorers, seed=seed)
+        if deviation_rows:
+            summary = _deviations(engine, split, arms, settings, deviation_rows, found, summary, quiet=quiet)
         assert found.folder is not None and data is not None
         write_results(engine, found, summary, names, data.name, found.folder, json)
 
@@ -270,10 +152,14 @@ def _model(model: Path | None) -> Path:
     return model
 
 
-def _check_arms(arms: "list[Arm]", layers: int | None) -> None:
-    """Check layers; those of a model's profile are not known yet."""
+def _check_arms(arms: "list[Arm]", layers: int | None, *, deviation: bool) -> None:
+    """Check layers, those of a model's profile are not known yet; and whether there is an arm that can deviate."""
     from cacheblend.evaluation.choices import PROFILE
 
+    if deviation:
+        from cacheblend.evaluation.deviations import fused_arms
+
+        fused_arms(arms)
     for arm in arms:
         if layers is not None and arm.label.family != PROFILE:
             arm.check(layers)
@@ -301,25 +187,29 @@ def _numbers(option: str, text: str, of: Callable[[str], Any]) -> tuple[Any, ...
         raise InvalidInputError(f"{option} {text}: expected a number, or several with commas") from error
 
 
+def _split(engine: "BlendEngine", questions: "list[QuestionRow]", chunk_tokens: int) -> "list[QuestionRow]":
+    """LongBench's contexts, cut into passages."""
+    from cacheblend.data.split import split_contexts
+
+    builder = engine.builder
+    assert builder is not None  # a model folder is opened with its tokenizer
+    return split_contexts(questions, lambda text: len(builder.encode(text)), chunk_tokens)
+
+
 def _run(
     engine: "BlendEngine",
-    questions: "list[QuestionRow]",
+    rows: "list[QuestionRow]",
     arms: "list[Arm]",
     settings: "Settings",
     out: Path,
     data: str,
-    chunk_tokens: int,
     *,
     quiet: bool,
 ) -> "Evaluation":
-    from cacheblend.data.split import split_contexts
     from cacheblend.evaluation import evaluate
 
-    builder = engine.builder
-    assert builder is not None  # a model folder is opened with its tokenizer
     if settings.template.chat is None and not settings.template.layout.is_chat(engine):
         say(f"{engine.name} has no chat template: plain prompts")
-    rows = split_contexts(questions, lambda text: len(builder.encode(text)), chunk_tokens)
     with progress_bars(quiet=quiet) as advance:
         found = evaluate(engine, rows, arms, settings=settings, out=out, name=f"{engine.name}-{data}", progress=advance)
     if found.resumed:
@@ -327,3 +217,24 @@ def _run(
     if found.torn:
         say("the last row of an interrupted run was half written, and has been evaluated again")
     return found
+
+
+def _deviations(
+    engine: "BlendEngine",
+    rows: "list[QuestionRow]",
+    arms: "list[Arm]",
+    settings: "Settings",
+    count: int,
+    found: "Evaluation",
+    summary: dict[str, Any],
+    *,
+    quiet: bool,
+) -> dict[str, Any]:
+    """The summary, and deviations in it."""
+    from cacheblend.evaluation.deviations import measure_deviations, with_deviations
+
+    with progress("measuring deviation", "prompts", quiet=quiet) as advance:
+        measured = measure_deviations(
+            engine, rows, arms, count, settings=settings, folder=found.folder, progress=advance
+        )
+    return with_deviations(summary, measured)

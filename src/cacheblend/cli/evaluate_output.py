@@ -88,9 +88,10 @@ def progress_bars(*, quiet: bool) -> AbstractContextManager[AdvanceStage]:
 def _draw(summary: dict[str, Any], folder: Path, data: str) -> list[Path]:
     from importlib.util import find_spec
 
+    from cacheblend.evaluation.deviation_plot import draw_deviation
     from cacheblend.evaluation.plots import INSTALL, draw
 
     if find_spec("matplotlib") is None:
         say(f"no plots are drawn, that needs matplotlib: {INSTALL}")
         return []
-    return draw(summary, folder, data=data)
+    return draw(summary, folder, data=data) + draw_deviation(summary, folder, data=data)

@@ -60,7 +60,9 @@ class ChunkIndex:
         if min_tokens < SHORTEST:
             raise InvalidInputError(f"runs of at least {SHORTEST} tokens can be matched, got min_tokens={min_tokens}")
         self._min_tokens = min_tokens
-        self._clear()
+        self._chunks: list[ChunkManifest | None] = []  # None: removed
+        self._numbers: dict[BlockName, int] = {}
+        self._old, self._new = _Windows.none(), _Windows.none()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -89,7 +91,7 @@ class ChunkIndex:
                 self._chunks[number] = None
         if len(self._chunks) > 2 * len(self._numbers) + 1024:
             kept = [chunk for chunk in self._chunks if chunk is not None]
-            self._clear()
+            self._chunks, self._numbers, self._old, self._new = [], {}, _Windows.none(), _Windows.none()
             self.add(kept)
 
     def match(self, token_ids: TokenIds) -> list[Match]:
@@ -110,11 +112,6 @@ class ChunkIndex:
                 matches.append(Match(start + hidden, stop, chunk, offset + hidden))
                 covered = stop
         return matches
-
-    def _clear(self) -> None:
-        self._chunks: list[ChunkManifest | None] = []  # None: removed
-        self._numbers: dict[BlockName, int] = {}
-        self._old, self._new = _Windows.none(), _Windows.none()
 
     def _runs(self, token_ids: TokenIds) -> Iterator[tuple[int, int, int, int]]:
         """Maximal runs of agreement: (start, stop, number of the chunk, offset in it), each once."""

@@ -15,7 +15,7 @@ Figure = dict[str, Any]
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    """Of each scorer that has something to score, over all rows and by category; then cost, then agreement."""
+    """Of each scorer that has something to score, over all rows and by category; then cost, agreement, deviation."""
     scored = [name for name in summary["scorers"] if any(arm["scores"][name]["all"] for arm in summary["arms"])]
     out = []
     for name in scored:
@@ -23,7 +23,13 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         if summary["categories"]:
             out.append(_by_category(summary, name))
     compared = any(arm["agreement"]["same_answer"]["all"] for arm in _others(summary))
-    return [*out, _cost(summary), *([_agreement(summary)] if compared else [])]
+    measured = any(arm.get("deviation") for arm in summary["arms"])
+    return [
+        *out,
+        _cost(summary),
+        *([_agreement(summary)] if compared else []),
+        *([_deviation(summary)] if measured else []),
+    ]
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
@@ -46,7 +52,7 @@ def notes(summary: dict[str, Any]) -> list[str]:
             lines.append(f"{_name(arm)}: {arm['skipped']} rows skipped, a prompt of its own is over the context")
         if arm["with_misses"]:
             lines.append(f"{_name(arm)}: {arm['with_misses']} rows missed passages in the store; give it more room")
-    return lines
+    return lines + _deviation_notes(summary)
 
 
 def _quality(summary: dict[str, Any], scorer: str) -> Table:
@@ -117,6 +123,49 @@ def _agreement(summary: dict[str, Any]) -> Table:
         "of the first difference; KL: of the first token, mean, nats"
     )
     return out
+
+
+def _deviation(summary: dict[str, Any]) -> Table:
+    counts = sorted({arm["deviation"]["rows"] for arm in summary["arms"] if arm.get("deviation")})
+    out = _table(f"Deviation from full recompute, {' or '.join(map(str, counts))} rows")
+    out.add_column("arm", no_wrap=True)
+    for column in ("KV", "at most", "attention", "at most"):
+        out.add_column(column, justify="right", no_wrap=True)
+
+    def cells(arm: Figure) -> list[str]:
+        figures = [arm["deviation"][measure] for measure in ("kv", "attention")]
+        return [text for of in figures for text in (_number(of["over_layers"]["mean"], ".3f"), _largest(of["mean"]))]
+
+    _fill(out, summary | {"arms": [arm for arm in summary["arms"] if arm.get("deviation")]}, cells)
+    out.caption = (
+        "KV of the loaded tokens; the question's attention to its context; both relative to full recompute's, "
+        "mean over layers, and the layer where it is largest; 0 is exact"
+    )
+    return out
+
+
+def _largest(layers: list[float | None]) -> str:
+    """The largest of a list by layer, and which layer it is."""
+    known = [(value, layer) for layer, value in enumerate(layers) if value is not None]
+    if not known:
+        return ""
+    value, layer = max(known, key=lambda at: at[0])
+    return f"{value:.3f}, {layer:>2}"
+
+
+def _deviation_notes(summary: dict[str, Any]) -> list[str]:
+    lines = []
+    for at in summary.get("deviation", {"prompts": []})["prompts"]:
+        of = "" if at["top_k"] is None else f" with {at['top_k']} passages"
+        taken = at["rows"] + at["nothing_loaded"]
+        if taken < summary["deviation"]["asked"]:
+            lines.append(f"deviation: {summary['deviation']['asked']} rows were to be measured, {taken}{of} are there")
+        if at["nothing_loaded"]:
+            lines.append(
+                f"deviation: of {at['nothing_loaded']} of {taken} rows{of} nothing is loaded at a new position, so "
+                "there is nothing to measure"
+            )
+    return lines
 
 
 def _others(summary: dict[str, Any]) -> list[Figure]:

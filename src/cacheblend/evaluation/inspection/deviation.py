@@ -37,6 +37,20 @@ def kv_norm_by_layer(fresh: Sequence[LayerKV], rows: npt.NDArray[np.int64]) -> A
     return np.array(norms)
 
 
+def relative_deviation(deviation: Array, norm: Array) -> Array:
+    """Roots of squared deviations, over their layer's norm: 0 is exact, 1 is as far off as the KV itself is large.
+
+    Args:
+        deviation: [layers, tokens] of `kv_deviation_by_layer`.
+        norm: [layers] of `kv_norm_by_layer`.
+
+    Returns:
+        [layers, tokens].
+    """
+    relative: Array = np.sqrt(deviation) / np.maximum(norm, 1e-30)[:, None]
+    return relative
+
+
 def attention_deviation_by_layer(full: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> Array:
     """Forward attention deviation: how far the question's attention to its context is from full recompute's.
 

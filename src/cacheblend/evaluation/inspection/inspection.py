@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.engines.hf.arms import Agreement
-from cacheblend.evaluation.inspection.deviation import Array
+from cacheblend.evaluation.inspection.deviation import Array, relative_deviation
 from cacheblend.evaluation.inspection.parts import Part, part_of_row
 
 TOP_SHARE = 0.15
@@ -100,8 +100,7 @@ class Inspection:
 
     def relative(self, arm: ArmView) -> Array:
         """[layers, tokens] relative deviation, see above."""
-        relative: Array = np.sqrt(arm.kv_deviation) / np.maximum(self.kv_norm, 1e-30)[:, None]
-        return relative
+        return relative_deviation(arm.kv_deviation, self.kv_norm)
 
     def scale(self, layers: list[int]) -> float:
         """Where the colours of relative deviation end: at 99 % of the candidates of these layers, under full reuse."""
