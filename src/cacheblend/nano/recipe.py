@@ -181,7 +181,7 @@ RECIPE = Recipe(
         ),
         Stage(
             "long",
-            steps=500,
+            steps=900,
             tokens=4096,
             passages=(4, 8),
             length=(64, 256),
