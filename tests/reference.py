@@ -104,7 +104,8 @@ def blend(
         asking = _Asking(stored, question, hidden=set(range(last + 1)) - set(stored) - held_text - set(question))
         _forward(model, prompt, asking)
         attention = {p: asking.received[p] for p in candidates}
-    run = _Pass(prompt, selector, stored, candidates, attention, _spans(prompt, selector, sentence_ends))
+    wanted = {p: attention[p] + _told(prompt, p, question) * getattr(selector, "words", 0.0) for p in attention}
+    run = _Pass(prompt, selector, stored, candidates, wanted, _spans(prompt, selector, sentence_ends))
     logits = _forward(model, prompt, run)
     recomputed = sorted(run.active & set(candidates))
     return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question)
@@ -126,6 +127,13 @@ def _question(prompt: Prompt, limit: int) -> list[int]:
         start += len(segment)
     behind = behind or [start - 1]
     return behind if len(behind) <= limit else [behind[0], *behind[-(limit - 1) :]]
+
+
+def _told(prompt: Prompt, position: int, question: list[int]) -> float:
+    """What the token there tells of the question: all of a word that stands in front of it once, half of one twice."""
+    ids = prompt.token_ids.tolist()
+    front = ids[: question[0]]
+    return 1 / front.count(ids[position]) if ids[position] in {ids[q] for q in question} else 0.0
 
 
 def _anchor_rows(prompt: Prompt, anchor: tuple[int, ...]) -> range:

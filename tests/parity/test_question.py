@@ -58,6 +58,8 @@ SELECTORS: dict[str, Selector] = {
     "alone": Query(0.2, pool=4, lead=0),
     "three in front": Query(0.3, pool=4, lead=3),
     "few rows ask": Query(0.2, question_rows=3),
+    "words": Query(0.2, words=0.5),
+    "words of rows": Hybrid((2,), (0.1,), early=0.3, pool=1, words=2.0),
     "early": Hybrid((2,), (0.1,), early=0.3, rank="deviation"),
     "union": Hybrid((1,), (0.2,), early=1.0, rank="either"),
     "gradual": Hybrid((1, 2, 3), (0.4, 0.2, 0.1), early=0.6, rank="either", pool=4),

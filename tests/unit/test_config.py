@@ -51,6 +51,8 @@ from cacheblend.core.selection import (
         ({"selector": "query", "lead": -1}, "lead must be a whole number of spans"),
         ({"selector": "query", "question_rows": 2.5}, "whole number.*got 2.5"),
         ({"selector": "query", "question_rows": "64"}, "whole number.*got '64'"),
+        ({"selector": "query", "question_words": -0.5}, "finite weight of at least 0, got -0.5"),
+        ({"selector": "hybrid", "question_words": float("nan")}, "finite weight of at least 0, got nan"),
         ({"selector": "query", "pool": 10**30}, "1 to 2147483648 tokens"),
         ({"selector": "hybrid", "check_layers": ()}, "check layers|as many ratios"),
         ({"selector": "hybrid", "ratios": (-0.5,)}, "0..1, got .-0.5"),

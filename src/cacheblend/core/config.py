@@ -35,6 +35,7 @@ class BlendConfig:
         pool: query and hybrid take rows by ``"sentence"``, or in spans of so many tokens (1: row by row).
         lead: sentences (or spans) in front of an attended one that query and hybrid take with it.
         question_rows: rows of the question, at most, whose attention query and hybrid ask for.
+        question_words: weight of the question's rare words, by token id, beside its attention; 0: none.
         early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
             three times the last ratio.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
@@ -58,6 +59,7 @@ class BlendConfig:
     pool: Pool = "sentence"
     lead: int = 1
     question_rows: int = 64
+    question_words: float = 0.0
     early_ratio: float | None = None
     rank: Rank = "either"
     anchor: AnchorKind = "auto"
@@ -89,7 +91,7 @@ class BlendConfig:
         falling = self.ratios if self.ratios and ratio is None else (share,) * len(self.check_layers)
         makers: dict[str, Callable[[], Selector]] = {
             "hkvd": lambda: Hkvd(self.check_layers, falling, self.measure),
-            "query": lambda: Query(share, self.pool, self.lead, self.question_rows),
+            "query": lambda: Query(share, *self._asking),
             "hybrid": lambda: self._hybrid(falling),
             "threshold": lambda: Threshold(self._bound(), self.check_layers, self.measure),
             "head": lambda: Head(share),
@@ -106,8 +108,12 @@ class BlendConfig:
         early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
         check_ratio(early)
         early = max(early, ratios[0])
-        asking = (self.pool, self.lead, self.question_rows)
-        return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, *asking)
+        return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, *self._asking)
+
+    @property
+    def _asking(self) -> tuple[Pool, int, int, float]:
+        """How the question is asked, in the order of the selectors' fields."""
+        return self.pool, self.lead, self.question_rows, self.question_words
 
     def _bound(self) -> float:
         if self.threshold is None:

@@ -22,6 +22,7 @@ from cacheblend.core.question import QuestionPass
 from cacheblend.core.selection import Candidates, Selector
 from cacheblend.core.sentences import sentence_indices
 from cacheblend.core.walk import Attend, LayerWalk
+from cacheblend.core.words import shared_words
 
 OverRanks = Callable[[torch.Tensor, Literal["sum", "max"]], torch.Tensor]
 """Joins what rows are chosen by [n] over tensor-parallel ranks, so that all of them choose the same rows: deviations
@@ -135,6 +136,7 @@ class FusedPrefill:
         self._segments = self._of_walk(self._plan.segment_indices)
         self._sentences: torch.Tensor | None = None
         self._attention: torch.Tensor | None = None
+        self._words: torch.Tensor | None = None
         self._is_candidate = torch.zeros(len(self._rows), dtype=torch.bool, device=device)
         self._is_candidate[candidates] = True
         self._total = self._recomputed = len(candidates)
@@ -154,6 +156,8 @@ class FusedPrefill:
         attention = question.run(self._hidden)
         self._attention = attention if self._over_ranks is None else self._over_ranks(attention, "max")
         self._question_row_layers = question.row_layers
+        words = shared_words(self._plan.prompt.token_ids, question.asking)
+        self._words = torch.from_numpy(words[self._plan.prefix_length :]).to(device)
         if self._sentence_end_ids is not None:
             self._sentences = self._of_walk(sentence_indices(self._plan.prompt, self._sentence_end_ids))
 
@@ -218,6 +222,7 @@ class FusedPrefill:
             layer=layer,
             deviation=deviation,
             attention=None if self._attention is None else self._attention[rows],
+            words=None if self._words is None else self._words[rows],
             segments=self._segments[rows],
             sentences=None if self._sentences is None else self._sentences[rows],
         )

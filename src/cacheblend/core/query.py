@@ -4,6 +4,7 @@ What the question attends to stands in `Candidates.attention` (see `core.questio
 text, since the row that is attended to is rarely the only one of its sentence that must be right.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeGuard, get_args
 
@@ -40,23 +41,25 @@ class Query:
         pool: see `Pool`; where nobody knows sentences, spans of `SPAN_WITHOUT_SENTENCES` tokens.
         lead: spans in front of an attended one that are taken with it.
         question_rows: of the question, at most, that are asked.
+        words: weight of the question's rare words beside its attention, see `core.words`; 0: none.
     """
 
     ratio: float
     pool: Pool = "sentence"
     lead: int = 1
     question_rows: int = 64
+    words: float = 0.0
     check_layers: ClassVar[tuple[int, ...]] = ()
     measure: ClassVar[Measure] = "kv"
     at_start: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        _check_asking(self.pool, self.lead, self.question_rows)
+        _check_asking(self.pool, self.lead, self.question_rows, self.words)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Whole spans in order of attention; of the one that no longer fits, the rows attended to most."""
-        ranks = ranks_by_attention(candidates, self.pool, self.lead)
+        ranks = ranks_by_attention(candidates, self.pool, self.lead, self.words)
         return _first_rows(ranks, row_count(self.ratio, candidates.total))
 
 
@@ -75,6 +78,7 @@ class Hybrid:
         pool: see `Pool`.
         lead: as for `Query`.
         question_rows: of the question, at most, that are asked.
+        words: as for `Query`.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -85,13 +89,14 @@ class Hybrid:
     pool: Pool = "sentence"
     lead: int = 1
     question_rows: int = 64
+    words: float = 0.0
     at_start: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_schedule(self.check_layers, self.ratios)
         check_measure(self.measure)
         check_ratio(self.early)
-        _check_asking(self.pool, self.lead, self.question_rows)
+        _check_asking(self.pool, self.lead, self.question_rows, self.words)
         if self.early < self.ratios[0]:
             raise InvalidInputError(
                 f"the early share {self.early} is below the first check layer's ratio {self.ratios[0]}; "
@@ -102,7 +107,7 @@ class Hybrid:
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Before layer 0 by attention; at check layers the best ranks."""
-        by_attention = ranks_by_attention(candidates, self.pool, self.lead)
+        by_attention = ranks_by_attention(candidates, self.pool, self.lead, self.words)
         if candidates.layer is None:
             return _first_rows(by_attention, row_count(self.early, candidates.total))
         deviation, layer = measured(candidates)
@@ -113,9 +118,10 @@ class Hybrid:
         return _first_rows(ranks, row_count(ratio, candidates.total))
 
 
-def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0) -> torch.Tensor:
+def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0, words: float = 0.0) -> torch.Tensor:
     """[n] int64 from 0: spans by their highest attention, rows of a span by their own; of equal ones the first.
 
+    A row with a rare word of the question counts as attended to by so much more: `words` times what the word tells.
     The `lead` spans in front of one (of the same segment) count as attended to as much: what a sentence says is often
     kept where the next one begins, and the row that is read there is only as right as the sentence it was made from.
 
@@ -125,6 +131,8 @@ def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0) -> tor
     if candidates.attention is None or candidates.segments is None:
         raise InvalidInputError("this selector decides by the question's attention and was asked without it")
     attention = candidates.attention
+    if words and candidates.words is not None:
+        attention = attention + words * candidates.words
     _, span = torch.unique(_spans(candidates, candidates.segments, pool), return_inverse=True)
     best = attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
     best = _with_lead(best, torch.zeros_like(span).scatter(0, span, candidates.segments), lead)
@@ -165,7 +173,7 @@ def _first_rows(ranks: torch.Tensor, count: int) -> torch.Tensor:
     return keep
 
 
-def _check_asking(pool: Pool, lead: int, question_rows: int) -> None:
+def _check_asking(pool: Pool, lead: int, question_rows: int, words: float) -> None:
     if pool != "sentence" and not (_is_whole(pool) and 1 <= pool <= _LONGEST_SPAN):
         raise InvalidInputError(f"pool must be 'sentence' or 1 to {_LONGEST_SPAN} tokens, got {pool!r}")
     if not _is_whole(lead) or lead < 0:
@@ -174,6 +182,8 @@ def _check_asking(pool: Pool, lead: int, question_rows: int) -> None:
         raise InvalidInputError(
             f"question_rows must be a whole number, at least 2 (the first row is generic), got {question_rows!r}"
         )
+    if not isinstance(words, int | float) or isinstance(words, bool) or not (math.isfinite(words) and words >= 0):
+        raise InvalidInputError(f"question_words must be a finite weight of at least 0, got {words!r}")
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -31,13 +31,17 @@ class QuestionPass:
         loader: of the same plan, with all layers' LOADED rows.
         limit: question rows at most, see `BlendPlan.question_rows`; `rows_to_ask` may be fewer.
         device: of the walk.
+
+    Attributes:
+        asking: [n] int64, positions of the question's rows.
     """
 
     def __init__(
         self, plan: BlendPlan, walk: LayerWalk, loader: LayerLoader, limit: int, device: torch.device | str
     ) -> None:
         self._walk, self._loader, self._first = walk, loader, plan.prefix_length
-        asking = torch.from_numpy(plan.question_rows(min(limit, rows_to_ask(len(plan)))))
+        self.asking = plan.question_rows(min(limit, rows_to_ask(len(plan))))
+        asking = torch.from_numpy(self.asking)
         self._oldest = int(asking[0])
         stored = torch.from_numpy(plan.stored_rows)
         self._all_seen = torch.cat([stored[stored < self._oldest], asking])

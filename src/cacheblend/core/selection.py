@@ -29,6 +29,7 @@ class Candidates:
         deviation: [n] fp32 squared KV deviation at that layer, summed over all KV heads (and ranks).
         attention: [n] fp32, how much more the question's rows attend to the row than a generic row does, see
             `core.question`; None if the selector did not ask.
+        words: [n] fp32 0..1, how much its token tells of the question, see `core.words`; None likewise.
         segments: [n] int64, the segment it belongs to.
         sentences: [n] int64, the sentence it belongs to; None if nobody knows where sentences end.
     """
@@ -39,6 +40,7 @@ class Candidates:
     layer: int | None = None
     deviation: torch.Tensor | None = None
     attention: torch.Tensor | None = None
+    words: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     sentences: torch.Tensor | None = None
 
