@@ -35,7 +35,7 @@ from cacheblend.nano.questions import Prompts, draw_questions
 from cacheblend.nano.scenes import CATEGORIES
 from tiny_folder import TinyShape, build_tiny
 
-SHAPE = TinyShape(layers=4, width=32, mlp_width=48, heads=4, kv_heads=2, vocab_size=400, context_length=1024)
+SHAPE = TinyShape(layers=6, width=32, mlp_width=48, heads=4, kv_heads=2, vocab_size=400, context_length=1024)
 SHORT = partial(draw_questions, prompts=Prompts(passages=(3, 4), tokens=(24, 40)))
 ROWS_A_SEED = len(CATEGORIES)
 
@@ -54,7 +54,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr(module, "SETTINGS", Settings(max_tokens=2))
         patch.setattr(suites, "CALIBRATION_ROWS", 8)
         patch.setattr(suites, "SWEEP_RATIOS", (0.1,))
-        patch.setattr(suites, "GRADUAL_RATIOS", ())
+        patch.setattr(suites, "GRADUAL_RATIOS", ((0.6, 0.4, 0.2, 0.1),))
         yield
     torch.set_num_threads(threads)
 
