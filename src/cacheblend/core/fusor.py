@@ -7,7 +7,7 @@ to rows in front of it, and those are done. No global state; several passes may 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ OverRanks = Callable[[torch.Tensor, Literal["sum", "max"]], torch.Tensor]
 """Joins what rows are chosen by [n] over tensor-parallel ranks, so that all of them choose the same rows: deviations
 are summed, of the question's attention the highest counts."""
 
+OnLayer = Callable[[int, LayerKV], None]
+"""Takes a layer's whole KV cache, as soon as it is final."""
+
 
 @dataclass
 class Prefill:
@@ -35,7 +38,7 @@ class Prefill:
 
     Attributes:
         logits: [vocab] of the last position.
-        kv: the request's fused KV cache, a layer each.
+        kv: the request's fused KV cache, a layer each; empty where it was handed out layer by layer.
         plan: the plan that was carried out in the end.
         recomputed_tokens: loaded rows that were still active behind the last selection.
         row_layers: rows times layers that were computed, the question's pass included.
@@ -68,6 +71,7 @@ class FusedPrefill:
         over_ranks: see `OverRanks`; None on a single rank.
         tile_rows: rows that go through a layer at once.
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
+        on_layer: is handed every layer's KV, which is then let go of; None: all of it is kept for `result`.
     """
 
     def __init__(
@@ -80,19 +84,26 @@ class FusedPrefill:
         over_ranks: OverRanks | None = None,
         tile_rows: int = 1024,
         sentence_end_ids: npt.NDArray[np.int64] | None = None,
+        on_layer: OnLayer | None = None,
     ) -> None:
         check_selector(selector, walk.num_layers)
         self._plan, self._walk, self._loader, self._selector = plan, walk, loader, selector
         self._over_ranks, self._tile_rows = over_ranks, tile_rows
-        self._sentence_end_ids = sentence_end_ids
+        self._sentence_end_ids, self._on_layer = sentence_end_ids, on_layer
         self._kv: list[LayerKV] = []
+        self._layer = 0
         self._row_layers = self._question_row_layers = self._projected_rows = 0
         self._start()
 
     @property
     def layer(self) -> int:
         """The next layer to be computed."""
-        return len(self._kv)
+        return self._layer
+
+    @property
+    def active_rows(self) -> int:
+        """Rows that the next layer computes at most."""
+        return len(self._rows)
 
     @property
     def done(self) -> bool:
@@ -174,7 +185,12 @@ class FusedPrefill:
             rows = self._rows[tile]
             self._hidden[tile] = self._walk.run(layer, self._hidden[tile], rows, self._fuse_and_attend(kv, rows))
         self._row_layers += len(self._rows)
-        self._kv.append(kv)
+        self._layer += 1
+        if self._on_layer is None:
+            self._kv.append(kv)
+        else:
+            self._on_layer(layer, kv)
+            self._loader.release(layer)
 
     def _check(self, layer: int, kv: LayerKV) -> None:
         """Measures the deviation of every candidate and drops those that are not selected."""
@@ -260,17 +276,8 @@ def first_reused_layer(selector: Selector) -> int:
     return 0 if early or not selector.check_layers else selector.check_layers[0]
 
 
-def prefill(
-    plan: BlendPlan,
-    open_walk: Callable[[BlendPlan], LayerWalk],
-    open_loader: Callable[[BlendPlan, int], LayerLoader],
-    selector: Selector,
-    *,
-    over_ranks: OverRanks | None = None,
-    tile_rows: int = 1024,
-    sentence_end_ids: npt.NDArray[np.int64] | None = None,
-) -> Prefill:
-    """One prompt, start to first logits.
+class PrefillRun:
+    """One prompt, start to first logits, a layer at a time; restarts by itself where a block is lost.
 
     A block that fails to load is a miss, and the pass restarts once without it: rows that were dropped cannot be
     brought back. If that pass loses a block too, everything is recomputed.
@@ -280,28 +287,67 @@ def prefill(
         open_walk: an engine's walk over the plan's rows.
         open_loader: a loader of the plan, with the first layer whose loaded rows are needed.
         selector: which loaded rows are recomputed.
-        over_ranks: see `OverRanks`; None on a single rank.
-        tile_rows: rows that go through a layer at once.
-        sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
+        **options: for `FusedPrefill`.
     """
-    fallbacks: list[str] = []
-    while True:
+
+    def __init__(
+        self,
+        plan: BlendPlan,
+        open_walk: Callable[[BlendPlan], LayerWalk],
+        open_loader: Callable[[BlendPlan, int], LayerLoader],
+        selector: Selector,
+        **options: Any,
+    ) -> None:
+        self._open_walk, self._open_loader, self._selector, self._options = open_walk, open_loader, selector, options
+        self._fallbacks: list[str] = []
+        self._start(plan)
+
+    @property
+    def active_rows(self) -> int:
+        """Rows that the next layer computes at most."""
+        return self._pass.active_rows
+
+    def advance(self) -> bool:
+        """Computes a layer, or starts anew; True when all are done."""
         try:
-            with open_loader(plan, first_reused_layer(selector)) as loader:
-                run = FusedPrefill(
-                    plan,
-                    open_walk(plan),
-                    loader,
-                    selector,
-                    over_ranks=over_ranks,
-                    tile_rows=tile_rows,
-                    sentence_end_ids=sentence_end_ids,
-                )
-                while not run.advance():
-                    pass
-                result = run.result()
-            result.fallbacks = fallbacks
-            return result
+            return self._pass.advance()
         except BlockLostError as error:
-            fallbacks.append(str(error))
-            plan = plan.without("all" if len(fallbacks) > 1 else error.names)
+            self._fallbacks.append(str(error))
+            self.close()
+            self._start(self._plan.without("all" if len(self._fallbacks) > 1 else error.names))
+            return False
+
+    def result(self) -> Prefill:
+        """What the pass leaves behind; valid once `advance` said so."""
+        result = self._pass.result()
+        result.fallbacks = list(self._fallbacks)
+        return result
+
+    def close(self) -> None:
+        """Stops loading and lets go of buffers. Idempotent."""
+        self._loader.close()
+
+    def __enter__(self) -> "PrefillRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, plan: BlendPlan) -> None:
+        self._plan = plan
+        self._loader = self._open_loader(plan, first_reused_layer(self._selector))
+        self._pass = FusedPrefill(plan, self._open_walk(plan), self._loader, self._selector, **self._options)
+
+
+def prefill(
+    plan: BlendPlan,
+    open_walk: Callable[[BlendPlan], LayerWalk],
+    open_loader: Callable[[BlendPlan, int], LayerLoader],
+    selector: Selector,
+    **options: Any,
+) -> Prefill:
+    """All of a `PrefillRun` at once; the same arguments."""
+    with PrefillRun(plan, open_walk, open_loader, selector, **options) as run:
+        while not run.advance():
+            pass
+        return run.result()

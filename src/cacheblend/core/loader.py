@@ -106,6 +106,10 @@ class LayerLoader:
         finally:
             self.wait_s += time.perf_counter() - started
 
+    def release(self, index: int) -> None:
+        """Lets go of a layer's buffers, which nobody will ask for again."""
+        self._given.pop(index, None)
+
     def __enter__(self) -> "LayerLoader":
         return self
 

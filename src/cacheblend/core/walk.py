@@ -37,5 +37,5 @@ class LayerWalk(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of one row's final hidden state [1, width]: [vocab]."""
+        """Logits of one row's final hidden state [1, width]: [vocab]; empty where the engine computes them itself."""
         ...

@@ -30,12 +30,12 @@ from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, f
 from cacheblend.engines.hf.fingerprint import fingerprint_model
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.request import Answer, Delta, Request, report_of
-from cacheblend.engines.hf.sentences import find_sentence_end_ids
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.tokens import Content, Message, Passage, PromptBuilder
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.walk import HfWalk
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress, WarmReport
+from cacheblend.engines.sentences import find_sentence_end_ids
 from cacheblend.engines.settings import Settings, settle
 from cacheblend.store import KVStore, open_store
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
+from cacheblend.core.capture import ChunkJob, manifest_of, publish
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.fusor import Prefill
@@ -15,7 +16,7 @@ from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan import Planner
 from cacheblend.core.prompt import Segment, check_ids
 from cacheblend.engines.hf.background import Background
-from cacheblend.engines.hf.capture import ChunkJob, batches, compute_chunks, manifest_of, publish
+from cacheblend.engines.hf.capture import batches, compute_chunks
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.store import KVStore, WriteBehind
 
