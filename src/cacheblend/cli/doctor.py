@@ -189,8 +189,8 @@ def _diagnose(model: Path | None, shape: str | None, dtype: str, device: str | N
 def _profile(model: Path) -> "Check":
     """What an engine on this folder blends by; a damaged profile stands in its way."""
     from cacheblend.core.errors import InvalidInputError
+    from cacheblend.engines.fingerprint import fingerprint_folder
     from cacheblend.engines.hf.doctor import Check
-    from cacheblend.engines.hf.fingerprint import fingerprint_folder
     from cacheblend.engines.settings import settle
 
     try:

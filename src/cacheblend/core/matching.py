@@ -70,6 +70,11 @@ class ChunkIndex:
     def __contains__(self, chunk_id: BlockName) -> bool:
         return chunk_id in self._numbers
 
+    @property
+    def chunk_ids(self) -> list[BlockName]:
+        """Of the chunks that can be found."""
+        return list(self._numbers)
+
     def add(self, chunks: Iterable[ChunkManifest]) -> None:
         """Chunks to be found from now on; those that are known, or too short to be found, change nothing."""
         added = [_Windows.none()]

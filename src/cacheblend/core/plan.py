@@ -154,6 +154,18 @@ class BlendPlan:
             counts[key] = counts.get(key, 0) + len(span)
         return counts
 
+    def with_resident(self, stop: int, name: BlockName) -> "BlendPlan":
+        """The plan where the first `stop` rows are in place already and need not be loaded: one span of that name."""
+        held = [span for span in self.spans if span.start < stop]
+        first, rest = held[-1], [span for span in self.spans if span.start >= stop]
+        resident = replace(first, start=0, stop=stop, source=Source.PREFIX, name=name, stored_start=0, storable=False)
+        spans = [replace(resident, chunk_offset=0, record_start=0, tier="")]
+        if stop < first.stop:
+            moved = stop - first.start
+            cut = replace(first, start=stop, stored_start=first.stored_start + moved)
+            spans.append(replace(cut, chunk_offset=cut.chunk_offset + moved, record_start=cut.record_start + moved))
+        return BlendPlan(self.prompt, self.anchor_ids, self.anchor_name, (*spans, *rest))
+
     def without(self, lost: Iterable[BlockName] | Literal["all"]) -> "BlendPlan":
         """The plan after blocks were lost: their rows are misses, or text.
 

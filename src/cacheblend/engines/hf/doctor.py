@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from cacheblend.core.blocks import KVLayout
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.rope import KeyRotation
-from cacheblend.engines.hf.fingerprint import WEIGHT_FILES
+from cacheblend.engines.fingerprint import WEIGHT_FILES
 from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.engines.hf.survey import Survey, check_config, survey_model
 from cacheblend.engines.hf.tokens import PromptBuilder

@@ -25,9 +25,9 @@ from cacheblend.core.plan import Anchor, BlendPlan, Planner
 from cacheblend.core.prompt import Prompt, Segment, chunk
 from cacheblend.core.report import BlendReport
 from cacheblend.core.selection import Selector
+from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
-from cacheblend.engines.hf.fingerprint import fingerprint_model
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.request import Answer, Delta, Request, report_of
 from cacheblend.engines.hf.survey import survey_model

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.hf.fingerprint import fingerprint_folder
+from cacheblend.engines.fingerprint import fingerprint_folder
 from cacheblend.engines.hf.survey import check_config
 
 

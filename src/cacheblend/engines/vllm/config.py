@@ -26,7 +26,7 @@ class ConnectorConfig:
     """How the connector works.
 
     Attributes:
-        blend: how prompts are blended.
+        blend_fields: those of `BlendConfig` that are set; the model's profile or the defaults say the rest.
         store: the store's URL, see `open_store`; all ranks and the scheduler open the same one.
         chunk_end_token_id: a chunk is a run of tokens that ends with this one; None: there is no such token.
         match_content: look for stored chunks in prompts whose client names none.
@@ -36,7 +36,7 @@ class ConnectorConfig:
         refresh_s: seconds after which the store's list of chunks is read anew: others may write to it.
     """
 
-    blend: BlendConfig = field(default_factory=BlendConfig)
+    blend_fields: Mapping[str, Any] = field(default_factory=dict)
     store: str = "memory"
     chunk_end_token_id: int | None = None
     match_content: bool = True
@@ -44,7 +44,16 @@ class ConnectorConfig:
     budget_row_layers: int | None = None
     refresh_s: float = 5.0
 
+    @property
+    def blend(self) -> BlendConfig:
+        """The fields that are set, and defaults."""
+        return BlendConfig(**self.blend_fields)
+
     def __post_init__(self) -> None:
+        if self.blend.anchor == "system":
+            raise InvalidInputError(
+                'anchor "system": chunks are found by their content, behind any system prompt; use "bos" or "none"'
+            )
         whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1}
         for name, least in whole.items():
             value = getattr(self, name)
@@ -74,12 +83,12 @@ def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
                 raise InvalidInputError(f"{key} is given twice: by itself, and in the form of UCM; keep one of the two")
             own[key] = value
     blend_fields = {each.name for each in fields(BlendConfig)} - set(_NOT_HERE)
-    connector_fields = {each.name for each in fields(ConnectorConfig)} - {"blend"}
+    connector_fields = {each.name for each in fields(ConnectorConfig)} - {"blend_fields"}
     _check_keys(own, blend_fields | connector_fields, "kv_connector_extra_config")
     blend = {key: _as_tuple(value) for key, value in own.items() if key in blend_fields}
     rest = {key: value for key, value in own.items() if key in connector_fields}
     try:
-        return ConnectorConfig(blend=BlendConfig(**blend), **rest)
+        return ConnectorConfig(blend_fields=blend, **rest)
     except TypeError as error:
         raise InvalidInputError(f"kv_connector_extra_config: a value has the wrong type: {error}") from error
 

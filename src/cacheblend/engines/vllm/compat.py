@@ -1,0 +1,270 @@
+"""Every name of vLLM's that is not its documented interface, in one place. Nothing else here imports vLLM's internals.
+
+Written for vLLM 0.26 to 0.33; the README says which versions were run.
+"""
+
+import hashlib
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.forward_context import ForwardContext, override_forward_context
+
+from cacheblend.core.attention import AttentionSpec
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.rope import KeyRotation
+
+__all__ = [
+    "ARCHITECTURES",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorWorkerMetadata",
+    "VllmConfig",
+]
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""What is blended: dense decoders whose layers are called with (positions, hidden, residual)."""
+
+# ---- the model ----------------------------------------------------------------------------------------------
+
+_loaded: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def recording(architecture: str) -> type[nn.Module]:
+    """vLLM's class of that name, which also remembers its instances: a connector is not told of the model otherwise."""
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    module, name = _TEXT_GENERATION_MODELS[architecture]
+    base = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+
+    def remember(self: nn.Module, *, vllm_config: VllmConfig, prefix: str = "", **options: Any) -> None:
+        base.__init__(self, vllm_config=vllm_config, prefix=prefix, **options)
+        _loaded.add(self)
+
+    made: type[nn.Module] = type(architecture, (base,), {"__init__": remember, "__module__": base.__module__})
+    return made
+
+
+def attention_layers(config: VllmConfig) -> dict[str, Any]:
+    """vLLM's attention modules by name, in the order of the layers."""
+    context = config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if hasattr(layer, "impl") and hasattr(layer, "kv_cache")}
+
+
+def model_of(attention: nn.Module) -> nn.Module:
+    """The loaded model that holds this attention module.
+
+    Raises:
+        ModelNotBlendableError: it was not loaded through this package's plug-in.
+    """
+    for model in list(_loaded):
+        if any(module is attention for module in model.modules()):
+            return model
+    raise ModelNotBlendableError(
+        f"this model is not among the blendable architectures ({', '.join(ARCHITECTURES)}), or vLLM did not load the "
+        "plug-in 'cacheblend' (is VLLM_PLUGINS set, and does it leave it out?)"
+    )
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder's layers, in order."""
+    inner: Any = model.model
+    return list(inner.layers)[inner.start_layer : inner.end_layer]
+
+
+def embed(model: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
+    """[n, width] input of the first layer."""
+    named: Any = getattr(model, "embed_input_ids", None) or model.get_input_embeddings
+    hidden: torch.Tensor = named(token_ids)
+    return hidden
+
+
+def attention_spec(layer: Any) -> AttentionSpec:
+    """How an attention module attends.
+
+    Raises:
+        ModelNotBlendableError: in a way that blending does not know.
+    """
+    impl = layer.impl
+    if getattr(impl, "alibi_slopes", None) is not None:
+        raise ModelNotBlendableError(f"{layer.layer_name} attends with ALiBi slopes, which blending does not know")
+    return AttentionSpec(
+        scaling=float(impl.scale),
+        window=getattr(layer, "sliding_window", None),
+        softcap=getattr(impl, "logits_soft_cap", None) or None,
+        sinks=getattr(impl, "sinks", None),
+    )
+
+
+def candidate_rotations(layers: Sequence[nn.Module]) -> list[KeyRotation]:
+    """Rotations that the layers' keys may turn by, as their rotary modules compute them; the caller tries them."""
+    found: list[KeyRotation] = []
+    for rotary in {id(m): m for layer in layers for m in layer.modules() if hasattr(m, "cos_sin_cache")}.values():
+        module: Any = rotary
+        for argument, divisor in ((module.base, 1.0), *_scalings(module)):
+            try:
+                frequencies = module._compute_inv_freq(argument).detach().cpu().double() / divisor
+            except (AttributeError, TypeError, ValueError):
+                continue
+            found.append(KeyRotation(frequencies, "half" if module.is_neox_style else "interleaved"))
+    return found
+
+
+def _scalings(rotary: Any) -> Iterator[tuple[float, float]]:
+    """(argument of `_compute_inv_freq`, divisor) of scaled rotations: YaRN takes the factor, linear scaling divides."""
+    factors = [getattr(rotary, "scaling_factor", None), *getattr(rotary, "scaling_factors", [])]
+    for factor in factors:
+        if isinstance(factor, int | float):
+            yield float(factor), 1.0
+            yield rotary.base, float(factor)
+
+
+class AttentionShim:
+    """Stands where vLLM looks an attention module up, and hands its queries, keys and values to `answer`."""
+
+    def __init__(self, real: Any) -> None:
+        self.kv_cache, self.layer_name = real.kv_cache, real.layer_name
+        self.impl = self
+        self.answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def do_kv_cache_update(self, *_: Any) -> None:
+        """Nothing: fresh KV goes where the fusor puts it."""
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
+    ) -> torch.Tensor:
+        """Of [n, heads, head_dim] each; writes to `output` as vLLM's implementations do."""
+        if self.answer is None:
+            raise RuntimeError(f"{self.layer_name} was called outside of a walk")
+        output: torch.Tensor = options["output"]
+        output.copy_(self.answer(query, key, value).view_as(output))
+        return output
+
+
+@contextmanager
+def shimmed(config: VllmConfig, shims: Mapping[str, AttentionShim]) -> Iterator[None]:
+    """Inside, vLLM's layers find these shims for their attention, and run as they are, not compiled."""
+    layers = {**config.compilation_config.static_forward_context, **shims}
+    context = ForwardContext(
+        no_compile_layers=layers,
+        attn_metadata=dict.fromkeys(layers),
+        slot_mapping={},
+        skip_compiled=True,
+    )
+    with override_forward_context(context):
+        yield
+
+
+# ---- vLLM's paged KV cache ----------------------------------------------------------------------------------
+
+
+def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """Puts rows into a layer's paged cache, however its backend lays it out.
+
+    Args:
+        layer: vLLM's attention module.
+        keys, values: [n, kv_heads, head_dim].
+        slots: [n] int64, block * block size + place in the block.
+    """
+    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+
+
+# ---- requests -----------------------------------------------------------------------------------------------
+
+
+def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> None:
+    """Gives a request's blocks from `first_token` on other names, so that no plain request finds them.
+
+    Blocks that lie wholly in front of it keep theirs, and are shared with plain requests.
+    """
+    hashes = request.block_hashes
+    kept = first_token // block_size
+    if kept < len(hashes) == request.num_tokens // block_size:
+        plain = hashes[kept]
+        del hashes[kept:]
+        hashes.append(type(plain)(hashlib.sha256(salt + bytes(plain)).digest()[: len(plain)]))
+    else:  # that block is not full yet, or hashes stand for other spans than blocks: all of them are salted
+        request.cache_salt = f"{request.cache_salt or ''}{salt.hex()}"
+        hashes.clear()
+    request.update_block_hashes()
+
+
+# ---- tensor parallelism -------------------------------------------------------------------------------------
+
+
+def tp_size() -> int:
+    """Ranks that share a layer."""
+    return int(get_tensor_model_parallel_world_size())
+
+
+def tp_rank() -> int:
+    """This process's among them."""
+    return int(get_tensor_model_parallel_rank())
+
+
+def over_ranks(value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
+    """`value` summed, or its highest, over tensor-parallel ranks."""
+    joined = value.clone()
+    operation = torch.distributed.ReduceOp.SUM if how == "sum" else torch.distributed.ReduceOp.MAX
+    torch.distributed.all_reduce(joined, op=operation, group=get_tp_group().device_group)
+    return joined
+
+
+def gather_heads(part: torch.Tensor) -> torch.Tensor:
+    """[kv_heads of a rank, ...] of all ranks in their order."""
+    gathered: torch.Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim=0)
+    return gathered
+
+
+# ---- what is not tested is refused --------------------------------------------------------------------------
+
+
+def refusals(config: VllmConfig) -> list[str]:
+    """What of a configuration blending was not tested with, by name; empty: nothing."""
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    text = model.hf_text_config
+    architectures = list(getattr(model.hf_config, "architectures", None) or [])
+    found = [
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
+        (parallel.data_parallel_size > 1, "data parallelism inside one engine"),
+        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
+        (config.lora_config is not None, "LoRA"),
+        (config.speculative_config is not None, "speculative decoding"),
+        (model.use_mla, "MLA attention"),
+        (bool(model.is_multimodal_model), "multimodal models"),
+        (model.runner_type == "pooling", "pooling models"),
+        (str(cache.cache_dtype) not in ("auto", "bfloat16", "float16"), f"a KV cache of type {cache.cache_dtype}"),
+        (
+            not set(architectures) & set(ARCHITECTURES),
+            f"{' '.join(architectures) or 'a model without architecture'} (blendable are {', '.join(ARCHITECTURES)})",
+        ),
+        ((getattr(text, "num_kv_shared_layers", 0) or 0) > 0, "layers that share their KV cache"),
+    ]
+    return [name for wrong, name in found if wrong]

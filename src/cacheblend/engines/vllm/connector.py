@@ -1,0 +1,203 @@
+"""The connector that vLLM makes twice: one in the scheduler's process, one in each worker's. It hands on, no more."""
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import root_name
+from cacheblend.core.plan import Anchor, Planner
+from cacheblend.engines.settings import settle
+from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.identity import identify
+from cacheblend.engines.vllm.jobs import StepJobs, StepReport
+from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
+from cacheblend.engines.vllm.model import BlendModel
+from cacheblend.engines.vllm.scheduling import Scheduling
+from cacheblend.engines.vllm.worker import Worker
+from cacheblend.store import KVStore, open_store
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CacheBlendConnector(compat.KVConnectorBase_V1):
+    """See the package's docstring for how vLLM is told of it.
+
+    Args:
+        vllm_config, role, kv_cache_config: vLLM's.
+
+    Raises:
+        InvalidInputError: an unknown setting, or a combination that is not tested; the message names it.
+    """
+
+    def __init__(self, vllm_config: compat.VllmConfig, role: compat.KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._check(vllm_config, kv_cache_config)
+        self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._identity = identify(vllm_config)
+        fields = self._config.blend_fields
+        self._settings = settle(fields, self._identity.folder, self._identity.fingerprint)
+        self._selector = self._settings.selector()
+        root = root_name(self._identity.fingerprint, self._identity.dtype, salt=self._settings.config.salt)
+        self._planner = Planner(root, self._anchor(), self._settings.config.block_size)
+        self._block_size = int(vllm_config.cache_config.block_size)
+        self._store = shared_store(self._config.store, vllm_config)
+        self._scheduling: Scheduling | None = None
+        self._worker: Worker | None = None
+        if role == compat.KVConnectorRole.SCHEDULER:
+            self._scheduling = Scheduling(
+                self._config, self._settings.config, self._selector, self._planner, self._store, self._block_size
+            )
+
+    def _check(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> None:
+        refused = compat.refusals(vllm_config)
+        groups = getattr(kv_cache_config, "kv_cache_groups", None) or []
+        if len(groups) > 1:
+            refused.append(f"{len(groups)} groups of KV cache (--disable-hybrid-kv-cache-manager makes one of them)")
+        if self._kv_transfer_config.kv_role != "kv_both":
+            refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
+        if refused:
+            raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
+
+    def _anchor(self) -> Anchor:
+        rule, bos = self._settings.config.anchor, self._identity.bos_id
+        if rule == "auto":
+            return Anchor("none" if bos is None else "bos", bos)
+        return Anchor(rule, bos)
+
+    # ---- scheduler --------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """See `Scheduling.on_new`."""
+        self._scheduler.on_new(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """See `Scheduling.claim`; provided over several engine steps."""
+        claimed = self._scheduler.claim(request, num_computed_tokens)
+        return claimed, claimed > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `Scheduling.allocated`."""
+        self._scheduler.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
+        """What the workers are to do from this step on."""
+        return self._scheduler.take_jobs()
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks are vLLM's to free at once."""
+        self._scheduler.finished(request)
+        return False, None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers finished."""
+        report = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(report, StepReport):
+            self._scheduler.reported(report.captured)
+
+    def has_pending_push_work(self) -> bool:
+        """Keeps vLLM stepping while chunks are captured, also without requests."""
+        return self._scheduling is not None and self._scheduling.is_capturing
+
+    @property
+    def _scheduler(self) -> Scheduling:
+        assert self._scheduling is not None
+        return self._scheduling
+
+    # ---- worker -----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """The model is loaded and has its cache: from here on it can be walked."""
+        scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
+        rows = int(scheduler.max_num_batched_tokens)
+        self._worker = Worker(
+            BlendModel(self._vllm_config),
+            self._store,
+            self._planner,
+            self._selector,
+            block_size=self._block_size,
+            budget=self._config.budget_row_layers or rows * layers,
+            tile_rows=rows,
+            sentence_end_ids=self._identity.sentence_end_ids() if self._selector.question_rows else None,
+            name=self._identity.name,
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Some layers of what is to be done."""
+        jobs = self._get_connector_metadata()
+        if self._worker is not None and isinstance(jobs, StepJobs):
+            self._worker.step(jobs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a prompt is whole before vLLM computes its last token."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: chunks are computed alone, not taken from prompts."""
+
+    def wait_for_save(self) -> None:
+        """Nothing."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose prompts stand in the paged cache."""
+        return None, (self._worker.take_provided() if self._worker else None) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that vLLM is to compute itself (with `kv_load_failure_policy` "recompute")."""
+        return self._worker.take_failed_blocks() if self._worker else set()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """What was captured so far."""
+        return StepReport(self._worker.captured) if self._worker else None
+
+    def shutdown(self) -> None:
+        """Waits for what is being written."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # ---- statistics -------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> BlendStats | None:
+        """What was counted since the last call, of this side."""
+        side = self._worker or self._scheduling
+        return None if side is None else side.counts.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
+        """Of what came from another process."""
+        return BlendStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: compat.VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> BlendPromMetrics:
+        """Counters for vLLM's endpoint."""
+        return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+_stores: "weakref.WeakValueDictionary[tuple[str, str], KVStore]" = weakref.WeakValueDictionary()
+_stores_lock = threading.Lock()
+
+
+def shared_store(url: str, config: compat.VllmConfig) -> KVStore:
+    """The store of one engine, the same object for both sides where they share a process.
+
+    Raises:
+        InvalidInputError: a store in memory, and several processes that would each have their own.
+    """
+    if url.startswith("memory") and config.parallel_config.world_size > 1:
+        raise InvalidInputError(
+            f"the store {url!r} lies in one process, and {config.parallel_config.world_size} workers have their own; "
+            'use a folder: "file:///var/cache/cacheblend"'
+        )
+    key = (str(config.kv_transfer_config.engine_id), url)
+    with _stores_lock:
+        store = _stores.get(key)
+        if store is None:
+            store = _stores[key] = open_store(url)
+        return store

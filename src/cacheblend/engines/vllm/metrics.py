@@ -1,0 +1,150 @@
+"""What blending did, through vLLM's own statistics: its log line, and its Prometheus endpoint."""
+
+from typing import Any
+
+from prometheus_client import Counter
+
+from cacheblend.core.fusor import Prefill
+from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
+
+HIT_TOKENS, FALLBACKS = "hit_tokens", "fallbacks"
+
+
+class Counts:
+    """Counters since they were last taken."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.by_label: dict[str, dict[str, float]] = {HIT_TOKENS: {}, FALLBACKS: {}}
+
+    def add(self, name: str, value: float) -> None:
+        """Of a plain counter."""
+        self.values[name] = self.values.get(name, 0) + value
+
+    def add_by(self, name: str, label: str, value: float) -> None:
+        """Of one that is kept by source or by reason."""
+        labels = self.by_label[name]
+        labels[label] = labels.get(label, 0) + value
+
+    def add_fallback(self, reason: str) -> None:
+        """Something that was to be reused was computed instead."""
+        self.add_by(FALLBACKS, reason, 1)
+
+    def add_blend(self, result: Prefill, local_tokens: int, seconds: float) -> None:
+        """A prompt that was provided.
+
+        Args:
+            result: of its pass.
+            local_tokens: of its prefix hits, those of vLLM's own cache.
+            seconds: from its first layer to its last, other work between them included.
+        """
+        tokens = result.plan.tokens_by_source()
+        hits = {"vllm": local_tokens, "prefix": tokens["prefix"] - local_tokens}
+        for source, count in {**hits, "memory": tokens["memory"], "disk": tokens["disk"]}.items():
+            if count:
+                self.add_by(HIT_TOKENS, source, count)
+        self.add("requests", 1)
+        self.add("prompt_tokens", len(result.plan))
+        self.add("recomputed_tokens", result.recomputed_tokens)
+        self.add("row_layers", result.row_layers)
+        self.add("load_seconds", result.load_s)
+        self.add("wait_seconds", result.wait_s)
+        self.add("blend_seconds", seconds)
+        for _ in result.fallbacks:
+            self.add_fallback("block lost")
+
+    def take(self) -> "BlendStats | None":
+        """What was counted since the last call; None: nothing."""
+        values, by_label = self.values, self.by_label
+        if not values and not any(by_label.values()):
+            return None
+        self.__init__()  # type: ignore[misc]
+        data: dict[str, Any] = {**values, **{name: labels for name, labels in by_label.items() if labels}}
+        return BlendStats(data=data)
+
+
+class BlendStats(KVConnectorStats):
+    """`Counts` on their way through vLLM: numbers, and numbers by label."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        """Nothing is left."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "BlendStats":
+        """Of two steps, summed."""
+        joined = dict(self.data)
+        for name, value in other.data.items():
+            if isinstance(value, dict):
+                mine = dict(joined.get(name, {}))
+                joined[name] = mine | {label: mine.get(label, 0) + count for label, count in value.items()}
+            else:
+                joined[name] = joined.get(name, 0) + value
+        return BlendStats(data=joined)
+
+    def reduce(self) -> dict[str, int | float]:
+        """Flat, for the log line."""
+        flat: dict[str, int | float] = {}
+        for name, value in self.data.items():
+            if isinstance(value, dict):
+                flat |= {f"{name} {label}": count for label, count in value.items()}
+            else:
+                flat[name] = round(value, 4)
+        return flat
+
+    def is_empty(self) -> bool:
+        """Nothing was counted."""
+        return not self.data
+
+
+_PLAIN = {
+    "requests": "Requests whose prompts were blended.",
+    "prompt_tokens": "Tokens of these prompts.",
+    "recomputed_tokens": "Loaded tokens that were recomputed behind the last selection.",
+    "row_layers": "Rows times layers that blending computed.",
+    "captured_tokens": "Tokens of missed chunks that were computed alone and stored.",
+    "load_seconds": "Time that reading and placing stored KV took.",
+    "wait_seconds": "Of that, what blending waited for.",
+    "blend_seconds": "Time from a blended prompt's first layer to its last.",
+}
+_LABELLED = {
+    HIT_TOKENS: ("source", "Tokens of blended prompts that were not computed from nothing."),
+    FALLBACKS: ("reason", "What was to be reused and was computed instead."),
+}
+
+
+class BlendPromMetrics(KVConnectorPromMetrics):
+    """Counters `vllm:cacheblend_*`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        make = metric_types[Counter]
+        self._plain = {
+            name: make(name=f"vllm:cacheblend_{name}", documentation=words, labelnames=labelnames)
+            for name, words in _PLAIN.items()
+        }
+        self._labelled = {
+            name: make(name=f"vllm:cacheblend_{name}", documentation=words, labelnames=[*labelnames, label])
+            for name, (label, words) in _LABELLED.items()
+        }
+        self._engines = per_engine_labelvalues
+        for values in per_engine_labelvalues.values():
+            for counter in self._plain.values():
+                counter.labels(*values).inc(0)  # shown from the start
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds a step's counts."""
+        values = self._engines[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in self._labelled:
+                for label, count in value.items():
+                    self._labelled[name].labels(*values, label).inc(count)
+            elif name in self._plain:
+                self._plain[name].labels(*values).inc(value)

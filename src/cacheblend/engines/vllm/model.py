@@ -1,0 +1,156 @@
+"""vLLM's loaded model as the fusor needs it: layers, shapes, rotations, this rank's heads; checked at the start."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cacheblend.core.attention import attend_rows
+from cacheblend.core.blocks import KVLayout, LayerShape
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.rope import KeyRotation, reposition_keys, turn_by
+from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.walk import VllmWalk
+
+_PROBE_ROWS, _PROBE_SHIFT = 8, 37
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query, keys, values), [n, heads, head_dim] each, to the attention's output [n, heads, head_dim]."""
+
+
+class BlendModel:
+    """One rank's part of a model.
+
+    Args:
+        config: vLLM's.
+
+    Raises:
+        ModelNotBlendableError: its layers cannot be walked, or its keys cannot be moved; the message says why.
+    """
+
+    def __init__(self, config: compat.VllmConfig) -> None:
+        self._config = config
+        self.attention = list(compat.attention_layers(config).values())
+        model = compat.model_of(self.attention[0])
+        self._model = model
+        self.layers = compat.decoder_layers(model)
+        if len(self.layers) != len(self.attention):
+            raise ModelNotBlendableError(
+                f"{type(model).__name__} has {len(self.layers)} decoder layers and {len(self.attention)} attention "
+                "modules; blending needs one in each"
+            )
+        self._shims = {layer.layer_name: compat.AttentionShim(layer) for layer in self.attention}
+        self.specs = [compat.attention_spec(layer) for layer in self.attention]
+        self.device = next(model.parameters()).device
+        self.dtype = config.model_config.dtype
+        shapes = [LayerShape(int(layer.num_kv_heads), int(layer.head_size)) for layer in self.attention]
+        self.layout = KVLayout(tuple(shapes), self.dtype)  # of this rank's heads
+        self.tp_size, self.tp_rank = compat.tp_size(), compat.tp_rank()
+        total = config.model_config.get_total_num_kv_heads()
+        self.total_kv_heads = int(total)
+        self.heads = self._heads_of_rank(shapes[0].kv_heads)
+        with torch.inference_mode():
+            self._check_walk()
+            self.rotations = self._find_rotations()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[n, width] input of the first layer."""
+        return compat.embed(self._model, token_ids)
+
+    @contextmanager
+    def answering(self, layer: int, answer: Answer) -> Iterator[None]:
+        """Inside, `answer` is the attention of this layer."""
+        shim = self._shims[self.attention[layer].layer_name]
+        shim.answer = answer
+        try:
+            with compat.shimmed(self._config, self._shims):
+                yield
+        finally:
+            shim.answer = None
+
+    def _heads_of_rank(self, kv_heads: int) -> slice | None:
+        """Of a record's KV heads, those of this rank; None: all of them."""
+        if self.tp_size == 1:
+            return None
+        first = self.tp_rank * self.total_kv_heads // self.tp_size
+        return slice(first, first + kv_heads)
+
+    # ---- checks -----------------------------------------------------------------------------------------
+
+    def _check_walk(self) -> None:
+        """The walk gives each layer what the model's own forward gives it."""
+        vocab = int(self._config.model_config.get_vocab_size())
+        ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
+        positions = torch.arange(_PROBE_ROWS, device=self.device)
+        plain = self._plain_keys(ids, positions)
+        walk, rows = VllmWalk(self, ids, positions), torch.arange(_PROBE_ROWS, device=self.device)
+        hidden = walk.embed()
+        for layer in range(len(self.layers)):
+            keys, _ = walk.project(layer, hidden, rows)
+            if not torch.allclose(keys.float(), plain[layer].float(), rtol=1e-3, atol=_TOLERANCE[self.dtype]):
+                raise ModelNotBlendableError(
+                    f"layer {layer} of {type(self._model).__name__}, called by itself, gives other keys than in the "
+                    "model's own forward"
+                )
+            hidden = walk.run(layer, hidden, rows, lambda q, k, v, spec: attend_rows(q, k, v, positions, spec))
+
+    def _plain_keys(self, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+        """[kv_heads, n, head_dim] of each layer in the model's own forward."""
+        seen: list[torch.Tensor] = []
+
+        def answer_of(index: int) -> Answer:
+            def answer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+                q, k, v = (part.transpose(0, 1).contiguous() for part in (query, keys, values))
+                seen.append(k.clone())
+                return attend_rows(q, k, v, positions, self.specs[index])
+
+            return answer
+
+        for index, layer in enumerate(self.attention):
+            self._shims[layer.layer_name].answer = answer_of(index)
+        try:
+            with compat.shimmed(self._config, self._shims):
+                model: Any = self._model
+                model(ids, positions, None, None)
+        finally:
+            for shim in self._shims.values():
+                shim.answer = None
+        return seen
+
+    def _find_rotations(self) -> list[KeyRotation | None]:
+        """How each layer's keys turn, found by shifting positions and trying the model's own frequencies."""
+        candidates = compat.candidate_rotations(self.layers)
+        vocab = int(self._config.model_config.get_vocab_size())
+        ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
+        rows = torch.arange(_PROBE_ROWS, device=self.device)
+        first, moved = VllmWalk(self, ids, rows), VllmWalk(self, ids, rows + _PROBE_SHIFT)
+        hidden = first.embed()
+        found: list[KeyRotation | None] = []
+        for layer in range(len(self.layers)):
+            keys, values = first.project(layer, hidden, rows)
+            new_keys, new_values = moved.project(layer, hidden, rows)
+            if not self._close(values, new_values):
+                raise ModelNotBlendableError(f"the values of layer {layer} depend on the position")
+            found.append(self._rotation(layer, keys, new_keys, candidates))
+        return found
+
+    def _rotation(
+        self, layer: int, keys: torch.Tensor, moved: torch.Tensor, candidates: list[KeyRotation]
+    ) -> KeyRotation | None:
+        if self._close(keys, moved):
+            return None
+        shift = torch.full((keys.shape[1],), _PROBE_SHIFT)
+        for rotation in candidates:
+            fits = rotation.rotary_dim <= keys.shape[-1]
+            if fits and self._close(reposition_keys(keys, turn_by(rotation, shift, keys.device)), moved):
+                return rotation
+        raise ModelNotBlendableError(
+            f"the keys of layer {layer} do not move by any of the model's {len(candidates)} rotations; "
+            "they cannot be re-positioned"
+        )
+
+    def _close(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        error = (one.float() - other.float()).norm(dim=(0, 1))
+        return bool((error <= _TOLERANCE[self.dtype] * other.float().norm(dim=(0, 1)).max() + 1e-9).all())

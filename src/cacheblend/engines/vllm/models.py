@@ -1,0 +1,13 @@
+"""The classes that vLLM's registry is pointed to, made when they are asked for: `models:LlamaForCausalLM`."""
+
+from functools import cache
+from typing import Any
+
+
+@cache
+def __getattr__(name: str) -> Any:
+    from cacheblend.engines.vllm.compat import ARCHITECTURES, recording
+
+    if name not in ARCHITECTURES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return recording(name)

@@ -1,0 +1,313 @@
+"""The workers' side: provides prompts and captures chunks, some layers an engine step.
+
+    start_load_kv -> take(jobs) -> work(budget): oldest first, captures behind all prompts
+                                    prompt: load, fuse, write each finished layer to the paged cache -> done
+                                    chunk:  compute alone behind its anchor -> store
+
+Every rank does the same rows in the same order; where ranks must agree (chosen rows, lost blocks), they are asked.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cacheblend.core.blocks import Block, BlockEntry, BlockSource
+from cacheblend.core.capture import ChunkJob, blocks_of, manifest_of
+from cacheblend.core.errors import BlockLostError, StoreError
+from cacheblend.core.fusor import PrefillRun
+from cacheblend.core.loader import LayerKV, LayerLoader
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan import BlendPlan, Planner
+from cacheblend.core.prompt import Prompt, text
+from cacheblend.core.selection import NoRows, Selector
+from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
+from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.model import BlendModel
+from cacheblend.engines.vllm.paged import PagedLayer
+from cacheblend.engines.vllm.walk import VllmWalk
+from cacheblend.store import KVStore
+
+RESIDENT = BlockName(b"resident in the paged cache")
+"""Name of the span that vLLM's own prefix cache holds; no block's name is as long."""
+
+PAUSE_S = 60  # behind a store that cannot take a chunk
+READ_AHEAD = 2  # layers
+logger = logging.getLogger("cacheblend.vllm")
+
+
+@dataclass
+class _Task:
+    """A job under way; `run` is None until its first step."""
+
+    job: BlendJob | ChunkJob
+    run: PrefillRun | None = None
+    started: float = field(default_factory=time.perf_counter)
+    kv: list[LayerKV] = field(default_factory=list)
+
+
+class Worker:
+    """One rank's.
+
+    Args:
+        model: its part of the model.
+        store: where chunks lie.
+        planner: names blocks; captures are planned by it.
+        selector: which loaded rows are recomputed.
+        block_size: of the paged cache.
+        budget: row-layers of an engine step.
+        tile_rows: rows that go through a layer at once.
+        sentence_end_ids: see `FusedPrefill`.
+        name: of the model, for people.
+    """
+
+    def __init__(
+        self,
+        model: BlendModel,
+        store: KVStore,
+        planner: Planner,
+        selector: Selector,
+        *,
+        block_size: int,
+        budget: int,
+        tile_rows: int,
+        sentence_end_ids: npt.NDArray[np.int64] | None = None,
+        name: str = "",
+    ) -> None:
+        self._model, self._store, self._planner, self._selector = model, store, planner, selector
+        self._budget, self._tile_rows, self._sentence_end_ids = budget, tile_rows, sentence_end_ids
+        self._name, self._block_size = name, block_size
+        self._paged = [
+            PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
+            for layer, shape in zip(model.attention, model.layout.layers, strict=True)
+        ]
+        self._over_ranks = compat.over_ranks if model.tp_size > 1 else None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-writer")
+        self._blends: deque[_Task] = deque()
+        self._captures: deque[_Task] = deque()
+        self._provided: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._resume_at = 0.0
+        self._captured = 0
+        self.counts = Counts()
+
+    # ---- an engine step ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self, jobs: StepJobs) -> None:
+        """Takes what is new, and works for as long as the step's budget lasts; at least a layer."""
+        self._blends.extend(_Task(job) for job in jobs.blend)
+        self._captures.extend(_Task(job) for job in jobs.capture)
+        for request_id in jobs.dropped:
+            self._drop(request_id)
+        left = self._budget
+        while left > 0 and (self._blends or self._captures):
+            queue = self._blends or self._captures
+            left -= self._advance(queue[0])
+
+    def take_provided(self) -> set[str]:
+        """Requests whose prompts stand in the paged cache since the last call."""
+        provided, self._provided = self._provided, set()
+        return provided
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks of the paged cache that could not be provided since the last call: vLLM computes them anew."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    @property
+    def captured(self) -> int:
+        """Chunks that are done with, stored or not, since the start."""
+        return self._captured
+
+    def close(self) -> None:
+        """Gives up what is under way; waits for what is being written."""
+        for task in [*self._blends, *self._captures]:
+            if task.run is not None:
+                task.run.close()
+        self._writer.shutdown(wait=True, cancel_futures=True)
+
+    # ---- jobs -------------------------------------------------------------------------------------------
+
+    def _advance(self, task: _Task) -> int:
+        """One layer of a job; the row-layers it took. The first one also finds what to load and asks the question."""
+        try:
+            if task.run is None:
+                task.run = self._open(task)
+            rows = task.run.active_rows
+            if task.run.advance():
+                self._finish(task)
+            return max(rows, 1)
+        except Exception as error:  # whatever it is, the engine goes on: this request is computed by vLLM
+            logger.exception("a blend failed and is left to vLLM")
+            self._give_up(task, type(error).__name__)
+            return 1
+
+    def _give_up(self, task: _Task, reason: str) -> None:
+        if task.run is not None:
+            task.run.close()
+        self.counts.add_fallback(reason)
+        if isinstance(task.job, ChunkJob):
+            self._captures.popleft()
+            self._captured += 1
+            return
+        self._blends.popleft()
+        self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
+        self._provided.add(task.job.request_id)
+
+    def _open(self, task: _Task) -> PrefillRun:
+        if isinstance(task.job, ChunkJob):
+            return self._open_capture(task, task.job)
+        return self._open_blend(task.job)
+
+    def _open_blend(self, job: BlendJob) -> PrefillRun:
+        plan, first = job.plan, job.local_tokens
+        source: BlockSource = self._store
+        if first:
+            plan = plan.with_resident(first, RESIDENT)
+            source = _WithResident(self._store, self._paged, job.block_ids, first)
+        slots = self._paged[0].slots(job.block_ids, first, len(plan))
+
+        def write(layer: int, kv: LayerKV) -> None:
+            self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
+
+        return self._run(plan, source, self._selector, write, read_ahead=0 if first else READ_AHEAD)
+
+    def _open_capture(self, task: _Task, job: ChunkJob) -> PrefillRun:
+        prompt = Prompt.of([text(part) for part in (*job.anchor, job.token_ids)])
+        plan = self._planner.plan(prompt, _Nothing())
+        return self._run(plan, _Nothing(), NoRows(), lambda layer, kv: task.kv.append(kv), read_ahead=0)
+
+    def _run(
+        self, plan: BlendPlan, source: BlockSource, selector: Selector, on_layer: Any, *, read_ahead: int
+    ) -> PrefillRun:
+        model = self._model
+
+        def open_walk(plan: BlendPlan) -> VllmWalk:
+            ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
+            positions = torch.arange(plan.prefix_length, len(plan))
+            return VllmWalk(model, ids.to(model.device), positions.to(model.device))
+
+        def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
+            kind = LayerLoader if model.tp_size == 1 else _AgreedLoader
+            return kind(
+                plan,
+                source,
+                model.layout,
+                model.rotations,
+                first_reused_layer=first_reused_layer,
+                device=model.device,
+                read_ahead=read_ahead,
+                heads=model.heads,
+            )
+
+        return PrefillRun(
+            plan,
+            open_walk,
+            open_loader,
+            selector,
+            over_ranks=self._over_ranks,
+            tile_rows=self._tile_rows,
+            sentence_end_ids=self._sentence_end_ids,
+            on_layer=on_layer,
+        )
+
+    def _finish(self, task: _Task) -> None:
+        assert task.run is not None
+        task.run.close()
+        if isinstance(task.job, ChunkJob):
+            self._captures.popleft()
+            self._keep(task.job, task.kv)
+            return
+        self._blends.popleft()
+        self._provided.add(task.job.request_id)
+        self.counts.add_blend(task.run.result(), task.job.local_tokens, time.perf_counter() - task.started)
+
+    def _keep(self, job: ChunkJob, kv: Sequence[LayerKV]) -> None:
+        """Stores a captured chunk behind the engine's back: all ranks' heads, written by the first."""
+        if self._model.tp_size > 1:
+            kv = [self._all_heads(layer) for layer in kv]
+        if self._model.tp_rank or time.monotonic() < self._resume_at:
+            self._captured += 1
+            return
+        self._writer.submit(self._write, job, blocks_of(job, self._planner, kv))
+
+    def _write(self, job: ChunkJob, blocks: Sequence[Block]) -> None:
+        try:
+            for block in blocks:
+                self._store.write(block)
+            self._store.put_manifest(manifest_of(job, self._planner, self._name))
+            self.counts.add("captured_tokens", len(job.token_ids))
+        except StoreError as error:
+            self._resume_at = time.monotonic() + PAUSE_S
+            self.counts.add_fallback("store write")
+            logger.warning("missed chunks are not stored for %d s: %s", PAUSE_S, error)
+        finally:
+            self._captured += 1
+
+    def _all_heads(self, kv: LayerKV) -> LayerKV:
+        """Of replicated heads one each."""
+        copies = max(1, self._model.tp_size // self._model.total_kv_heads)
+        keys, values = (compat.gather_heads(part)[::copies] for part in kv)
+        return LayerKV(keys, values)
+
+    def _drop(self, request_id: str) -> None:
+        """A request that ended is reported as provided, so that vLLM frees its blocks, and not worked on any more."""
+        for task in list(self._blends):
+            if isinstance(task.job, BlendJob) and task.job.request_id == request_id:
+                self._blends.remove(task)
+                if task.run is not None:
+                    task.run.close()
+                self._provided.add(request_id)
+
+
+class _WithResident:
+    """A store, and the rows that vLLM's own prefix cache holds of one request."""
+
+    def __init__(self, store: KVStore, paged: Sequence[PagedLayer], block_ids: Sequence[int], stop: int) -> None:
+        self._store, self._paged, self._block_ids, self._stop = store, paged, block_ids, stop
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        return self._store.find(names)
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        if name == RESIDENT:
+            return self._paged[layer].read(self._block_ids, self._stop)
+        return self._store.read(name, layer, heads)
+
+
+class _Nothing:
+    """A source that holds nothing: a chunk to be captured is computed whole."""
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        return [None] * len(names)
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        raise BlockLostError([name], "nothing is held here")
+
+
+class _AgreedLoader(LayerLoader):
+    """A loader whose layers all ranks have, or none: a rank that went on alone would wait for the others for ever."""
+
+    def layer(self, index: int) -> LayerKV:
+        """See `LayerLoader.layer`; where any rank lost a block, all of them lost all."""
+        known, lost, kv = index in self._given, "", None
+        try:
+            kv = super().layer(index)
+        except BlockLostError as error:
+            lost = str(error)
+        if known and kv is not None:
+            return kv
+        flag = torch.tensor([float(bool(lost))], device=self._device)
+        if float(compat.over_ranks(flag, "max")) or kv is None:
+            names = list({span.name for span in self._plan.spans if span.name != RESIDENT})
+            raise BlockLostError(names, lost or f"layer {index}: another rank lost a block")
+        return kv
