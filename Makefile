@@ -4,19 +4,22 @@
 #   CONSTRAINTS=           empty: take the newest versions in pyproject.toml's ranges, or keep what .venv holds;
 #                          a file: pin to it. To use a torch of your own, install it into .venv first.
 #   WORKERS=2              test processes
+#   VLLM_VERSION=0.32.0    what `make vllm` installs, the build for CPUs, in .venv-vllm
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/ci.txt
 VENV ?= .venv
 WORKERS ?= 2
+VLLM_VERSION ?= 0.32.0
 ARGS ?=
 
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test vllm test-vllm lint format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -24,8 +27,14 @@ help: ## show this list
 demo: $(VENV)/.installed ## passages stored once, asked in many orders: answers and times, with and without; draws a picture
 	$(BIN)/cacheblend demo $(ARGS)
 
-test: $(VENV)/.installed-test ## all tests (GPU tests skip themselves without CUDA)
+test: $(VENV)/.installed-test ## all tests; those in vLLM behind `make vllm`, those on a GPU where there is CUDA
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(if $(wildcard $(VLLM_VENV)/.installed),$(MAKE) test-vllm)
+
+vllm: $(VLLM_VENV)/.installed ## vLLM for CPUs and this package beside it, in .venv-vllm
+
+test-vllm: $(VLLM_VENV)/.installed ## the tests that run vLLM
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin $(ARGS)
 
 lint: $(VENV)/.installed-lint ## ruff, mypy and the direction of imports
 	$(BIN)/ruff check .
@@ -41,7 +50,7 @@ bench: $(VENV)/.installed ## time to first token of a 0.5B shape with random wei
 	$(BIN)/cacheblend bench ttft --shape qwen2.5-0.5b --ratio 0.15 --ratio 0.05 $(ARGS)
 
 clean: ## remove the environment and what tools leave behind
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp a purpose; each is redone only when what it depends on has changed.
@@ -61,4 +70,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-lint: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIN) --group lint
+	@touch $@
+
+$(VLLM_VENV)/.installed: .ci/install-vllm
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VLLM_VENV)/bin/python .ci/install-vllm $(VLLM_VERSION)
 	@touch $@

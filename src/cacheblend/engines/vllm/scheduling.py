@@ -42,12 +42,20 @@ class _Known:
     Attributes:
         plan: of all its prompt but the last token.
         missed: chunks that the store lacks.
-        blended: something of it is loaded.
     """
 
     plan: BlendPlan
     missed: list[ChunkJob] = field(default_factory=list)
-    blended: bool = False
+
+    @property
+    def held(self) -> int:
+        """Tokens up to the last one that the store holds; 0: none."""
+        return max((span.stop for span in self.plan.spans if span.source in (Source.PREFIX, Source.LOADED)), default=0)
+
+    @property
+    def is_blended(self) -> bool:
+        """Something is loaded that is not exact here."""
+        return any(span.source is Source.LOADED for span in self.plan.spans)
 
 
 class Scheduling:
@@ -118,18 +126,15 @@ class Scheduling:
             logger.warning("request %s is not blended: %s", request.request_id, error)
             return
         self._known[request.request_id] = known
-        if known.blended:
-            first = next(s.start for s in known.plan.spans if s.source in (Source.LOADED, Source.MISS))
+        if known.is_blended:
+            first = next(span.start for span in known.plan.spans if span.source in (Source.LOADED, Source.MISS))
             compat.salt_from(request, first, self._block_size, self._salt)
 
     def claim(self, request: Any, num_computed_tokens: int) -> int:
         """Tokens behind those that vLLM holds itself that the workers will provide."""
         known = self._known.get(request.request_id)
-        if known is None or not known.blended:
-            return 0
-        loaded = [span.stop for span in known.plan.spans if span.source is Source.LOADED]
-        if num_computed_tokens >= max(loaded):
-            return 0  # what is left is plain text, which vLLM prefills itself
+        if known is None or num_computed_tokens >= known.held:
+            return 0  # what is left is plain text, or missed, and vLLM prefills it itself
         return len(known.plan) - num_computed_tokens
 
     def allocated(self, request: Any, block_ids: list[int], claimed: int) -> None:
@@ -151,7 +156,7 @@ class Scheduling:
     def finished(self, request: Any) -> None:
         """A request ended, or was aborted."""
         known = self._known.pop(request.request_id, None)
-        if known is not None and known.blended:
+        if known is not None and known.held:
             self._jobs.dropped.append(request.request_id)
 
     def reported(self, captured: int) -> None:
@@ -180,12 +185,11 @@ class Scheduling:
 
     def _plan(self, prompt: Prompt) -> _Known:
         whole = self._planner.plan(_without_last(prompt), self._store)
-        loaded = any(span.source is Source.LOADED for span in whole.spans)
         anchor = tuple(self._planner.anchor.segments(whole.prompt))
         missed = [ChunkJob(anchor, s.token_ids, s.label) for s in prompt.chunks if s.found_in is None]
         if not self._blend.capture:
             missed = []
-        return _Known(whole, missed, loaded)
+        return _Known(whole, missed)
 
     def _capture(self, jobs: list[ChunkJob]) -> None:
         """Chunks that are neither held nor under way, as many as may wait."""

@@ -1,0 +1,90 @@
+"""Runs vLLM in a process of its own, since one process holds one engine: `python child.py JOB.json`.
+
+The job is `{"model", "engine", "extra", "steps"}`; `extra` null leaves the connector out. A step asks prompts, or does
+one of the other things below. What comes out is written beside the job, as `JOB.json.out`.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+MODULE = "cacheblend.engines.vllm"
+
+
+def main(path: Path) -> None:
+    job = json.loads(path.read_text())
+    from vllm import LLM
+
+    options: dict[str, Any] = {
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 512,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        "distributed_executor_backend": "uni",
+        "disable_hybrid_kv_cache_manager": True,
+    }
+    options |= job["engine"]
+    if job["extra"] is not None:
+        options["kv_transfer_config"] = {
+            "kv_connector": "CacheBlendConnector",
+            "kv_connector_module_path": MODULE,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": job["extra"],
+        }
+    llm = LLM(model=job["model"], **options)
+    answers = [step(llm, each) for each in job["steps"]]
+    metrics: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if hasattr(metric, "value") and ("cacheblend" in metric.name or "preemptions" in metric.name):
+            label = metric.labels.get("source") or metric.labels.get("reason") or ""
+            metrics[f"{metric.name} {label}".strip()] = metric.value
+    Path(f"{path}.out").write_text(json.dumps({"answers": answers, "metrics": metrics}))
+
+
+def step(llm: Any, what: dict[str, Any]) -> Any:
+    """Asks (all prompts at once, or one by one), or removes a folder."""
+    if "remove" in what:
+        shutil.rmtree(what["remove"])
+        return None
+    prompts = what["ask"]
+    chunks = what.get("chunks") or [None] * len(prompts)
+    batches = [[i] for i in range(len(prompts))] if what.get("alone") else [list(range(len(prompts)))]
+    found: list[Any] = []
+    for batch in batches:
+        found += ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], what.get("sampling", {}))
+        settle(llm)
+    return found
+
+
+def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[str, Any]) -> list[Any]:
+    from vllm import SamplingParams
+
+    settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
+    params = [
+        SamplingParams(
+            **settings,
+            extra_args=None if spans is None else {"kv_transfer_params": {"cacheblend": {"chunks": spans}}},
+        )
+        for spans in chunks
+    ]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [
+        {"tokens": [list(one.token_ids) for one in output.outputs], "cached": output.num_cached_tokens}
+        for output in outputs
+    ]
+
+
+def settle(llm: Any) -> None:
+    """Until the store has what was missed; the engine's own process does so by itself, this one has to be told."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    connector = getattr(getattr(core, "scheduler", None), "connector", None)
+    while connector is not None and connector.has_pending_push_work():
+        llm.llm_engine.step()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,217 @@
+"""The plug-in in unmodified vLLM: exact where it must be, right beside everything else that vLLM does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_running import Asked, Texts, Vllm, needs_vllm
+
+pytestmark = needs_vllm
+
+
+def tokens(step: list[dict[str, Any]]) -> list[list[list[int]]]:
+    return [answer["tokens"] for answer in step]
+
+
+def mixed_prompts(seed: int, count: int) -> list[Asked]:
+    """Prompts of mixed shape over few passages: some plain, some of one passage, some that end in one."""
+    texts = Texts(seed)
+    passages = texts.passages(8)
+    shapes = []
+    for number in range(count):
+        chosen = texts.rng.sample(passages, texts.rng.randint(0, 4))
+        front = texts.rng.choice([0, 1, 16, 33])
+        question = 1 if number % 10 == 9 else texts.rng.randint(2, 40)
+        shapes.append(texts.prompt(chosen, front, texts.rng.choice([0, 3]), question))
+    return shapes
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
+def test_fifty_prompts_at_ratio_one_answer_as_without_the_plugin(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, caching: bool
+) -> None:
+    asked = mixed_prompts(3, 50)
+    ids, spans = [one.ids for one in asked], [one.spans for one in asked]
+    plain = vllm.run(models["llama"], [{"ask": ids}], None, enable_prefix_caching=True)
+    steps = [
+        {"ask": ids, "chunks": spans, "alone": True},  # fills the store, and blends what is there
+        {"ask": ids, "chunks": spans},
+        {"ask": ids},  # found by content
+    ]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
+    blended = vllm.run(models["llama"], steps, extra, enable_prefix_caching=caching)
+    for step in blended["answers"]:
+        assert tokens(step) == tokens(plain["answers"][0])
+    assert blended["metrics"]["vllm:cacheblend_requests"] >= (30 if caching else 60)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """Both engines on one store, each reading what the other wrote."""
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.core.prompt import Prompt, chunk, text
+    from cacheblend.engines.hf import BlendEngine
+    from cacheblend.engines.hf.decode import SamplingParams
+
+    texts = Texts(11)
+    passages = texts.passages(6)
+    asked = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(6)]
+    store = f"file://{tmp_path}/store"
+    steps = [
+        {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], "alone": True},
+        {"ask": [one.ids for one in asked], "sampling": {"max_tokens": 5}},
+    ]
+    extra = {"store": store, "recompute_ratio": 0.2, "check_layers": [1], "selector": "hkvd"}
+    blended = vllm.run(models[family], steps, extra, enable_prefix_caching=False)
+    config = BlendConfig(recompute_ratio=0.2, capture=False)
+    with BlendEngine.from_pretrained(
+        models[family], store=store, config=config, dtype="float32", with_tokenizer=False, device="cpu"
+    ) as engine:
+        plain = 0
+        for one, answer in zip(asked, blended["answers"][1], strict=True):
+            segments, at = [], 0
+            for start, stop in one.spans:
+                segments += [text(one.ids[at:start]), chunk(one.ids[start:stop])]
+                at = stop
+            prompt = Prompt.of([*segments, text(one.ids[at:])])
+            mine = engine.generate(prompt, SamplingParams(max_tokens=5, temperature=0.0))
+            assert mine.report.missed_tokens == 0  # what vLLM wrote is found
+            assert answer["tokens"][0] == mine.token_ids
+            plain += (
+                answer["tokens"][0]
+                == engine.generate(prompt, SamplingParams(max_tokens=5, temperature=0.0), ratio=1.0).token_ids
+            )
+        assert plain < len(asked)  # or the ratio would show nothing
+
+
+def test_blended_blocks_are_never_found_by_a_plain_request(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    texts = Texts(5)
+    passages = texts.passages(4)
+    warm, asked = texts.prompt(passages), texts.prompt(passages[::-1], front=40)
+    plain = vllm.run(models["llama"], [{"ask": [warm.ids, asked.ids]}], None)
+    steps = [
+        {"ask": [warm.ids], "chunks": [warm.spans]},
+        {"ask": [asked.ids], "chunks": [asked.spans]},
+        {"ask": [asked.ids], "chunks": [asked.spans]},
+        {"ask": [asked.ids], "chunks": [[]]},  # the client says that there are no chunks
+    ]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.0, "match_content": False}
+    result = vllm.run(models["llama"], steps, extra, block_size=32)
+    first, again, after = (result["answers"][i][0] for i in (1, 2, 3))
+    right = tokens(plain["answers"][0])[1]
+    assert tokens(result["answers"][0])[0] == tokens(plain["answers"][0])[0]
+    assert first["tokens"] != right  # full reuse errs here, so pollution would be seen
+    assert again["tokens"] == first["tokens"]
+    assert after["tokens"] == right
+    assert after["cached"] == 32  # the block that lies wholly in front of the first passage
+
+
+def test_a_preempted_request_is_provided_again(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    texts = Texts(6)
+    passages = texts.passages(4)
+    asked = [texts.prompt(texts.rng.sample(passages, 3)) for _ in range(6)]
+    ids, spans = [one.ids for one in asked], [one.spans for one in asked]
+    sampling = {"max_tokens": 48}
+    plain = vllm.run(models["llama"], [{"ask": ids, "sampling": sampling}], None)
+    steps = [
+        {"ask": ids, "chunks": spans, "alone": True},
+        {"ask": ids, "chunks": spans, "sampling": sampling},
+    ]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
+    result = vllm.run(
+        models["llama"], steps, extra, num_gpu_blocks_override=60, block_size=32, enable_prefix_caching=False
+    )
+    assert tokens(result["answers"][1]) == tokens(plain["answers"][0])
+    assert result["metrics"]["vllm:num_preemptions"] > 0
+
+
+def test_slices_of_a_few_layers_give_the_same(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    asked = mixed_prompts(7, 12)
+    ids, spans = [one.ids for one in asked], [one.spans for one in asked]
+    plain = vllm.run(models["qwen3"], [{"ask": ids}], None)
+    steps = [{"ask": ids, "chunks": spans, "alone": True}, {"ask": ids, "chunks": spans}]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "budget_row_layers": 1}
+    sliced = vllm.run(models["qwen3"], steps, extra)
+    for step in sliced["answers"]:
+        assert tokens(step) == tokens(plain["answers"][0])
+
+
+def test_a_store_that_goes_away_costs_time_and_nothing_else(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path
+) -> None:
+    texts = Texts(8)
+    passages = texts.passages(4)
+    asked = [texts.prompt(passages), texts.prompt(passages[::-1])]
+    ids, spans = [one.ids for one in asked], [one.spans for one in asked]
+    plain = vllm.run(models["llama"], [{"ask": ids}], None)
+    steps: list[dict[str, Any]] = [
+        {"ask": ids, "chunks": spans},
+        {"remove": f"{tmp_path}/store"},
+        {"ask": ids, "chunks": spans},
+    ]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.0}
+    result = vllm.run(models["llama"], steps, extra, enable_prefix_caching=False)
+    assert tokens(result["answers"][2]) == tokens(plain["answers"][0])
+
+
+def test_several_answers_and_seeds(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    texts = Texts(9)
+    asked = texts.prompt(texts.passages(3))
+    sampling = {"n": 3, "temperature": 0.8, "seed": 5}
+    plain = vllm.run(models["llama"], [{"ask": [asked.ids], "sampling": sampling}], None)
+    steps = [
+        {"ask": [asked.ids], "chunks": [asked.spans]},
+        {"ask": [asked.ids], "chunks": [asked.spans], "sampling": sampling},
+    ]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
+    result = vllm.run(models["llama"], steps, extra)
+    assert tokens(result["answers"][1]) == tokens(plain["answers"][0])
+
+
+def test_two_tensor_parallel_ranks_choose_the_rows_of_one(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    """And a store that one filled serves two."""
+    texts = Texts(10)
+    passages = texts.passages(5)
+    asked = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(4)]
+    ids, spans = [one.ids for one in asked], [one.spans for one in asked]
+    ask = {"ask": ids, "chunks": spans, "alone": True}
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.2}
+    one = vllm.run(models["llama"], [ask, ask], extra, enable_prefix_caching=False)
+    two = vllm.run(
+        models["llama"],
+        [ask],
+        extra,
+        enable_prefix_caching=False,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    assert tokens(two["answers"][0]) == tokens(one["answers"][1])
+    other = {"store": f"file://{tmp_path}/other", "recompute_ratio": 0.2}
+    filled = vllm.run(
+        models["llama"],
+        [ask, ask],
+        other,
+        enable_prefix_caching=False,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    assert tokens(filled["answers"][1]) == tokens(one["answers"][1])
+
+
+@pytest.mark.parametrize(
+    ("extra", "engine", "words"),
+    [
+        ({"recompute_ration": 0.1}, {}, "did you mean recompute_ratio"),
+        ({"store": "memory"}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline"),
+    ],
+    ids=["unknown key", "pipeline parallel"],
+)
+def test_what_is_not_known_or_not_tested_is_refused_by_name(
+    vllm: Vllm, models: dict[str, Path], extra: dict[str, Any], engine: dict[str, Any], words: str
+) -> None:
+    result = vllm.start(models["llama"], [], extra, **engine)
+    assert "answers" not in result
+    assert words in result["words"]

@@ -1,0 +1,203 @@
+"""The scheduler's side alone: what is claimed, named, captured; with requests that only look like vLLM's."""
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_running import needs_vllm
+
+pytestmark = needs_vllm
+
+SIZE = 16
+CHUNK = list(range(100, 200))
+
+
+class Request(SimpleNamespace):
+    """A request with vLLM's way of hashing blocks: each with the hash in front of it, the first with the salt."""
+
+    def __init__(self, ids: list[int], spans: Any = None, name: str = "r", **fields: Any) -> None:
+        params = None if spans is None else {"cacheblend": {"chunks": spans}}
+        super().__init__(
+            request_id=name,
+            prompt_token_ids=ids,
+            num_tokens=len(ids),
+            kv_transfer_params=params,
+            sampling_params=SimpleNamespace(prompt_logprobs=None),
+            lora_request=None,
+            cache_salt=None,
+            block_hashes=[],
+        )
+        self.__dict__.update(fields)
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        for at in range(len(self.block_hashes) * SIZE, self.num_tokens - SIZE + 1, SIZE):
+            front = self.block_hashes[-1] if self.block_hashes else b""
+            salt = (self.cache_salt or "") if at == 0 else ""
+            ids = self.prompt_token_ids[at : at + SIZE]
+            self.block_hashes.append(hashlib.sha256(front + salt.encode() + repr(ids).encode()).digest())
+
+
+def scheduling(held: list[list[int]], **config: Any) -> Any:
+    from cacheblend.core.blocks import Block
+    from cacheblend.core.capture import ChunkJob, manifest_of
+    from cacheblend.core.naming import as_token_ids, root_name
+    from cacheblend.core.plan import Anchor, Planner
+    from cacheblend.core.selection import Hkvd
+    from cacheblend.engines.vllm.config import ConnectorConfig
+    from cacheblend.engines.vllm.scheduling import Scheduling
+    from cacheblend.store import MemoryStore
+
+    planner = Planner(root_name("model", "float32"), Anchor(), 256)
+    store = MemoryStore(1 << 20)
+    for ids in held:
+        job = ChunkJob((), as_token_ids(ids))
+        manifest = manifest_of(job, planner, "")
+        store.write(Block(manifest.chunk_id, planner.root, job.token_ids, [torch.zeros(1, 2, len(ids), 4)]))
+        store.put_manifest(manifest)
+    settings = ConnectorConfig(**config)
+    return Scheduling(settings, settings.blend, Hkvd(), planner, store, SIZE)
+
+
+def test_a_stored_passage_is_found_claimed_and_given_to_the_workers() -> None:
+    side = scheduling([CHUNK])
+    request = Request([*range(40), *CHUNK, 7, 8])
+    side.on_new(request)
+    assert side.claim(request, 0) == 141
+    assert side.claim(request, 32) == 109
+    side.allocated(request, [3, 4, 5], 109)
+    (job,) = side.take_jobs().blend
+    assert (job.request_id, job.local_tokens, job.block_ids) == ("r", 32, [3, 4, 5])
+    assert len(job.plan) == 141
+    assert side.take_jobs().blend == []
+
+
+def test_nothing_is_claimed_where_nothing_is_loaded() -> None:
+    side = scheduling([CHUNK])
+    plain, covered = Request(list(range(300, 400))), Request([*CHUNK, *range(40)], name="covered")
+    for request in (plain, covered):
+        side.on_new(request)
+    assert side.claim(plain, 0) == 0
+    assert side.claim(covered, 112) == 0  # vLLM holds all of the passage
+    assert side.claim(covered, 96) == 43
+    assert side.claim(Request([1, 2], name="unknown"), 0) == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling_params": None},
+        {"sampling_params": SimpleNamespace(prompt_logprobs=1)},
+        {"lora_request": object()},
+        {"mm_features": [object()]},
+        {"prompt_embeds": torch.zeros(1)},
+    ],
+    ids=["pooling", "prompt log-probabilities", "LoRA", "images", "embeddings"],
+)
+def test_what_needs_more_than_ids_is_left_to_vllm(fields: dict[str, Any]) -> None:
+    side = scheduling([CHUNK])
+    request = Request([*range(40), *CHUNK, 7, 8], **fields)
+    names = list(request.block_hashes)
+    side.on_new(request)
+    assert side.claim(request, 0) == 0
+    assert request.block_hashes == names
+
+
+def test_only_blocks_from_the_first_passage_on_get_other_names() -> None:
+    side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, 7, 8]
+    plain = list(Request(ids).block_hashes)
+    one, two = Request(ids), Request(ids)
+    for request in (one, two):
+        side.on_new(request)
+    assert one.block_hashes[:2] == plain[:2]
+    assert not set(one.block_hashes[2:]) & set(plain)
+    assert one.block_hashes == two.block_hashes
+    assert len(one.block_hashes) == len(plain)
+
+
+def test_a_request_whose_hits_are_all_exact_keeps_its_names() -> None:
+    side, ids = scheduling([CHUNK]), [*CHUNK, *range(40)]
+    request = Request(ids)
+    side.on_new(request)
+    assert side.claim(request, 0) == 139
+    assert request.block_hashes == Request(ids).block_hashes
+
+
+def test_names_differ_by_what_the_blocks_hold() -> None:
+    from cacheblend.core.selection import Hkvd
+    from cacheblend.engines.vllm.scheduling import Scheduling
+
+    side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, 7, 8]
+    other = Scheduling(side._config, side._blend, Hkvd((1,), (0.5,)), side._planner, side._store, SIZE)
+    one, two = Request(ids), Request(ids)
+    side.on_new(one)
+    other.on_new(two)
+    assert not set(one.block_hashes[2:]) & set(two.block_hashes)
+
+
+@pytest.mark.parametrize("tokens", [5, 20], ids=["no full block", "the passage begins behind the last full block"])
+def test_blocks_that_are_not_full_yet_get_other_names_too(tokens: int) -> None:
+    from cacheblend.engines.vllm import compat
+
+    request = Request(list(range(tokens)))
+    compat.salt_from(request, tokens - 2, SIZE, b"salt")
+    request.prompt_token_ids += [1] * 40
+    request.num_tokens += 40
+    request.update_block_hashes()
+    plain = Request(request.prompt_token_ids)
+    assert len(request.block_hashes) == len(plain.block_hashes)
+    assert not set(request.block_hashes) & set(plain.block_hashes)
+
+
+def test_a_missed_passage_is_captured_once() -> None:
+    side = scheduling([])
+    for name in ("a", "b"):
+        request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], name)
+        side.on_new(request)
+        assert side.claim(request, 0) == 0
+        side.allocated(request, [1], 0)
+    jobs = side.take_jobs()
+    assert [job.token_ids.tolist() for job in jobs.capture] == [CHUNK]
+    assert side.is_capturing
+    side.reported(1)
+    assert not side.is_capturing
+
+
+def test_the_captures_that_wait_are_bounded_and_counted() -> None:
+    side = scheduling([], blend_fields={"capture_queue": 1})
+    request = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]])
+    side.on_new(request)
+    side.allocated(request, [1], 0)
+    assert len(side.take_jobs().capture) == 1
+    assert side.counts.take().data == {"fallbacks": {"capture queue full": 1}}
+
+
+def test_spans_that_cannot_be_meant_cost_the_blending_only() -> None:
+    side = scheduling([CHUNK])
+    request = Request([*range(40), *CHUNK, 7, 8], [[5, 4000]])
+    side.on_new(request)
+    assert side.claim(request, 0) == 0
+    assert side.counts.take().data == {"fallbacks": {"bad spans": 1}}
+
+
+def test_a_passage_that_ends_the_prompt_gives_its_last_token_to_vllm() -> None:
+    side = scheduling([CHUNK])
+    request = Request([*range(40), *CHUNK])
+    side.on_new(request)
+    assert side.claim(request, 0) == 139
+    side.allocated(request, [1], 139)
+    assert np.array_equal(side.take_jobs().blend[0].plan.prompt.token_ids, request.prompt_token_ids[:-1])
+
+
+def test_a_request_that_ends_early_is_dropped() -> None:
+    side = scheduling([CHUNK])
+    request = Request([*range(40), *CHUNK, 7, 8])
+    side.on_new(request)
+    side.allocated(request, [1], 141)
+    side.finished(request)
+    assert side.take_jobs().dropped == ["r"]
+    assert side.claim(request, 0) == 0
