@@ -367,3 +367,21 @@ def test_the_tokenizer_itself_is_not_changed() -> None:
     PromptBuilder(tokenizer).chat([{"role": "user", "content": "a"}])
     assert tokenizer.backend_tokenizer.to_str() == before
     assert tokenizer("a <s>")["input_ids"].count(tokenizer.bos_token_id) == 2
+
+
+@pytest.mark.parametrize("name", FAITHFUL)
+def test_in_a_frame_a_passage_has_the_ids_that_the_whole_text_has(name: str) -> None:
+    tokenizer = FAITHFUL[name]
+    builder = PromptBuilder(tokenizer)
+    passage, frame = "The dog runs. The dog sleeps.", "Passage: {passage}\n\nNext: The dog"
+    ids = builder.encode_in_frame(passage, frame)
+    whole = tokenizer(frame.replace("{passage}", passage), add_special_tokens=False).input_ids
+    assert any(whole[at : at + len(ids)] == ids for at in range(len(whole)))
+    assert "dog runs. The dog sleeps" in tokenizer.decode(ids)
+
+
+def test_a_frame_needs_one_place_for_the_passage() -> None:
+    builder = PromptBuilder(byte_level())
+    for frame in ("no place", "{passage} and {passage}"):
+        with pytest.raises(InvalidInputError, match=r"one \{passage\}"):
+            builder.encode_in_frame("x", frame)

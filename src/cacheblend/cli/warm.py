@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +24,7 @@ from cacheblend.cli.output import console, print_json, progress, seconds_text, s
 
 if TYPE_CHECKING:
     from cacheblend.data import Text
-    from cacheblend.engines.hf import WarmReport
+    from cacheblend.engines.hf.warming import WarmReport
 
 Data = Annotated[
     list[Path],
@@ -37,6 +37,19 @@ Limit = Annotated[
 ]
 BatchTokens = Annotated[
     int, typer.Option("--batch-tokens", help="Tokens that are computed at once.", rich_help_panel=BLENDING)
+]
+Engine = Annotated[
+    str,
+    typer.Option("--engine", help="What computes them: hf (transformers), or vllm.", rich_help_panel=BLENDING),
+]
+Frame = Annotated[
+    str | None,
+    typer.Option(
+        "--frame",
+        help="Tokenise passages inside this text, {passage} in their place: as a server does that gets whole prompts.",
+        rich_help_panel=PROMPT,
+        show_default=False,
+    ),
 ]
 
 
@@ -53,6 +66,8 @@ def warm(
     batch_tokens: BatchTokens = 4096,
     system: System = None,
     chat: Chat = None,
+    frame: Frame = None,
+    engine: Engine = "hf",
     json: AsJson = False,
 ) -> None:
     """Store the KV cache of passages, each computed alone behind its anchor.
@@ -61,27 +76,75 @@ def warm(
     """
     passages = _passages(store, data, limit)
 
+    if engine not in ("hf", "vllm"):
+        from cacheblend.core.errors import InvalidInputError
+
+        raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
+    settings = {"anchor": anchor, "block_size": block_size, "salt": salt}
+    if engine == "vllm":
+        done = _warm_vllm(model, store, passages, settings, frame, dtype, json)
+    else:
+        config = settings | {"capture_batch_tokens": batch_tokens}
+        done = _warm_hf(model, store, passages, config, frame, dtype, device, (system, chat), json)
+    from cacheblend.store import open_store
+
+    with open_store(store) as filled:
+        taken = filled.stats().bytes
+    if json:
+        print_json({"passages": len(passages), **asdict(done), "store": store, "store_bytes": taken})
+    else:
+        _show(done, store, taken)
+
+
+def _warm_hf(
+    model: Path,
+    store: str,
+    passages: "list[Text]",
+    config: dict[str, Any],
+    frame: str | None,
+    dtype: str,
+    device: str | None,
+    around: tuple[str | None, bool | None],
+    quiet: bool,
+) -> "WarmReport":
     from cacheblend.cli.models import open_engine
     from cacheblend.cli.prompts import build_prompt
     from cacheblend.core.config import BlendConfig
+    from cacheblend.core.prompt import chunk
     from cacheblend.engines.hf import Passage
 
-    config = BlendConfig(
-        anchor=anchor,  # type: ignore[arg-type]
-        block_size=block_size,
-        salt=salt,
-        capture_batch_tokens=batch_tokens,
-    )
-    with open_engine(model, store, config, dtype=dtype, device=device, quiet=json) as engine:
+    with open_engine(model, store, BlendConfig(**config), dtype=dtype, device=device, quiet=quiet) as engine:
         chunks = [Passage(passage.text, passage.title) for passage in passages]
-        behind = build_prompt(engine, chunks[:1], "?", system, chat) if anchor == "system" else None
-        with progress("warming", "passages", quiet=json) as advance:
-            done = engine.warm(chunks, behind=behind, progress=advance)
-        taken = engine.store.stats().bytes
-    if json:
-        print_json({"passages": len(chunks), **asdict(done), "store": store, "store_bytes": taken})
-    else:
-        _show(done, store, taken)
+        behind = build_prompt(engine, chunks[:1], "?", *around) if config["anchor"] == "system" else None
+        wanted: list[Any] = chunks
+        if frame is not None:
+            assert engine.builder is not None  # a model folder is opened with its tokenizer
+            encode = engine.builder.encode_in_frame
+            wanted = [chunk(encode(passage.text, frame), passage.title) for passage in passages]
+        with progress("warming", "passages", quiet=quiet) as advance:
+            return engine.warm(wanted, behind=behind, progress=advance)
+
+
+def _warm_vllm(
+    model: Path,
+    store: str,
+    passages: "list[Text]",
+    settings: dict[str, Any],
+    frame: str | None,
+    dtype: str,
+    quiet: bool,
+) -> "WarmReport":
+    from cacheblend.cli.models import model_folder
+    from cacheblend.engines.hf.tokens import PromptBuilder
+    from cacheblend.engines.vllm.warming import warm_with_vllm
+
+    def encode(builder: PromptBuilder) -> list[tuple[str, list[int]]]:
+        if frame is None:
+            return [(passage.title, builder.encode(passage.text)) for passage in passages]
+        return [(passage.title, builder.encode_in_frame(passage.text, frame)) for passage in passages]
+
+    with progress("warming", "passages", quiet=quiet) as advance:
+        return warm_with_vllm(model_folder(model), store, encode, settings=settings, progress=advance, dtype=dtype)
 
 
 def _passages(store: str, files: list[Path], limit: int | None) -> "list[Text]":

@@ -101,6 +101,26 @@ class PromptBuilder:
             rendered = self._render(_in_front_of_question(marked, marks), [], options)
         return Prompt.of(self._split(rendered, slots))
 
+    def encode_in_frame(self, text: str, frame: str) -> list[int]:
+        """Ids that a passage has inside a text, as a server has them that tokenises prompts whole.
+
+        Tokens that belong to the frame in part are left out: they change with what stands there.
+
+        Args:
+            text: the passage.
+            frame: what stands around it, with ``{passage}`` in its place.
+
+        Raises:
+            InvalidInputError: the frame has no such place, or more than one.
+        """
+        around = frame.split("{passage}")
+        if len(around) != 2:
+            raise InvalidInputError(f"a frame has one {{passage}} in it, got {frame!r}")
+        start, stop = len(around[0]), len(around[0]) + len(text)
+        encoding = self._first.encode(text.join(around), add_special_tokens=False)
+        inside = zip(encoding.ids, encoding.offsets, strict=True)
+        return [number for number, (first, last) in inside if first >= start and last <= stop]
+
     def encode(self, text: str) -> list[int]:
         """Ids of a passage or another text that is not a template's."""
         encoding = self._plain.encode(text, add_special_tokens=False)

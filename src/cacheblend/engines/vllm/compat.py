@@ -181,6 +181,13 @@ def shimmed(config: VllmConfig, shims: Mapping[str, AttentionShim]) -> Iterator[
         yield
 
 
+def connector_of_worker() -> Any:
+    """The connector of the worker in whose process this runs."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()
+
+
 # ---- vLLM's paged KV cache ----------------------------------------------------------------------------------
 
 

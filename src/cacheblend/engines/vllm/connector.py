@@ -21,6 +21,8 @@ from cacheblend.store import KVStore, open_store
 if TYPE_CHECKING:
     import torch
 
+    from cacheblend.core.capture import ChunkJob
+
 
 class CacheBlendConnector(compat.KVConnectorBase_V1):
     """See the package's docstring for how vLLM is told of it.
@@ -36,11 +38,11 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._check(vllm_config, kv_cache_config)
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._identity = identify(vllm_config)
+        self.identity = identify(vllm_config)
         fields = self._config.blend_fields
-        self._settings = settle(fields, self._identity.folder, self._identity.fingerprint)
+        self._settings = settle(fields, self.identity.folder, self.identity.fingerprint)
         self._selector = self._settings.selector()
-        root = root_name(self._identity.fingerprint, self._identity.dtype, salt=self._settings.config.salt)
+        root = root_name(self.identity.fingerprint, self.identity.dtype, salt=self._settings.config.salt)
         self._planner = Planner(root, self._anchor(), self._settings.config.block_size)
         self._block_size = int(vllm_config.cache_config.block_size)
         self._store = shared_store(self._config.store, vllm_config)
@@ -62,7 +64,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
 
     def _anchor(self) -> Anchor:
-        rule, bos = self._settings.config.anchor, self._identity.bos_id
+        rule, bos = self._settings.config.anchor, self.identity.bos_id
         if rule == "auto":
             return Anchor("none" if bos is None else "bos", bos)
         return Anchor(rule, bos)
@@ -120,8 +122,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             block_size=self._block_size,
             budget=self._config.budget_row_layers or rows * layers,
             tile_rows=rows,
-            sentence_end_ids=self._identity.sentence_end_ids() if self._selector.question_rows else None,
-            name=self._identity.name,
+            sentence_end_ids=self.identity.sentence_end_ids() if self._selector.question_rows else None,
+            name=self.identity.name,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -150,6 +152,11 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> StepReport | None:
         """What was captured so far."""
         return StepReport(self._worker.captured) if self._worker else None
+
+    def capture(self, jobs: "list[ChunkJob]") -> None:
+        """Computes chunks and stores them; returns when they are stored."""
+        assert self._worker is not None
+        self._worker.capture(jobs)
 
     def shutdown(self) -> None:
         """Waits for what is being written."""

@@ -113,6 +113,15 @@ class Worker:
             queue = self._blends or self._captures
             left -= self._advance(queue[0])
 
+    def capture(self, jobs: Sequence[ChunkJob]) -> None:
+        """Chunks, computed and stored before this returns."""
+        wanted = self._captured + len(jobs)
+        self.step(StepJobs(capture=list(jobs)))
+        while self._captures:
+            self.step(StepJobs())
+        while self._captured < wanted:
+            time.sleep(0.001)  # the last ones are being written
+
     def take_provided(self) -> set[str]:
         """Requests whose prompts stand in the paged cache since the last call."""
         provided, self._provided = self._provided, set()
