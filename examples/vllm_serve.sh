@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# vLLM with blending behind its OpenAI server, and a client that asks it. Usage: examples/vllm_serve.sh MODEL [STORE]
+set -euo pipefail
+MODEL=$1
+STORE=${2:-/tmp/cacheblend-store}
+PORT=${PORT:-8000}
+
+vllm serve "$MODEL" --served-model-name served --port "$PORT" --disable-hybrid-kv-cache-manager \
+  --kv-transfer-config '{"kv_connector": "CacheBlendConnector", "kv_connector_module_path": "cacheblend.engines.vllm",
+    "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"store": "file://'"$STORE"'"}}' &
+SERVER=$!
+trap 'kill $SERVER' EXIT
+until curl --silent --fail "http://127.0.0.1:$PORT/health" > /dev/null; do
+  kill -0 $SERVER
+  sleep 1
+done
+
+python "$(dirname "$0")/vllm_client.py" --url "http://127.0.0.1:$PORT" --model "$MODEL"
