@@ -1,0 +1,176 @@
+"""A `vllm serve` of one's own on a free port, and a client that times what it streams. Imports no vLLM."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend.bench.shapes import build_shape
+from cacheblend.core.errors import InvalidInputError
+
+NAME = "served"
+START_S = 600
+_CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server is started.
+
+    Attributes:
+        model: folder.
+        extra: the connector's settings; None: vLLM without the plug-in, prefix caching on.
+        max_model_len, max_num_batched_tokens: vLLM's.
+        dtype: of the weights.
+        options: further arguments of `vllm serve`.
+    """
+
+    model: Path
+    extra: dict[str, Any] | None
+    max_model_len: int
+    max_num_batched_tokens: int
+    dtype: str = "bfloat16"
+    options: tuple[str, ...] = ()
+
+
+@dataclass
+class Streamed:
+    """One answer as it came.
+
+    Attributes:
+        times: seconds from the request to each event.
+        text: of the answer.
+    """
+
+    times: list[float] = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.times[0]
+
+
+class Server:
+    """A running server; see `serving`."""
+
+    def __init__(self, url: str) -> None:
+        from openai import OpenAI
+
+        self.url = url
+        self._client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=START_S)
+
+    def ask(self, ids: Sequence[int], tokens: int, chunks: Sequence[Sequence[int]] | None = None) -> Streamed:
+        """Greedy, streamed.
+
+        Args:
+            ids: of the prompt.
+            tokens: of the answer.
+            chunks: spans of the prompt; None: the server finds them; empty: there are none.
+        """
+        extra: dict[str, Any] = {"ignore_eos": True}
+        if chunks is not None:
+            extra["kv_transfer_params"] = {"cacheblend": {"chunks": [list(span) for span in chunks]}}
+        found, started = Streamed(), time.perf_counter()
+        events = self._client.completions.create(
+            model=NAME, prompt=list(ids), max_tokens=tokens, temperature=0, stream=True, extra_body=extra
+        )
+        for event in events:
+            if event.choices:
+                found.times.append(time.perf_counter() - started)
+                found.text += event.choices[0].text or ""
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """The server's own counters, by name and labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as response:
+            lines = response.read().decode().splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, value in pairs}
+
+    def counted(self, name: str) -> float:
+        """The sum of a counter over its labels."""
+        named = f"vllm:cacheblend_{name}_total"
+        return sum(value for key, value in self.metrics().items() if key.split("{")[0] == named)
+
+
+@contextmanager
+def serving(settings: ServerSettings) -> Iterator[Server]:
+    """A server that answers; stopped behind it.
+
+    Raises:
+        InvalidInputError: vLLM is not installed here, or the server ended; with its last words.
+    """
+    command = Path(sys.executable).with_name("vllm")
+    if not command.is_file():
+        raise InvalidInputError(f"there is no {command}: install vLLM beside cacheblend (make vllm)")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [str(command), "serve", str(settings.model), "--served-model-name", NAME, "--port", str(port)]
+    arguments += ["--host", "127.0.0.1", "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
+    arguments += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens), "--enable-prefix-caching"]
+    arguments += ["--disable-hybrid-kv-cache-manager", *settings.options]
+    if settings.extra is not None:
+        config = {
+            "kv_connector": "CacheBlendConnector",
+            "kv_connector_module_path": "cacheblend.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": settings.extra,
+        }
+        arguments += ["--kv-transfer-config", json.dumps(config)]
+    environment = os.environ | ({} if torch.cuda.is_available() else {**_CPU, **os.environ})
+    with tempfile.TemporaryFile("w+") as words:
+        process = subprocess.Popen(arguments, env=environment, stdout=words, stderr=subprocess.STDOUT)
+        try:
+            server = Server(f"http://127.0.0.1:{port}")
+            _wait(process, server, words)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: "subprocess.Popen[Any]", server: Server, words: Any) -> None:
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            if process.poll() is not None or time.monotonic() > end:
+                words.seek(0)
+                raise InvalidInputError(f"vllm serve did not start:\n{words.read()[-3000:]}") from None
+            time.sleep(0.5)
+
+
+@contextmanager
+def shape_folder(shape: str, seed: int = 0) -> Iterator[Path]:
+    """A model folder with random weights of a known shape, and the tokenizer that ships: ids are all that counts."""
+    from transformers import AutoTokenizer
+
+    from cacheblend.nano import model_path
+
+    with tempfile.TemporaryDirectory(prefix="cacheblend-shape-") as folder:
+        model = build_shape(shape, seed=seed, device="cpu")
+        model.generation_config.eos_token_id = None
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model_path()).save_pretrained(folder)
+        yield Path(folder)
