@@ -46,7 +46,10 @@ def main(path: Path) -> None:
 
 
 def step(llm: Any, what: dict[str, Any]) -> Any:
-    """Asks (all prompts at once, or one by one), or removes a folder."""
+    """Asks (all prompts at once, or one by one), removes a folder, or empties vLLM's own prefix cache."""
+    if "forget" in what:
+        llm.reset_prefix_cache()
+        return None
     if "remove" in what:
         shutil.rmtree(what["remove"])
         return None

@@ -34,16 +34,19 @@ def test_fifty_prompts_at_ratio_one_answer_as_without_the_plugin(
     asked = mixed_prompts(3, 50)
     ids, spans = [one.ids for one in asked], [one.spans for one in asked]
     plain = vllm.run(models["llama"], [{"ask": ids}], None, enable_prefix_caching=True)
+    forget = {"forget": True}
     steps = [
         {"ask": ids, "chunks": spans, "alone": True},  # fills the store, and blends what is there
+        forget,
         {"ask": ids, "chunks": spans},
+        forget,
         {"ask": ids},  # found by content
     ]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
     blended = vllm.run(models["llama"], steps, extra, enable_prefix_caching=caching)
-    for step in blended["answers"]:
+    for step in blended["answers"][::2]:
         assert tokens(step) == tokens(plain["answers"][0])
-    assert blended["metrics"]["vllm:cacheblend_requests"] >= (30 if caching else 60)
+    assert blended["metrics"]["vllm:cacheblend_requests"] >= 60
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -132,10 +135,11 @@ def test_slices_of_a_few_layers_give_the_same(vllm: Vllm, models: dict[str, Path
     asked = mixed_prompts(7, 12)
     ids, spans = [one.ids for one in asked], [one.spans for one in asked]
     plain = vllm.run(models["qwen3"], [{"ask": ids}], None)
-    steps = [{"ask": ids, "chunks": spans, "alone": True}, {"ask": ids, "chunks": spans}]
+    ask = {"ask": ids, "chunks": spans}
+    steps = [{**ask, "alone": True}, {"forget": True}, ask]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "budget_row_layers": 1}
     sliced = vllm.run(models["qwen3"], steps, extra)
-    for step in sliced["answers"]:
+    for step in sliced["answers"][::2]:
         assert tokens(step) == tokens(plain["answers"][0])
 
 
@@ -159,11 +163,12 @@ def test_a_store_that_goes_away_costs_time_and_nothing_else(
 
 def test_several_answers_and_seeds(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
     texts = Texts(9)
-    asked = texts.prompt(texts.passages(3))
+    passages = texts.passages(3)
+    warm, asked = texts.prompt(passages), texts.prompt(passages[::-1])
     sampling = {"n": 3, "temperature": 0.8, "seed": 5}
     plain = vllm.run(models["llama"], [{"ask": [asked.ids], "sampling": sampling}], None)
     steps = [
-        {"ask": [asked.ids], "chunks": [asked.spans]},
+        {"ask": [warm.ids], "chunks": [warm.spans]},
         {"ask": [asked.ids], "chunks": [asked.spans], "sampling": sampling},
     ]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}

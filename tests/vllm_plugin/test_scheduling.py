@@ -28,6 +28,8 @@ class Request(SimpleNamespace):
             kv_transfer_params=params,
             sampling_params=SimpleNamespace(prompt_logprobs=None),
             lora_request=None,
+            num_preemptions=0,
+            num_output_tokens=0,
             cache_salt=None,
             block_hashes=[],
         )
@@ -83,7 +85,8 @@ def test_nothing_is_claimed_where_nothing_is_loaded() -> None:
         side.on_new(request)
     assert side.claim(plain, 0) == 0
     assert side.claim(covered, 112) == 0  # vLLM holds all of the passage
-    assert side.claim(covered, 96) == 43
+    assert side.claim(covered, 96) == 0  # of what is left too little is held
+    assert side.claim(covered, 80) == 59
     assert side.claim(Request([1, 2], name="unknown"), 0) == 0
 
 
@@ -153,16 +156,20 @@ def test_blocks_that_are_not_full_yet_get_other_names_too(tokens: int) -> None:
     assert not set(request.block_hashes) & set(plain.block_hashes)
 
 
-def test_a_missed_passage_is_captured_once() -> None:
+def test_a_missed_passage_is_captured_once_behind_the_first_token() -> None:
     side = scheduling([])
-    for name in ("a", "b"):
-        request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], name)
+    requests = [Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], name) for name in ("a", "b")]
+    for request in requests:
         side.on_new(request)
         assert side.claim(request, 0) == 0
         side.allocated(request, [1], 0)
+    assert side.take_jobs().capture == []
+    requests[0].num_output_tokens = 1
     jobs = side.take_jobs()
     assert [job.token_ids.tolist() for job in jobs.capture] == [CHUNK]
     assert side.is_capturing
+    side.finished(requests[1])
+    assert side.take_jobs().capture == []
     side.reported(1)
     assert not side.is_capturing
 
@@ -172,8 +179,69 @@ def test_the_captures_that_wait_are_bounded_and_counted() -> None:
     request = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]])
     side.on_new(request)
     side.allocated(request, [1], 0)
+    side.finished(request)
     assert len(side.take_jobs().capture) == 1
     assert side.counts.take().data == {"fallbacks": {"capture queue full": 1}}
+    side.reported(1)
+    again = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]], "again")
+    side.on_new(again)
+    side.allocated(again, [1], 0)
+    side.finished(again)
+    assert len(side.take_jobs().capture) == 1  # there is room again
+
+
+def test_what_the_workers_could_not_provide_is_not_given_to_them_again() -> None:
+    side = scheduling([CHUNK])
+    request = Request([*range(40), *CHUNK, 7, 8])
+    side.on_new(request)
+    side.allocated(request, [1], side.claim(request, 0))
+    assert side.claim(request, 0) == 0
+    request.num_preemptions = 1
+    assert side.claim(request, 0) == 141
+
+
+def test_what_vllm_holds_exactly_stays_plain_also_behind_a_preemption() -> None:
+    side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, *range(400, 420)]
+    plain = Request(ids)
+    side.pool = SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes)
+    request = Request(ids)
+    side.on_new(request)
+    assert side.claim(request, 144) == 0
+    assert request.block_hashes == plain.block_hashes
+    request.num_preemptions = 1
+    assert side.claim(request, 0) == 0
+
+
+def test_a_prompt_of_which_little_is_stored_is_left_to_vllm() -> None:
+    side = scheduling([CHUNK])
+    little, much = Request([*range(1000, 1400), *CHUNK, 7]), Request([*range(1000, 1200), *CHUNK, 7], name="much")
+    for request in (little, much):
+        side.on_new(request)
+    assert side.claim(little, 0) == 0
+    assert little.block_hashes == Request([*range(1000, 1400), *CHUNK, 7]).block_hashes
+    assert side.claim(much, 0) == 300
+
+
+def test_few_prompts_are_outstanding_at_a_time() -> None:
+    from cacheblend.engines.vllm.scheduling import MOST_OUTSTANDING
+
+    side = scheduling([CHUNK])
+    requests = [Request([*range(40), *CHUNK, 7, 8], name=str(i)) for i in range(MOST_OUTSTANDING + 1)]
+    for request in requests:
+        side.on_new(request)
+    for request in requests[:-1]:
+        side.allocated(request, [1], side.claim(request, 0))
+    assert side.claim(requests[-1], 0) is None
+    side.provided(["0"])
+    assert side.claim(requests[-1], 0) == 141
+
+
+@pytest.mark.parametrize("params", ["x", 3, ["cacheblend"]])
+def test_parameters_of_another_kind_cost_the_blending_only(params: Any) -> None:
+    side = scheduling([CHUNK])
+    request = Request([*range(40), *CHUNK, 7, 8], kv_transfer_params=params)
+    side.on_new(request)
+    assert side.claim(request, 0) == 0
 
 
 def test_spans_that_cannot_be_meant_cost_the_blending_only() -> None:
@@ -201,3 +269,13 @@ def test_a_request_that_ends_early_is_dropped() -> None:
     side.finished(request)
     assert side.take_jobs().dropped == ["r"]
     assert side.claim(request, 0) == 0
+
+
+def test_a_request_that_ends_behind_its_prompt_is_not_dropped() -> None:
+    side = scheduling([CHUNK])
+    request = Request([*range(40), *CHUNK, 7, 8])
+    side.on_new(request)
+    side.allocated(request, [1], 141)
+    side.provided(["r"])
+    side.finished(request)
+    assert side.take_jobs().dropped == []

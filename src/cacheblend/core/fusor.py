@@ -102,8 +102,8 @@ class FusedPrefill:
 
     @property
     def active_rows(self) -> int:
-        """Rows that the next layer computes at most."""
-        return len(self._rows)
+        """Rows that the next step computes at most."""
+        return len(self._rows) if self._question is None else len(self._question.asking)
 
     @property
     def done(self) -> bool:
@@ -111,7 +111,7 @@ class FusedPrefill:
         return self.layer == self._walk.num_layers
 
     def advance(self, layers: int = 1) -> bool:
-        """Computes up to so many layers, the first time with all that comes before layer 0; True when all are done.
+        """Computes up to so many layers, those of the question's pass among them; True when all are done.
 
         Raises:
             BlockLostError: a block could not be read. The pass is spent: plan without it and start anew.
@@ -151,28 +151,33 @@ class FusedPrefill:
         self._is_candidate = torch.zeros(len(self._rows), dtype=torch.bool, device=device)
         self._is_candidate[candidates] = True
         self._total = self._recomputed = len(candidates)
+        self._question: QuestionPass | None = None
+        if self._total and self._selector.question_rows:
+            limit, keep = self._selector.question_rows, self._on_layer is None
+            self._question = QuestionPass(self._plan, self._walk, self._loader, limit, self._hidden, keep=keep)
 
     def _choose_at_start(self) -> None:
-        """What comes before layer 0: the question's pass, if it is asked for, and the selection, if it falls here."""
-        if not self._total:
-            return
-        if self._selector.question_rows:
-            self._ask_question()
-        if self._selector.at_start:
+        """The selection before layer 0, if it falls there."""
+        if self._total and self._selector.at_start:
             self._keep(self._selector.select(self._candidates()))
 
-    def _ask_question(self) -> None:
-        limit, device = self._selector.question_rows, self._hidden.device
-        question = QuestionPass(self._plan, self._walk, self._loader, limit, device)
-        attention = question.run(self._hidden)
+    def _ask_question(self, question: QuestionPass) -> None:
+        """A layer of the question's pass; behind the last one, what it found."""
+        if not question.advance():
+            return
+        self._question = None
+        attention = question.attention
         self._attention = attention if self._over_ranks is None else self._over_ranks(attention, "max")
         self._question_row_layers = question.row_layers
         words = shared_words(self._plan.prompt.token_ids, question.asking)
-        self._words = torch.from_numpy(words[self._plan.prefix_length :]).to(device)
+        self._words = torch.from_numpy(words[self._plan.prefix_length :]).to(self._hidden.device)
         if self._sentence_end_ids is not None:
             self._sentences = self._of_walk(sentence_indices(self._plan.prompt, self._sentence_end_ids))
 
     def _compute_layer(self) -> None:
+        if self._question is not None:
+            self._ask_question(self._question)
+            return
         layer = self.layer
         if layer == 0:
             self._choose_at_start()
@@ -304,7 +309,7 @@ class PrefillRun:
 
     @property
     def active_rows(self) -> int:
-        """Rows that the next layer computes at most."""
+        """Rows that the next step computes at most."""
         return self._pass.active_rows
 
     def advance(self) -> bool:

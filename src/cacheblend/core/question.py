@@ -30,16 +30,25 @@ class QuestionPass:
         walk: over the rows from `plan.prefix_length` on.
         loader: of the same plan, with all layers' LOADED rows.
         limit: question rows at most, see `BlendPlan.question_rows`; `rows_to_ask` may be fewer.
-        device: of the walk.
+        embedded: the first layer's input of all rows of the walk, [rows, width]; not changed.
+        keep: leave the loaded layers with the loader for the pass to come; otherwise it reads them once more.
 
     Attributes:
         asking: [n] int64, positions of the question's rows.
     """
 
     def __init__(
-        self, plan: BlendPlan, walk: LayerWalk, loader: LayerLoader, limit: int, device: torch.device | str
+        self,
+        plan: BlendPlan,
+        walk: LayerWalk,
+        loader: LayerLoader,
+        limit: int,
+        embedded: torch.Tensor,
+        *,
+        keep: bool = True,
     ) -> None:
-        self._walk, self._loader, self._first = walk, loader, plan.prefix_length
+        self._walk, self._loader, self._first, self._keep = walk, loader, plan.prefix_length, keep
+        device = embedded.device
         self.asking = plan.question_rows(min(limit, rows_to_ask(len(plan))))
         asking = torch.from_numpy(self.asking)
         self._oldest = int(asking[0])
@@ -48,22 +57,27 @@ class QuestionPass:
         self._seen: dict[int | None, torch.Tensor] = {}  # by window, on the device
         self._positions = asking.to(device)
         self._received = torch.zeros(len(plan), dtype=torch.float32, device=device)
+        self._rows = self._positions - self._first
+        self._hidden, self._layer = embedded[self._rows], 0
 
-    def run(self, embedded: torch.Tensor) -> torch.Tensor:
-        """The attention that each row of the walk receives, [rows] fp32.
+    def advance(self) -> bool:
+        """One layer; True when all are done."""
+        kv = self._loader.layer(self._layer)
+        self._hidden = self._walk.run(self._layer, self._hidden, self._rows, self._attend(kv))
+        if not self._keep:
+            self._loader.release(self._layer)
+        self._layer += 1
+        return self._layer == self._walk.num_layers
+
+    @property
+    def attention(self) -> torch.Tensor:
+        """What each row of the walk received, [rows] fp32.
 
         It is the highest over layers, heads and question rows of what the row's weight exceeds a generic row's by: the
         first row of the suffix, which has seen no word of the question, so that what every row looks at (sinks,
         above all) counts for nothing. A suffix of one row has none to compare with: its weights count as they are.
         The highest, not the sum: few heads look something up, and the many others' sum drowns them (docs/log.md).
-
-        Args:
-            embedded: the first layer's input of all rows of the walk, [rows, width]; not changed.
         """
-        rows = self._positions - self._first
-        hidden = embedded[rows]
-        for layer in range(self._walk.num_layers):
-            hidden = self._walk.run(layer, hidden, rows, self._attend(self._loader.layer(layer)))
         return self._received[self._first :]
 
     @property

@@ -35,6 +35,8 @@ def request_spans(params: Mapping[str, Any] | None, tokens: int) -> list[Span] |
     Raises:
         InvalidInputError: anything else; the message names the span.
     """
+    if params is not None and not isinstance(params, Mapping):
+        raise InvalidInputError(f"kv_transfer_params must be an object, got {params!r}")
     mine = (params or {}).get(KEY)
     if mine is None:
         return None

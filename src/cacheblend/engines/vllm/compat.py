@@ -222,6 +222,22 @@ def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> N
     request.update_block_hashes()
 
 
+def cached_tokens(pool: Any, request: Any, block_size: int) -> int:
+    """Tokens in front of a request's prompt that vLLM's own prefix cache holds.
+
+    Args:
+        pool: vLLM's block pool; None: nothing is known of it.
+        request: vLLM's.
+        block_size: of the paged cache.
+    """
+    blocks = 0
+    for name in request.block_hashes if pool is not None else ():
+        if not pool.get_cached_block(name, [0]):
+            break
+        blocks += 1
+    return blocks * block_size
+
+
 # ---- tensor parallelism -------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ class ConnectorConfig:
         chunk_end_token_id: a chunk is a run of tokens that ends with this one; None: there is no such token.
         match_content: look for stored chunks in prompts whose client names none.
         min_match_tokens: shorter runs are not matched.
+        min_reused_share: a prompt of which less is stored is left to vLLM, whose own prefill is then the faster one.
         budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: as many as a
             step of the scheduler's own size takes, `max_num_batched_tokens` rows through all layers.
         refresh_s: seconds after which the store's list of chunks is read anew: others may write to it.
@@ -41,6 +42,7 @@ class ConnectorConfig:
     chunk_end_token_id: int | None = None
     match_content: bool = True
     min_match_tokens: int = 64
+    min_reused_share: float = 0.25
     budget_row_layers: int | None = None
     refresh_s: float = 5.0
 
@@ -61,6 +63,9 @@ class ConnectorConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        share = self.min_reused_share
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
+            raise InvalidInputError(f"min_reused_share must lie in 0..1, got {share!r}")
         if not isinstance(self.match_content, bool):
             raise InvalidInputError(f"match_content must be true or false, got {self.match_content!r}")
         if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s <= 0:

@@ -75,10 +75,15 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         """See `Scheduling.on_new`."""
         self._scheduler.on_new(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Where vLLM's own prefix cache can be asked."""
+        if self._scheduling is not None:
+            self._scheduling.pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `Scheduling.claim`; provided over several engine steps."""
         claimed = self._scheduler.claim(request, num_computed_tokens)
-        return claimed, claimed > 0
+        return claimed, bool(claimed)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `Scheduling.allocated`."""
@@ -95,6 +100,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers finished."""
+        self._scheduler.provided(connector_output.finished_recving or ())
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(report, StepReport):
             self._scheduler.reported(report.captured)
@@ -166,9 +172,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
     # ---- statistics -------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> BlendStats | None:
-        """What was counted since the last call, of this side."""
+        """What was counted since the last call, of this side; of several ranks, which do the same, the first's."""
         side = self._worker or self._scheduling
-        return None if side is None else side.counts.take()
+        found = None if side is None else side.counts.take()
+        return None if self._worker is not None and self._worker.is_follower else found
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
@@ -195,11 +202,12 @@ def shared_store(url: str, config: compat.VllmConfig) -> KVStore:
     """The store of one engine, the same object for both sides where they share a process.
 
     Raises:
-        InvalidInputError: a store in memory, and several processes that would each have their own.
+        InvalidInputError: a store in memory, and processes that would each have their own.
     """
-    if url.startswith("memory") and config.parallel_config.world_size > 1:
+    parallel = config.parallel_config
+    if url.startswith("memory") and (parallel.world_size > 1 or parallel.distributed_executor_backend != "uni"):
         raise InvalidInputError(
-            f"the store {url!r} lies in one process, and {config.parallel_config.world_size} workers have their own; "
+            f"the store {url!r} lies in one process, and here scheduler and workers have processes of their own; "
             'use a folder: "file:///var/cache/cacheblend"'
         )
     key = (str(config.kv_transfer_config.engine_id), url)

@@ -1,5 +1,6 @@
 """What blending did, through vLLM's own statistics: its log line, and its Prometheus endpoint."""
 
+import threading
 from typing import Any
 
 from prometheus_client import Counter
@@ -11,20 +12,22 @@ HIT_TOKENS, FALLBACKS = "hit_tokens", "fallbacks"
 
 
 class Counts:
-    """Counters since they were last taken."""
+    """Counters since they were last taken; from any thread."""
 
     def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self.by_label: dict[str, dict[str, float]] = {HIT_TOKENS: {}, FALLBACKS: {}}
+        self._lock = threading.Lock()
+        self._values: dict[str, Any] = {}
 
     def add(self, name: str, value: float) -> None:
         """Of a plain counter."""
-        self.values[name] = self.values.get(name, 0) + value
+        with self._lock:
+            self._values[name] = self._values.get(name, 0) + value
 
     def add_by(self, name: str, label: str, value: float) -> None:
         """Of one that is kept by source or by reason."""
-        labels = self.by_label[name]
-        labels[label] = labels.get(label, 0) + value
+        with self._lock:
+            labels = self._values.setdefault(name, {})
+            labels[label] = labels.get(label, 0) + value
 
     def add_fallback(self, reason: str) -> None:
         """Something that was to be reused was computed instead."""
@@ -39,7 +42,8 @@ class Counts:
             seconds: from its first layer to its last, other work between them included.
         """
         tokens = result.plan.tokens_by_source()
-        hits = {"vllm": local_tokens, "prefix": tokens["prefix"] - local_tokens}
+        local = min(local_tokens, tokens["prefix"])  # none of them, where all had to be computed in the end
+        hits = {"vllm": local, "prefix": tokens["prefix"] - local}
         for source, count in {**hits, "memory": tokens["memory"], "disk": tokens["disk"]}.items():
             if count:
                 self.add_by(HIT_TOKENS, source, count)
@@ -55,12 +59,9 @@ class Counts:
 
     def take(self) -> "BlendStats | None":
         """What was counted since the last call; None: nothing."""
-        values, by_label = self.values, self.by_label
-        if not values and not any(by_label.values()):
-            return None
-        self.__init__()  # type: ignore[misc]
-        data: dict[str, Any] = {**values, **{name: labels for name, labels in by_label.items() if labels}}
-        return BlendStats(data=data)
+        with self._lock:
+            values, self._values = self._values, {}
+        return BlendStats(data=values) if values else None
 
 
 class BlendStats(KVConnectorStats):

@@ -11,9 +11,11 @@ vLLM computes the last token itself, and everything of a request that has nothin
 import hashlib
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.capture import ChunkJob, manifest_of
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, StoreError
@@ -29,6 +31,9 @@ from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.store import KVStore
 
+MOST_OUTSTANDING = 8
+"""Requests whose blocks are taken while the workers still provide others: more would hold memory and gain nothing."""
+
 VERSION = 1
 """Of what blended blocks hold: another one must not find them."""
 
@@ -37,25 +42,37 @@ logger = logging.getLogger("cacheblend.vllm")
 
 @dataclass
 class _Known:
-    """A request that is blended, or has chunks to be captured behind it.
+    """A request of which something is held, or has chunks to be captured behind it.
 
     Attributes:
         plan: of all its prompt but the last token.
         missed: chunks that the store lacks.
+        is_plain: vLLM computes it, whatever is held; its blocks have plain names, so no blended KV may come into them.
+        tried: how often it had been preempted when its prompt was last given to the workers; -1: never.
     """
 
     plan: BlendPlan
     missed: list[ChunkJob] = field(default_factory=list)
+    is_plain: bool = False
+    tried: int = -1
 
     @property
     def held(self) -> int:
         """Tokens up to the last one that the store holds; 0: none."""
-        return max((span.stop for span in self.plan.spans if span.source in (Source.PREFIX, Source.LOADED)), default=0)
+        return max((span.stop for span in self.plan.spans if span.source in _HELD), default=0)
 
     @property
     def is_blended(self) -> bool:
         """Something is loaded that is not exact here."""
         return any(span.source is Source.LOADED for span in self.plan.spans)
+
+    def reused_behind(self, start: int) -> float:
+        """Of the tokens from `start` on, the share that the store holds."""
+        held = sum(max(0, span.stop - max(span.start, start)) for span in self.plan.spans if span.source in _HELD)
+        return held / max(1, len(self.plan) - start)
+
+
+_HELD = (Source.PREFIX, Source.LOADED)
 
 
 class Scheduling:
@@ -79,22 +96,21 @@ class Scheduling:
         store: KVStore,
         block_size: int,
     ) -> None:
-        self._config, self._blend, self._planner, self._store, self._block_size = (
-            config,
-            blend,
-            planner,
-            store,
-            block_size,
-        )
+        self._config, self._blend, self._planner = config, blend, planner
+        self._store, self._block_size = store, block_size
         described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}"
         self._salt = hashlib.sha256(described.encode()).digest()
         self._index = ChunkIndex(config.min_match_tokens) if config.match_content else None
         self._refreshed = float("-inf")
         self._known: dict[str, _Known] = {}
-        self._capturing: dict[BlockName, None] = {}
+        self._outstanding: set[str] = set()
+        self._behind: dict[str, tuple[Any, list[ChunkJob]]] = {}
+        self._capturing: dict[BlockName, ChunkManifest] = {}
         self._jobs = StepJobs()
         self._sent = self._captured = 0
         self.counts = Counts()
+        self.pool: Any = None
+        """vLLM's blocks, once they are there."""
 
     @property
     def is_capturing(self) -> bool:
@@ -125,16 +141,27 @@ class Scheduling:
             self.counts.add_fallback("store")
             logger.warning("request %s is not blended: %s", request.request_id, error)
             return
+        except Exception as error:  # a request must not end the engine
+            self.counts.add_fallback(type(error).__name__)
+            logger.exception("request %s is not blended", request.request_id)
+            return
+        cached = compat.cached_tokens(self.pool, request, self._block_size)
+        known.is_plain = cached >= known.held or known.reused_behind(0) < self._config.min_reused_share
         self._known[request.request_id] = known
-        if known.is_blended:
+        if known.is_blended and not known.is_plain:
             first = next(span.start for span in known.plan.spans if span.source in (Source.LOADED, Source.MISS))
             compat.salt_from(request, first, self._block_size, self._salt)
 
-    def claim(self, request: Any, num_computed_tokens: int) -> int:
-        """Tokens behind those that vLLM holds itself that the workers will provide."""
+    def claim(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Tokens behind those that vLLM holds itself that the workers will provide; None: ask again later."""
         known = self._known.get(request.request_id)
-        if known is None or num_computed_tokens >= known.held:
-            return 0  # what is left is plain text, or missed, and vLLM prefills it itself
+        if known is None or known.is_plain or known.tried == request.num_preemptions:
+            return 0
+        share = known.reused_behind(num_computed_tokens)
+        if num_computed_tokens >= known.held or share < self._config.min_reused_share:
+            return 0  # what is left is plain text, or missed: vLLM prefills it itself
+        if len(self._outstanding) >= MOST_OUTSTANDING:
+            return None
         return len(known.plan) - num_computed_tokens
 
     def allocated(self, request: Any, block_ids: list[int], claimed: int) -> None:
@@ -143,29 +170,42 @@ class Scheduling:
         if known is None:
             return
         if claimed:
+            known.tried = request.num_preemptions
+            self._outstanding.add(request.request_id)
             self._jobs.blend.append(BlendJob(request.request_id, known.plan, len(known.plan) - claimed, block_ids))
-        self._capture(known.missed)
-        known.missed = []
+        if known.missed:
+            self._behind[request.request_id] = (request, known.missed)
+            known.missed = []
+
+    def provided(self, request_ids: Iterable[str]) -> None:
+        """The workers are done with these requests' prompts."""
+        self._outstanding.difference_update(request_ids)
 
     def take_jobs(self) -> StepJobs:
-        """What came together since the last call."""
+        """What came together since the last call; chunks of requests that have their first token."""
+        for request_id, (request, missed) in list(self._behind.items()):
+            if request.num_output_tokens > 0:
+                del self._behind[request_id]
+                self._capture(missed)
         jobs, self._jobs = self._jobs, StepJobs()
         self._sent += len(jobs.capture)
         return jobs
 
     def finished(self, request: Any) -> None:
         """A request ended, or was aborted."""
-        known = self._known.pop(request.request_id, None)
-        if known is not None and known.held:
+        self._known.pop(request.request_id, None)
+        if request.request_id in self._outstanding:
             self._jobs.dropped.append(request.request_id)
+        _, missed = self._behind.pop(request.request_id, (None, []))
+        self._capture(missed)
 
     def reported(self, captured: int) -> None:
         """The workers' own count of what they captured."""
-        if captured > self._captured:
-            self._captured = captured
-            self._refreshed = float("-inf")  # new chunks can be found
-        if not self.is_capturing:
-            self._capturing.clear()
+        done = list(self._capturing)[: captured - self._captured]  # in the order in which they were sent
+        found = [self._capturing.pop(chunk_id) for chunk_id in done]
+        self._captured = max(self._captured, captured)
+        if self._index is not None and found:
+            self._index.add(manifest for manifest in found if self._is_held(manifest))
 
     # ---- inside -----------------------------------------------------------------------------------------
 
@@ -195,16 +235,20 @@ class Scheduling:
         """Chunks that are neither held nor under way, as many as may wait."""
         for job in jobs:
             manifest = manifest_of(job, self._planner, "")
-            if manifest.chunk_id in self._capturing or self._is_held(manifest.chunk_id, manifest.block_names):
+            if manifest.chunk_id in self._capturing or self._is_held(manifest):
                 continue
             if len(self._capturing) >= self._blend.capture_queue:
                 self.counts.add_fallback("capture queue full")
                 continue
-            self._capturing[manifest.chunk_id] = None
+            self._capturing[manifest.chunk_id] = manifest
             self._jobs.capture.append(job)
 
-    def _is_held(self, chunk_id: BlockName, names: tuple[BlockName, ...]) -> bool:
-        return all(entry is not None for entry in self._store.find(names)) and self._store.has_manifest(chunk_id)
+    def _is_held(self, manifest: ChunkManifest) -> bool:
+        try:
+            held = self._store.find(manifest.block_names)
+            return all(entry is not None for entry in held) and self._store.has_manifest(manifest.chunk_id)
+        except (StoreError, OSError):
+            return True  # nothing can be stored there now
 
     def _refresh(self) -> None:
         """The index as the store stands: others may write to it."""

@@ -75,7 +75,8 @@ class VllmWalk:
         rows: torch.Tensor,
         answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        added, total = (part.contiguous() for part in hidden.chunk(2, dim=1))
+        # Copies: vLLM's kernels may write to what they are given.
+        added, total = (part.clone(memory_format=torch.contiguous_format) for part in hidden.chunk(2, dim=1))
         with self._model.answering(layer, answer):
             out = self._model.layers[layer](self._positions[rows], added, total if layer else None)
         return torch.cat(out, dim=1)

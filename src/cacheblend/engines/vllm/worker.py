@@ -8,6 +8,7 @@ Every rank does the same rows in the same order; where ranks must agree (chosen 
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.paged import PagedLayer
+from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
 from cacheblend.engines.vllm.walk import VllmWalk
 from cacheblend.store import KVStore
 
@@ -44,7 +45,7 @@ READ_AHEAD = 2  # layers
 logger = logging.getLogger("cacheblend.vllm")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Task:
     """A job under way; `run` is None until its first step."""
 
@@ -96,7 +97,7 @@ class Worker:
         self._provided: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._resume_at = 0.0
-        self._captured = 0
+        self._captured, self._captured_lock = 0, threading.Lock()
         self.counts = Counts()
 
     # ---- an engine step ---------------------------------------------------------------------------------
@@ -104,10 +105,10 @@ class Worker:
     @torch.inference_mode()
     def step(self, jobs: StepJobs) -> None:
         """Takes what is new, and works for as long as the step's budget lasts; at least a layer."""
-        self._blends.extend(_Task(job) for job in jobs.blend)
-        self._captures.extend(_Task(job) for job in jobs.capture)
         for request_id in jobs.dropped:
             self._drop(request_id)
+        self._blends.extend(_Task(job) for job in jobs.blend)
+        self._captures.extend(_Task(job) for job in jobs.capture)
         left = self._budget
         while left > 0 and (self._blends or self._captures):
             queue = self._blends or self._captures
@@ -133,6 +134,11 @@ class Worker:
         return failed
 
     @property
+    def is_follower(self) -> bool:
+        """Another rank does the same and tells of it."""
+        return self._model.tp_rank > 0
+
+    @property
     def captured(self) -> int:
         """Chunks that are done with, stored or not, since the start."""
         return self._captured
@@ -156,6 +162,8 @@ class Worker:
                 self._finish(task)
             return max(rows, 1)
         except Exception as error:  # whatever it is, the engine goes on: this request is computed by vLLM
+            if self._over_ranks is not None:
+                raise  # ranks that are out of step cannot be brought together again
             logger.exception("a blend failed and is left to vLLM")
             self._give_up(task, type(error).__name__)
             return 1
@@ -164,13 +172,21 @@ class Worker:
         if task.run is not None:
             task.run.close()
         self.counts.add_fallback(reason)
+        self._forget(task)
         if isinstance(task.job, ChunkJob):
-            self._captures.popleft()
+            self._count_captured()
+        elif task.job.request_id not in self._provided:
+            self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
+            self._provided.add(task.job.request_id)
+
+    def _forget(self, task: _Task) -> None:
+        queue = self._captures if isinstance(task.job, ChunkJob) else self._blends
+        if task in queue:
+            queue.remove(task)
+
+    def _count_captured(self) -> None:
+        with self._captured_lock:
             self._captured += 1
-            return
-        self._blends.popleft()
-        self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
-        self._provided.add(task.job.request_id)
 
     def _open(self, task: _Task) -> PrefillRun:
         if isinstance(task.job, ChunkJob):
@@ -180,7 +196,9 @@ class Worker:
     def _open_blend(self, job: BlendJob) -> PrefillRun:
         plan, first = job.plan, job.local_tokens
         source: BlockSource = self._store
-        if first:
+        # Behind a sliding window vLLM gives blocks back: then what stood there is provided once more, and not written.
+        resident = first > 0 and NULL_BLOCK not in job.block_ids[: first // self._block_size]
+        if resident:
             plan = plan.with_resident(first, RESIDENT)
             source = _WithResident(self._store, self._paged, job.block_ids, first)
         slots = self._paged[0].slots(job.block_ids, first, len(plan))
@@ -188,7 +206,7 @@ class Worker:
         def write(layer: int, kv: LayerKV) -> None:
             self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
 
-        return self._run(plan, source, self._selector, write, read_ahead=0 if first else READ_AHEAD)
+        return self._run(plan, source, self._selector, write, read_ahead=0 if resident else READ_AHEAD)
 
     def _open_capture(self, task: _Task, job: ChunkJob) -> PrefillRun:
         prompt = Prompt.of([text(part) for part in (*job.anchor, job.token_ids)])
@@ -233,19 +251,18 @@ class Worker:
         assert task.run is not None
         task.run.close()
         if isinstance(task.job, ChunkJob):
-            self._captures.popleft()
             self._keep(task.job, task.kv)
-            return
-        self._blends.popleft()
-        self._provided.add(task.job.request_id)
-        self.counts.add_blend(task.run.result(), task.job.local_tokens, time.perf_counter() - task.started)
+        else:
+            self.counts.add_blend(task.run.result(), task.job.local_tokens, time.perf_counter() - task.started)
+            self._provided.add(task.job.request_id)
+        self._forget(task)
 
     def _keep(self, job: ChunkJob, kv: Sequence[LayerKV]) -> None:
         """Stores a captured chunk behind the engine's back: all ranks' heads, written by the first."""
         if self._model.tp_size > 1:
             kv = [self._all_heads(layer) for layer in kv]
         if self._model.tp_rank or time.monotonic() < self._resume_at:
-            self._captured += 1
+            self._count_captured()
             return
         self._writer.submit(self._write, job, blocks_of(job, self._planner, kv))
 
@@ -259,8 +276,10 @@ class Worker:
             self._resume_at = time.monotonic() + PAUSE_S
             self.counts.add_fallback("store write")
             logger.warning("missed chunks are not stored for %d s: %s", PAUSE_S, error)
+        except Exception:
+            logger.exception("a missed chunk is not stored")
         finally:
-            self._captured += 1
+            self._count_captured()
 
     def _all_heads(self, kv: LayerKV) -> LayerKV:
         """Of replicated heads one each."""
@@ -311,8 +330,8 @@ class _AgreedLoader(LayerLoader):
         known, lost, kv = index in self._given, "", None
         try:
             kv = super().layer(index)
-        except BlockLostError as error:
-            lost = str(error)
+        except Exception as error:  # of whatever kind: the others must hear of it
+            lost = f"{type(error).__name__}: {error}"
         if known and kv is not None:
             return kv
         flag = torch.tensor([float(bool(lost))], device=self._device)
