@@ -23,8 +23,15 @@ def ucm(**blend: Any) -> dict[str, Any]:
     return {"ucm_sparse_config": {"Blend": blend}}
 
 
-def test_nothing_said_is_the_papers_defaults_in_memory() -> None:
-    assert read_config({}) == ConnectorConfig(BlendConfig(), "memory")
+def test_nothing_said_leaves_it_to_the_models_profile_or_the_defaults() -> None:
+    found = read_config({})
+    assert found == ConnectorConfig({}, "memory")
+    assert found.blend == BlendConfig()
+
+
+def test_chunks_behind_the_whole_system_prompt_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match='use "bos" or "none"'):
+        read_config({"anchor": "system"})
 
 
 def test_this_projects_form() -> None:
