@@ -125,7 +125,13 @@ def test_a_preempted_request_is_provided_again(vllm: Vllm, models: dict[str, Pat
     ]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
     result = vllm.run(
-        models["llama"], steps, extra, num_gpu_blocks_override=44, max_model_len=1024, block_size=32, enable_prefix_caching=False
+        models["llama"],
+        steps,
+        extra,
+        num_gpu_blocks_override=44,
+        max_model_len=1024,
+        block_size=32,
+        enable_prefix_caching=False,
     )
     assert tokens(result["answers"][1]) == tokens(plain["answers"][0])
     assert result["metrics"]["vllm:num_preemptions"] > 0

@@ -1,21 +1,16 @@
 """`cacheblend bench`: parses options; what is measured, and how, is in `cacheblend.bench`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cacheblend.cli.output import check_outputs, console, progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.table import Table
 
 app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
-
-vllm_app = typer.Typer(help="vLLM with the plug-in against vLLM with prefix caching.", no_args_is_help=True)
-app.add_typer(vllm_app, name="vllm")
 
 WHAT, HOW, RESULT = "What is measured", "How it is measured", "Result"
 PICTURES = (".png", ".svg", ".pdf")
@@ -188,8 +183,15 @@ def plan(
     _show(line, result, json)
 
 
-@vllm_app.command("ttft")
-def vllm_ttft(
+@app.command()
+def vllm(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="ttft: time to first token, of stored chunks in shuffled order and of plain prompts; "
+            "latency: gaps between a request's tokens while another's prompt is prefilled."
+        ),
+    ],
     model: Folder = None,
     shape: Shape = None,
     chunks: Chunks = 8,
@@ -201,53 +203,17 @@ def vllm_ttft(
     seed: Seed = 0,
     json: JsonFile = None,
 ) -> None:
-    """Time to first token of two `vllm serve`, in turns: stored chunks in shuffled order, and plain prompts."""
-    from cacheblend.bench import vllm_bench
-
-    _vllm_bench(
-        vllm_bench.ttft, json, model, shape, chunks, chunk_tokens, question_tokens, ratio, batched_tokens, runs, seed
-    )
-
-
-@vllm_app.command("latency")
-def vllm_latency(
-    model: Folder = None,
-    shape: Shape = None,
-    chunks: Chunks = 8,
-    chunk_tokens: ChunkTokens = 512,
-    question_tokens: QuestionTokens = 32,
-    ratio: Annotated[float, typer.Option("--ratio", "-r", help="Recompute ratio.", rich_help_panel=WHAT)] = 0.15,
-    batched_tokens: BatchedTokens = 2048,
-    runs: Runs = 5,
-    seed: Seed = 0,
-    json: JsonFile = None,
-) -> None:
-    """Gaps between the tokens of a decoding request while another prompt is prefilled: blended, and plain."""
-    from cacheblend.bench import vllm_bench
-
-    _vllm_bench(
-        vllm_bench.latency, json, model, shape, chunks, chunk_tokens, question_tokens, ratio, batched_tokens, runs, seed
-    )
-
-
-def _vllm_bench(
-    bench: "Callable[..., dict[str, Any]]",
-    json: Path | None,
-    model: Path | None,
-    shape: str | None,
-    chunks: int,
-    chunk_tokens: int,
-    question_tokens: int,
-    ratio: float,
-    batched_tokens: int,
-    runs: int,
-    seed: int,
-) -> None:
-    from cacheblend.bench.vllm_bench import VllmSettings
-    from cacheblend.cli.models import model_folder
-
+    """Two `vllm serve`, with the plug-in and without, asked in turns; vLLM must be installed beside this package."""
     check_outputs(json)
-    settings = VllmSettings(
+
+    from cacheblend.bench import vllm_bench
+    from cacheblend.cli.models import model_folder
+    from cacheblend.core.errors import InvalidInputError
+
+    benches = {"ttft": vllm_bench.ttft, "latency": vllm_bench.latency}
+    if what not in benches:
+        raise InvalidInputError(f"bench vllm measures {', '.join(benches)}, not {what!r}")
+    settings = vllm_bench.VllmSettings(
         model=None if model is None else str(model_folder(model)),
         shape=shape,
         chunks=chunks,
@@ -259,7 +225,7 @@ def _vllm_bench(
         seed=seed,
     )
     with progress("measuring", "rounds", quiet=str(json) == "-") as advance:
-        result = bench(settings, advance)
+        result = benches[what](settings, advance)
     _show("\n".join(f"{name}: {value:.3f}" for name, value in result["figures"].items()), result, json)
 
 
