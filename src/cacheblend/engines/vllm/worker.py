@@ -51,7 +51,7 @@ class _Task:
 
     job: BlendJob | ChunkJob
     run: PrefillRun | None = None
-    started: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
     kv: list[LayerKV] = field(default_factory=list)
 
 
@@ -156,7 +156,7 @@ class Worker:
         """One layer of a job; the row-layers it took. The first one also finds what to load and asks the question."""
         try:
             if task.run is None:
-                task.run = self._open(task)
+                task.started, task.run = time.perf_counter(), self._open(task)
             rows = task.run.active_rows
             if task.run.advance():
                 self._finish(task)
