@@ -13,8 +13,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines import fingerprint
 from cacheblend.engines.fingerprint import fingerprint_folder, fingerprint_model
-from cacheblend.engines.hf import fingerprint
 
 CONFIG = {
     "model_type": "llama",
