@@ -4,7 +4,7 @@ Figures are those of the models' published config files.
 """
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError
 
@@ -78,6 +78,18 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
+def shape_config(name: str) -> PretrainedConfig:
+    """The configuration of that shape.
+
+    Raises:
+        InvalidInputError: no such shape.
+    """
+    if name not in SHAPES:
+        raise InvalidInputError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
+    fields = dict(SHAPES[name])
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
 def build_shape(
     name: str, *, dtype: torch.dtype = torch.bfloat16, device: str | None = None, seed: int = 0
 ) -> PreTrainedModel:
@@ -86,10 +98,7 @@ def build_shape(
     Raises:
         InvalidInputError: no such shape.
     """
-    if name not in SHAPES:
-        raise InvalidInputError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
-    fields = dict(SHAPES[name])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config = shape_config(name)
     torch.manual_seed(seed)
     with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

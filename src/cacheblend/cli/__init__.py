@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from cacheblend.cli import ask, bench, demo, doctor, evaluate, inspect, store, warm
+from cacheblend.cli import ask, bench, bench_vllm, demo, doctor, evaluate, inspect, store, warm
 from cacheblend.cli.output import error_text, print_error
 
 ERROR = 2
@@ -34,6 +34,7 @@ app.command("ask", rich_help_panel=DAILY)(ask.ask)
 app.add_typer(store.app, name="store", rich_help_panel=DAILY)
 app.command("evaluate", rich_help_panel=MEASURE)(evaluate.evaluate)
 app.command("inspect", rich_help_panel=MEASURE)(inspect.inspect)
+bench.app.add_typer(bench_vllm.app, name="vllm")
 app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
 
 

@@ -56,9 +56,6 @@ Runs = Annotated[int, typer.Option("--runs", help="Measured rounds, behind a war
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Of torch; default: its own choice.", rich_help_panel=HOW)
 ]
-BatchedTokens = Annotated[
-    int, typer.Option("--batched-tokens", help="vLLM's max_num_batched_tokens.", rich_help_panel=HOW)
-]
 Seed = Annotated[int, typer.Option("--seed", help="Of weights, tokens and orders.", rich_help_panel=HOW)]
 Sweep = Annotated[
     str | None,
@@ -126,7 +123,7 @@ def ttft(
     with progress("measuring", "rounds", quiet=str(json) == "-") as advance:
         result = bench.run(settings, lambda done, total, arm: advance(done, total))
         advance(1, 1)
-    _show(report.table(result), result, json)
+    show(report.table(result), result, json)
     if curves is not None:
         report.plot(result, curves)
         console(stderr=True).print(f"the curves are in {curves}", soft_wrap=True)
@@ -159,7 +156,7 @@ def memory(
     )
     with progress("measuring", "processes", quiet=str(json) == "-") as advance:
         result = bench.run(settings, lambda done, total, arm: advance(done, total))
-    _show(bench.table(result), result, json)
+    show(bench.table(result), result, json)
 
 
 @app.command()
@@ -180,53 +177,7 @@ def plan(
         f"names and plan of {result['prompt_tokens']} tokens, {chunks} chunks: "
         f"{1e3 * result['plan_s']['median']:.1f} ms (median of {runs})"
     )
-    _show(line, result, json)
-
-
-@app.command()
-def vllm(
-    what: Annotated[
-        str,
-        typer.Argument(
-            help="ttft: time to first token, of stored chunks in shuffled order and of plain prompts; "
-            "latency: gaps between a request's tokens while another's prompt is prefilled."
-        ),
-    ],
-    model: Folder = None,
-    shape: Shape = None,
-    chunks: Chunks = 8,
-    chunk_tokens: ChunkTokens = 512,
-    question_tokens: QuestionTokens = 32,
-    ratio: Annotated[float, typer.Option("--ratio", "-r", help="Recompute ratio.", rich_help_panel=WHAT)] = 0.15,
-    batched_tokens: BatchedTokens = 2048,
-    runs: Runs = 5,
-    seed: Seed = 0,
-    json: JsonFile = None,
-) -> None:
-    """Two `vllm serve`, with the plug-in and without, asked in turns; vLLM must be installed beside this package."""
-    check_outputs(json)
-
-    from cacheblend.bench import vllm_bench
-    from cacheblend.cli.models import model_folder
-    from cacheblend.core.errors import InvalidInputError
-
-    benches = {"ttft": vllm_bench.ttft, "latency": vllm_bench.latency}
-    if what not in benches:
-        raise InvalidInputError(f"bench vllm measures {', '.join(benches)}, not {what!r}")
-    settings = vllm_bench.VllmSettings(
-        model=None if model is None else str(model_folder(model)),
-        shape=shape,
-        chunks=chunks,
-        chunk_tokens=chunk_tokens,
-        question_tokens=question_tokens,
-        ratio=ratio,
-        runs=runs,
-        batched_tokens=batched_tokens,
-        seed=seed,
-    )
-    with progress("measuring", "rounds", quiet=str(json) == "-") as advance:
-        result = benches[what](settings, advance)
-    _show("\n".join(f"{name}: {value:.3f}" for name, value in result["figures"].items()), result, json)
+    show(line, result, json)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -239,22 +190,36 @@ def _curves_file(sweep: str | None, plot: Path | None) -> Path | None:
 
     from cacheblend.core.errors import InvalidInputError
 
-    if sweep is None:
-        if plot is not None:
+    if plot is not None:
+        if sweep is None:
             raise InvalidInputError("--plot draws a sweep: give --sweep, too")
+        return picture_file(plot)
+    if sweep is None:
         return None
     if find_spec("matplotlib") is None:
-        if plot is not None:
-            raise InvalidInputError(f"--plot needs matplotlib: {INSTALL}")
         console(stderr=True).print(f"no curves are drawn, that needs matplotlib: {INSTALL}", soft_wrap=True)
         return None
-    file = plot or Path(f"bench-ttft-{sweep}.png")
-    if file.suffix not in PICTURES:
-        raise InvalidInputError(f"--plot draws {', '.join(PICTURES)}, not {file.name!r}")
-    return file
+    return Path(f"bench-ttft-{sweep}.png")
 
 
-def _show(shown: "Table | str", result: dict[str, object], json: Path | None) -> None:
+def picture_file(plot: Path) -> Path:
+    """What `--plot` names.
+
+    Raises:
+        InvalidInputError: nothing can be drawn there.
+    """
+    from importlib.util import find_spec
+
+    from cacheblend.core.errors import InvalidInputError
+
+    if find_spec("matplotlib") is None:
+        raise InvalidInputError(f"--plot needs matplotlib: {INSTALL}")
+    if plot.suffix not in PICTURES:
+        raise InvalidInputError(f"--plot draws {', '.join(PICTURES)}, not {plot.name!r}")
+    return plot
+
+
+def show(shown: "Table | str", result: dict[str, object], json: Path | None) -> None:
     """The table, then the JSON file; or JSON alone, where it goes to stdout."""
     from json import dumps
 

@@ -1,0 +1,284 @@
+"""Replays a RAGPulse trace on vLLM with prefix caching and on vLLM with the plug-in: what each can serve.
+
+    store                        passages of the trace's first two thirds that the sampled requests name
+    both prefix caches           the last requests in front of the cut
+    measured                     requests sampled from the last third, at saturation, then at a few rates
+
+A request is some tokens of its own, its passages, the user's input: nothing but the passages recurs, as in the trace,
+where each request's own system prompt stands in front. Besides that, the same with everything that the trace has.
+Only one server works at a time.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace, tokens_of
+from cacheblend.bench.vllm_server import Pair, Server
+from cacheblend.core.errors import InvalidInputError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (one of `STAGES`, done, in all)."""
+
+FILL, RATES = "filling the store", "rates"
+STAGES = (FILL, "vllm, passages", "blend, passages", "vllm, whole", "blend, whole", RATES)
+
+WARM_REQUESTS = 20  # in front of the cut, for the prefix caches: more would have left them again
+FILLING_TOKENS = 1500  # of a prompt that fills the store
+CHECK_LAYER = 1  # as `Pair` sets it
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is replayed.
+
+    Attributes:
+        trace: folder of a RAGPulse trace.
+        requests: sampled from the last third, of those that have passages.
+        own_tokens: in front of each request.
+        answer_tokens: of each answer.
+        clients: requests under way at saturation.
+        rates: of the plug-in's own saturation; at each, both are asked at times of a Poisson process.
+        rate_requests: asked at each rate.
+        with_whole: replay it with everything that the trace has, too, at saturation.
+        seed: of the sample and of the times.
+    """
+
+    trace: Path
+    requests: int = 100
+    own_tokens: int = 32
+    answer_tokens: int = 4
+    clients: int = 16
+    rates: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
+    rate_requests: int = 24
+    with_whole: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The requests, and what of them is stored before they come.
+
+    Attributes:
+        requests: sampled.
+        before: those in front of the cut.
+        stored: passages that both name.
+    """
+
+    requests: list[TraceRequest]
+    before: list[TraceRequest]
+    stored: frozenset[TraceText]
+
+    @staticmethod
+    def of(trace: Sequence[TraceRequest], count: int, seed: int) -> "Sample":
+        """Of the last third's requests with passages.
+
+        Raises:
+            InvalidInputError: there are not as many.
+        """
+        cut = len(trace) * 2 // 3
+        before, behind = ([r for r in part if r.passages] for part in (trace[:cut], trace[cut:]))
+        if len(behind) < count:
+            raise InvalidInputError(f"the trace's last third has {len(behind)} requests with passages, not {count}")
+        requests = random.Random(seed).sample(behind, count)
+        named = {passage for request in before for passage in request.passages}
+        return Sample(requests, before, frozenset(p for r in requests for p in r.passages if p in named))
+
+    def held_tokens(self, request: TraceRequest) -> int:
+        """Of a request's tokens, those that are stored."""
+        return tokens_of(p for p in request.passages if p in self.stored)
+
+
+def prompt(request: TraceRequest, own: list[int], *, whole: bool) -> list[int]:
+    """Token ids: tokens of its own, passages and the user's input; whole: system prompt, history, web search as well.
+
+    Args:
+        request: of the trace.
+        own: token ids in front.
+        whole: everything that the trace has.
+    """
+    texts: tuple[TraceText, ...] = (*request.passages, *request.question)
+    if whole:
+        texts = (*request.system, *request.passages, *request.history, *request.web_search, *request.question)
+    return [*own, *(token for text in texts for token in text.token_ids())]
+
+
+def row_layer_ceiling(requests: Iterable[tuple[int, int]], layers: int, ratio: float) -> float:
+    """How much less is computed if nothing but rows times layers counted, and nothing else were ever shared.
+
+    Args:
+        requests: (tokens, tokens that are stored) of each.
+        layers: of the model.
+        ratio: recompute ratio.
+    """
+    plain = blended = 0.0
+    for tokens, held in requests:
+        plain += tokens * layers
+        blended += tokens * CHECK_LAYER + (tokens - held + ratio * held) * (layers - CHECK_LAYER)
+    return plain / blended
+
+
+def replay(pair: Pair, what: Replay, progress: Progress | None = None) -> dict[str, Any]:
+    """Requests per second of both at saturation, and time to first token by rate.
+
+    Args:
+        pair: the servers.
+        what: is replayed.
+        progress: see `Progress`.
+
+    Raises:
+        InvalidInputError: the trace cannot be read or is too short, vLLM is not installed here or does not start.
+    """
+    sample = Sample.of(read_trace(what.trace), what.requests, what.seed)
+    tell = progress or (lambda stage, done, total: None)
+    forms = {"passages": False} | ({"whole": True} if what.with_whole else {})
+    longest = max(
+        len(prompt(request, [0] * what.own_tokens, whole=whole))
+        for whole in forms.values()
+        for request in (*sample.requests, *sample.before[-WARM_REQUESTS:])
+    )
+    result: dict[str, Any] = {}
+    with pair.serving(longest + what.answer_tokens + 64) as (plain, blend):
+        servers = {"vllm": plain, "blend": blend}
+        _fill(blend, sample, tell)
+        for form, whole in forms.items():
+            result[form] = _saturate_both(servers, sample, what, pair, form, whole, tell)
+        result["rates"] = _sweep(servers, sample, what, result["passages"]["blend"]["requests_per_s"], tell)
+        counters = blend.counters()
+    found = result["passages"]
+    figures = {"replay_speedup": found["speedup"], "replay_of_ceiling": found["speedup"] / found["ceiling"]}
+    return {
+        "figures": figures,
+        **result,
+        "counters": counters,
+        "replay": {**vars(what), "trace": what.trace.name},
+        **pair.described(),
+    }
+
+
+def _saturate_both(
+    servers: dict[str, Server],
+    sample: Sample,
+    what: Replay,
+    pair: Pair,
+    form: str,
+    whole: bool,
+    tell: Progress,
+) -> dict[str, Any]:
+    """Each server alone, as fast as it can."""
+    prompts = [prompt(r, _own(f"{form} {n}", what), whole=whole) for n, r in enumerate(sample.requests)]
+    warm = [
+        prompt(r, _own(f"{form} before {n}", what), whole=whole)
+        for n, r in enumerate(sample.before[-WARM_REQUESTS:])
+    ]  # fmt: skip
+    lengths = [(len(ids), sample.held_tokens(r)) for ids, r in zip(prompts, sample.requests, strict=True)]
+    found: dict[str, Any] = {
+        "tokens": [tokens for tokens, _ in lengths],
+        "held_tokens": [held for _, held in lengths],
+        "ceiling": row_layer_ceiling(lengths, pair.layers, pair.ratio),
+    }
+    for name, server in servers.items():
+        _saturate(server, warm, what, lambda done: None)
+        found[name] = _saturate(server, prompts, what, partial(_tell_done, tell, f"{name}, {form}", len(prompts)))
+    found["speedup"] = found["blend"]["requests_per_s"] / found["vllm"]["requests_per_s"]
+    return found
+
+
+def _tell_done(tell: Progress, stage: str, total: int, done: int) -> None:
+    tell(stage, done, total)
+
+
+def _saturate(server: Server, prompts: list[list[int]], what: Replay, done: Callable[[int], None]) -> dict[str, Any]:
+    """So many clients, each with its next request as soon as it has an answer."""
+    times: list[float] = []
+
+    def ask(ids: list[int]) -> None:
+        times.append(server.ask(ids, what.answer_tokens).ttft_s)
+        done(len(times))
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(what.clients) as clients:
+        list(clients.map(ask, prompts))
+    took = time.perf_counter() - started
+    return {"requests_per_s": len(prompts) / took, "seconds": took, "ttft_s": times}
+
+
+def _sweep(
+    servers: dict[str, Server], sample: Sample, what: Replay, saturation: float, tell: Progress
+) -> list[dict[str, Any]]:
+    """Time to first token at each rate, from when a request should have been sent; one server behind the other."""
+    found = []
+    for done, share in enumerate(what.rates, 1):
+        rate = share * saturation
+        point: dict[str, Any] = {"requests_per_s": rate}
+        for name, server in servers.items():
+            rng, at, due = random.Random(f"{what.seed} {share}"), 0.0, []
+            for number, request in enumerate(sample.requests[: what.rate_requests]):
+                at += rng.expovariate(rate)
+                due.append((at, prompt(request, _own(f"{name} {share} {number}", what), whole=False)))
+            times = _ask_at(server, due, what.answer_tokens)
+            point[name] = {"ttft_s": times, "median_s": statistics.median(times)}
+        found.append(point)
+        tell(RATES, done, len(what.rates))
+    return found
+
+
+def _ask_at(server: Server, due: list[tuple[float, list[int]]], tokens: int) -> list[float]:
+    started = time.perf_counter()
+
+    def ask(at: float, ids: list[int]) -> float:
+        time.sleep(max(0.0, started + at - time.perf_counter()))
+        late = time.perf_counter() - started - at
+        return late + server.ask(ids, tokens).ttft_s
+
+    with ThreadPoolExecutor(len(due)) as clients:
+        return [each.result() for each in [clients.submit(ask, at, ids) for at, ids in due]]
+
+
+def _fill(server: Server, sample: Sample, tell: Progress) -> None:
+    """Has the passages stored, several a request, and waits for it."""
+    waiting, wanted = sorted(sample.stored, key=lambda passage: passage.id), tokens_of(sample.stored)
+    filled = 0
+    while waiting:
+        ids, spans = random_ids(f"filling {len(waiting)}", 16), []
+        while waiting and len(ids) < FILLING_TOKENS:
+            passage = waiting.pop()
+            spans.append([len(ids), len(ids) + passage.tokens])
+            ids += passage.token_ids()
+            filled += passage.tokens
+        server.ask([*ids, 300], 1, spans)
+        server.wait_for_captures(filled, pause=0)
+        tell(FILL, filled, wanted)
+    server.wait_for_captures(wanted)
+
+
+def _own(seed: str, what: Replay) -> list[int]:
+    return random_ids(f"{what.seed} own {seed}", what.own_tokens)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws time to first token against the rate of requests, for both. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name, label, color in (("vllm", "vLLM, prefix caching", "C0"), ("blend", "vLLM with CacheBlend", "C1")):
+        rates = [point["requests_per_s"] for point in result["rates"]]
+        axes.plot(rates, [point[name]["median_s"] for point in result["rates"]], marker="o", color=color, label=label)
+        saturation = result["passages"][name]["requests_per_s"]
+        axes.axvline(saturation, linestyle="--", color=color, alpha=0.6, label=f"saturation, {saturation:.2f} a second")
+    axes.set(xlabel="requests per second", ylabel="median time to first token, s", yscale="log")
+    axes.set_title(f"RAGPulse on {result['model']}, r = {result['ratio']:g}", parse_math=False)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
