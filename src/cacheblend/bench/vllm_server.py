@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +207,14 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
     Raises:
         InvalidInputError: vLLM is not installed here, or the server ended; with its last words.
     """
-    command = Path(sys.executable).with_name("vllm")
-    if not command.is_file():
-        raise InvalidInputError(f"there is no {command}: install vLLM beside cacheblend (make vllm)")
+    if find_spec("vllm") is None:
+        raise InvalidInputError("vLLM cannot be imported here: install it beside cacheblend (make vllm)")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [str(command), "serve", str(settings.model), "--served-model-name", NAME, "--port", str(port)]
+    # As `vllm serve` does; but that asks for the package's version by a name that the CPU build does not have.
+    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
+    arguments += ["--served-model-name", NAME, "--port", str(port)]
     arguments += ["--host", "127.0.0.1", "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
     arguments += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens), "--enable-prefix-caching"]
     arguments += ["--disable-hybrid-kv-cache-manager", *settings.options]
