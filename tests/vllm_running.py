@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 CHILD = Path(__file__).parent / "vllm_plugin" / "child.py"
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make vllm")
@@ -29,16 +38,23 @@ SHAPE = {
     "eos_token_id": 1,
 }
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MODELS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=160),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, norm_topk_prob=True),
+}
+
 
 def make_models(folder: Path) -> dict[str, Path]:
     """Tiny random models whose tokens depend on far context: large embeddings, attention that looks something up."""
     found = {}
-    for name, config, kind in (
-        ("llama", LlamaConfig(**SHAPE), LlamaForCausalLM),
-        ("qwen3", Qwen3Config(**SHAPE), Qwen3ForCausalLM),
-    ):
+    for name, config in MODELS.items():
         torch.manual_seed(1)
-        model = kind(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for label, weight in model.named_parameters():
             if weight.dim() == 2:
                 scale = 0.5 if "embed" in label or "lm_head" in label else weight.shape[1] ** -0.5

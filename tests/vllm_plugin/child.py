@@ -76,9 +76,18 @@ def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[st
     ]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [
-        {"tokens": [list(one.token_ids) for one in output.outputs], "cached": output.num_cached_tokens}
+        {
+            "tokens": [list(one.token_ids) for one in output.outputs],
+            "cached": output.num_cached_tokens,
+            "logprobs": [_logprobs(one) for one in output.outputs],
+        }
         for output in outputs
     ]
+
+
+def _logprobs(answer: Any) -> list[dict[str, float]]:
+    """Of each of its tokens, by token id; none were asked for: none."""
+    return [{str(token): found.logprob for token, found in each.items()} for each in answer.logprobs or []]
 
 
 def settle(llm: Any) -> None:

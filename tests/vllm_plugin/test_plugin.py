@@ -212,6 +212,41 @@ def test_two_tensor_parallel_ranks_choose_the_rows_of_one(vllm: Vllm, models: di
     assert tokens(filled["answers"][1]) == tokens(one["answers"][1])
 
 
+def test_ucms_settings_and_chunks_that_end_with_a_token(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    end = 19
+    texts = Texts(12)
+    passages = [[*ids, end] for ids in texts.passages(4)]
+    prompts = [
+        [token for passage in texts.rng.sample(passages, 3) for token in passage] + texts.ids(9) for _ in range(5)
+    ]
+    plain = vllm.run(models["llama"], [{"ask": prompts}], None)
+    store = {"storage_backends": str(tmp_path / "store"), "use_direct": False}
+    extra = {
+        "ucm_connectors": [{"ucm_connector_name": "UcmNfsStore", "ucm_connector_config": store}],
+        "ucm_sparse_config": {
+            "Blend": {"chunk_end_token_id": end, "compute_meta": {"model.layers.1.self_attn.attn": {"ratio": 1.0}}}
+        },
+    }
+    steps = [{"ask": prompts, "alone": True}, {"forget": True}, {"ask": prompts}]
+    result = vllm.run(models["llama"], steps, extra)
+    for step in result["answers"][::2]:
+        assert tokens(step) == tokens(plain["answers"][0])
+    assert result["metrics"]["vllm:cacheblend_captured_tokens"] == sum(map(len, passages))
+    assert result["metrics"]["vllm:cacheblend_requests"] >= len(prompts)
+
+
+def test_with_torch_compile_on(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    asked = mixed_prompts(13, 10)
+    ids, spans = [one.ids for one in asked], [one.spans for one in asked]
+    ask = {"ask": ids, "chunks": spans}
+    plain = vllm.run(models["qwen3"], [{"ask": ids}], None)
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
+    result = vllm.run(models["qwen3"], [{**ask, "alone": True}, {"forget": True}, ask], extra, enforce_eager=False)
+    for step in result["answers"][::2]:
+        assert tokens(step) == tokens(plain["answers"][0])
+    assert result["metrics"]["vllm:cacheblend_requests"] > 0
+
+
 @pytest.mark.parametrize(
     ("extra", "engine", "words"),
     [

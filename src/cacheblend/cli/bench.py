@@ -180,6 +180,27 @@ def plan(
     show(line, result, json)
 
 
+@app.command()
+def match(
+    stored: Annotated[int, typer.Option("--stored", help="Chunks in the store.")] = 100_000,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of a chunk.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of a prompt, at least.")] = 32_768,
+    runs: Annotated[int, typer.Option("--runs", help="Prompts matched.")] = 20,
+    json: JsonFile = None,
+) -> None:
+    """Time in which a prompt's stored chunks are found by their content."""
+    check_outputs(json)
+
+    from cacheblend.bench import matching as bench
+
+    result = bench.run(stored=stored, chunk_tokens=chunk_tokens, prompt_tokens=prompt_tokens, runs=runs)
+    line = (
+        f"{result['prompt_tokens']} tokens against {stored} chunks of {chunk_tokens}: "
+        f"{result['figures']['match_ms']:.1f} ms (median of {runs}); the index was filled in {result['fill_s']:.1f} s"
+    )
+    show(line, result, json)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 

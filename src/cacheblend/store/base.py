@@ -4,7 +4,7 @@ Knows blocks, manifests and what may go wrong; does not know where the bytes lie
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -165,6 +165,14 @@ class KVStore(BlockSource):
         Raises:
             StoreError: the store cannot be read.
         """
+
+    def listing_stamp(self) -> Hashable | None:
+        """Equal stamps: no chunk was listed or taken off the list in between. None: it cannot tell.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return None
 
     @abstractmethod
     def has_manifest(self, chunk_id: BlockName) -> bool:

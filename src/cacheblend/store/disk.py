@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -178,6 +178,11 @@ class DiskStore(KVStore):
         with self._reading():
             chunk_ids = self._manifests.names()
         return [m for chunk_id in chunk_ids if (m := self._manifest(chunk_id)) is not None]
+
+    def listing_stamp(self) -> Hashable | None:
+        """See `KVStore.listing_stamp`: when the folder of manifests last changed, once that is a while ago."""
+        with self._reading():
+            return self._manifests.stamp()
 
     def _manifest(self, chunk_id: BlockName, found: list[Damage] | None = None) -> ChunkManifest | None:
         """The manifest; a damaged one is reported, removed, put on the list `found` and None."""

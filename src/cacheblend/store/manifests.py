@@ -8,7 +8,9 @@ import errno
 import json
 import os
 import threading
+import time
 import zlib
+from collections.abc import Hashable
 
 import numpy as np
 
@@ -75,6 +77,10 @@ def _unpack(text: str) -> TokenIds:
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype="<u4")
 
 
+STAMP_SETTLES_NS = 2 * 10**9
+"""A change within a file system's tick of another leaves no trace of its own; the coarsest ticks are 2 s."""
+
+
 class ManifestFiles:
     """The manifests of a folder; remembers those it has read for as long as their files do not change.
 
@@ -97,6 +103,18 @@ class ManifestFiles:
     def names(self) -> list[BlockName]:
         """The chunks that have a manifest's file."""
         return named_files(str(self._folder.manifests), SUFFIX)
+
+    def stamp(self) -> Hashable | None:
+        """Changes when a file comes or goes; None where one may have, unseen, since the folder was last touched.
+
+        Raises `OSError`.
+        """
+        try:
+            status = os.stat(self._folder.manifests)
+        except FileNotFoundError:
+            return None  # as `names`: there are none
+        settled = time.time_ns() - status.st_mtime_ns > STAMP_SETTLES_NS
+        return (status.st_ino, status.st_mtime_ns) if settled else None
 
     def has(self, chunk_id: BlockName) -> bool:
         """Whether the chunk has a manifest's file; does not read it."""

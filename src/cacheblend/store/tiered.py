@@ -6,7 +6,7 @@ not know what the back is made of.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -100,6 +100,10 @@ class TieredStore(KVStore):
     def manifests(self) -> list[ChunkManifest]:
         """See `KVStore.manifests`."""
         return self.back.manifests()
+
+    def listing_stamp(self) -> Hashable | None:
+        """See `KVStore.listing_stamp`."""
+        return self.back.listing_stamp()
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
         """See `KVStore.has_manifest`."""

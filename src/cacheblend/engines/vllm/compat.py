@@ -46,10 +46,12 @@ __all__ = [
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
-"""What is blended: dense decoders whose layers are called with (positions, hidden, residual)."""
+"""What is blended: decoders whose layers are called with (positions, hidden, residual)."""
 
 # ---- the model ----------------------------------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         """Waits for what is being written."""
         if self._worker is not None:
             self._worker.close()
+        if self._scheduling is not None:
+            self._scheduling.close()
 
     # ---- statistics -------------------------------------------------------------------------------------
 

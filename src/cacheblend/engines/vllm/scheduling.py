@@ -10,7 +10,6 @@ vLLM computes the last token itself, and everything of a request that has nothin
 
 import hashlib
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.chunks import find_chunks
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
+from cacheblend.engines.vllm.listing import ChunkListing
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.store import KVStore
 
@@ -101,7 +101,7 @@ class Scheduling:
         described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}"
         self._salt = hashlib.sha256(described.encode()).digest()
         self._index = ChunkIndex(config.min_match_tokens) if config.match_content else None
-        self._refreshed = float("-inf")
+        self._listing = self._open_listing(config.refresh_s)
         self._known: dict[str, _Known] = {}
         self._outstanding: set[str] = set()
         self._behind: dict[str, tuple[Any, list[ChunkJob]]] = {}
@@ -123,7 +123,8 @@ class Scheduling:
             return
         ids = request.prompt_token_ids
         try:
-            self._refresh()
+            if self._listing is not None:
+                self._listing.refresh()
             prompt = find_chunks(
                 ids,
                 request.kv_transfer_params,
@@ -199,6 +200,11 @@ class Scheduling:
         _, missed = self._behind.pop(request.request_id, (None, []))
         self._capture(missed)
 
+    def close(self) -> None:
+        """Stops what runs beside it."""
+        if self._listing is not None:
+            self._listing.close()
+
     def reported(self, captured: int) -> None:
         """The workers' own count of what they captured."""
         done = list(self._capturing)[: captured - self._captured]  # in the order in which they were sent
@@ -250,16 +256,13 @@ class Scheduling:
         except (StoreError, OSError):
             return True  # nothing can be stored there now
 
-    def _refresh(self) -> None:
-        """The index as the store stands: others may write to it."""
-        if self._index is None or time.monotonic() - self._refreshed < self._config.refresh_s:
-            return
-        self._refreshed = time.monotonic()
-        anchor = join_ids(self._planner.anchor.segments(None)).tolist()
-        listed = [m for m in self._store.manifests() if m.root == self._planner.root]
-        held = {m.chunk_id: m for m in listed if m.anchor_ids.tolist() == anchor}
-        self._index.remove([chunk_id for chunk_id in self._index.chunk_ids if chunk_id not in held])
-        self._index.add(held.values())
+    def _open_listing(self, refresh_s: float) -> ChunkListing | None:
+        if self._index is None:
+            return None
+        root, anchor = self._planner.root, join_ids(self._planner.anchor.segments(None)).tolist()
+        return ChunkListing(
+            self._store, self._index, lambda m: m.root == root and m.anchor_ids.tolist() == anchor, refresh_s
+        )
 
 
 def _without_last(prompt: Prompt) -> Prompt:

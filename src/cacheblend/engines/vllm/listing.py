@@ -1,0 +1,83 @@
+"""Keeps an index of chunks as the store stands, which others may write to; reads the store's list in a thread."""
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from cacheblend.core.blocks import ChunkManifest
+from cacheblend.core.matching import ChunkIndex
+from cacheblend.core.naming import BlockName
+from cacheblend.store import KVStore
+
+logger = logging.getLogger("cacheblend.vllm")
+
+
+@dataclass
+class _Changes:
+    """Between two readings of the list."""
+
+    added: list[ChunkManifest] = field(default_factory=list)
+    removed: set[BlockName] = field(default_factory=set)
+
+
+class ChunkListing:
+    """What a store lists, carried over to an index.
+
+    Args:
+        store: its list is read.
+        index: is kept; touched by the thread that calls `refresh` alone.
+        is_wanted: whether prompts of this engine can use a chunk.
+        refresh_s: the list is read anew after so many seconds; 0: at each call, which then waits for it.
+    """
+
+    def __init__(
+        self, store: KVStore, index: ChunkIndex, is_wanted: Callable[[ChunkManifest], bool], refresh_s: float
+    ) -> None:
+        self._store, self._index, self._is_wanted, self._refresh_s = store, index, is_wanted, refresh_s
+        self._listed: set[BlockName] = set()
+        self._stamp: Hashable | None = None
+        self._read_at = float("-inf")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-listing")
+        self._reading: Future[_Changes] | None = None
+        self._is_first = True
+
+    def refresh(self) -> None:
+        """Brings the index up to what was read last, and has the list read anew where it is time.
+
+        Waits the first time only (and always, if `refresh_s` is 0): a list of many chunks takes seconds to read.
+
+        Raises:
+            StoreError: the list cannot be read, and this call waits for it; else that is logged, and the index stays.
+        """
+        waits = self._is_first or self._refresh_s == 0
+        if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
+            self._read_at = time.monotonic()
+            self._reading = self._reader.submit(self._read)
+        if self._reading is None or not (waits or self._reading.done()):
+            return
+        reading, self._reading = self._reading, None
+        try:
+            changes = reading.result()
+        except Exception as error:
+            if waits:
+                raise
+            logger.warning("the store's list of chunks cannot be read: %s", error)
+            return
+        self._is_first = False
+        self._index.remove(changes.removed)
+        self._index.add(changes.added)
+
+    def close(self) -> None:
+        """Waits for what is being read."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self) -> _Changes:
+        stamp = self._store.listing_stamp()
+        if stamp is not None and stamp == self._stamp:
+            return _Changes()
+        wanted = {m.chunk_id: m for m in self._store.manifests() if self._is_wanted(m)}
+        changes = _Changes([m for name, m in wanted.items() if name not in self._listed], self._listed - set(wanted))
+        self._listed, self._stamp = set(wanted), stamp
+        return changes

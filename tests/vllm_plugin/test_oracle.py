@@ -1,0 +1,58 @@
+"""A blend in vLLM against the dense oracle, which knows transformers alone: every architecture that is not refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheblend.core.prompt import Prompt, chunk, text
+from cacheblend.core.selection import Hkvd
+from reference import blend
+from vllm_running import MODELS, SHAPE, Asked, Texts, Vllm, needs_vllm
+
+pytestmark = needs_vllm
+
+RATIO = 0.2
+
+
+def segments(asked: Asked) -> Prompt:
+    parts, at = [], 0
+    for start, stop in asked.spans:
+        parts += [text(asked.ids[at:start]), chunk(asked.ids[start:stop])]
+        at = stop
+    return Prompt.of([*parts, text(asked.ids[at:])])
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    texts = Texts(21)
+    passages = texts.passages(5)
+    asked = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(4)]
+    ids, spans = [one.ids for one in asked], [one.spans for one in asked]
+    ask: dict[str, Any] = {"ask": ids, "chunks": spans}
+    steps = [{**ask, "alone": True}, {"forget": True}, {**ask, "sampling": {"max_tokens": 1, "logprobs": 8}}]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": RATIO, "check_layers": [1]}
+    result = vllm.run(models[family], steps, extra)
+    assert result["metrics"]["vllm:cacheblend_requests"] >= len(asked)
+    assert "vllm:cacheblend_fallbacks" not in " ".join(result["metrics"])
+
+    model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
+    anchor = (SHAPE["bos_token_id"],)
+    selector = Hkvd(check_layers=(1,), ratios=(RATIO,))
+    full = 0
+    for one, answer in zip(asked, result["answers"][2], strict=True):
+        found = blend(model, segments(one), selector, anchor=anchor)
+        right = torch.log_softmax(found.logits.double(), -1)
+        (given,) = answer["logprobs"][0]
+        assert answer["tokens"][0] == [int(right.argmax())]
+        assert {int(token): value for token, value in given.items()} == pytest.approx(
+            {int(token): float(right[int(token)]) for token in given}, abs=2e-3
+        )
+        with torch.no_grad():
+            plain = torch.log_softmax(model(torch.tensor([one.ids])).logits[0, -1].double(), -1)
+        full += bool((plain - right).abs().max() < 2e-3)
+    assert full == 0  # full prefill answers otherwise, or this would show nothing

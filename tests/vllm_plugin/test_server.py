@@ -1,0 +1,182 @@
+"""The plug-in behind vLLM's OpenAI server: bad input, streaming, aborted requests, its metrics. One server for all."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from cacheblend.bench.vllm_server import NAME, Server, ServerSettings, serving
+from cacheblend.nano import model_path
+from vllm_running import Asked, Texts, needs_vllm
+
+pytestmark = needs_vllm
+
+BATCHED = 256
+"""Tokens of a step: fewer than a prompt has, so that prefills come in pieces."""
+
+
+@pytest.fixture(scope="module")
+def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    AutoTokenizer.from_pretrained(model_path()).save_pretrained(models["llama"])
+    extra = {
+        "store": f"file://{tmp_path_factory.mktemp('store')}",
+        "recompute_ratio": 1.0,
+        "min_match_tokens": 64,
+        "refresh_s": 0,
+    }
+    settings = ServerSettings(models["llama"], extra, 2048, BATCHED, "float32", ("--enforce-eager",))
+    with serving(settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def asked(server: Server) -> list[Asked]:
+    """Prompts whose passages are stored."""
+    texts = Texts(31)
+    passages = texts.passages(5)
+    first, *others = [texts.prompt(texts.rng.sample(passages, 5)) for _ in range(4)]
+    server.ask(first.ids, 1, first.spans)
+    server.wait_for_captures(sum(map(len, passages)))
+    return others
+
+
+def post(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
+    """Status and answer, whatever the status."""
+    body = {"model": NAME, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | fields
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def tokens(server: Server, ids: list[int], chunks: Any = None, **fields: Any) -> list[list[int]]:
+    """Of each choice."""
+    params = {} if chunks is None else {"kv_transfer_params": {"cacheblend": {"chunks": chunks}}}
+    status, answer = post(server, prompt=ids, **params, **fields)
+    assert status == 200, answer
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def test_spans_contents_and_plain_requests_answer_alike_at_ratio_one(server: Server, asked: list[Asked]) -> None:
+    for one in asked:
+        before = server.counted("requests")
+        plain = tokens(server, one.ids, [])
+        assert server.counted("requests") == before
+        assert tokens(server, one.ids, one.spans) == plain
+        assert tokens(server, [21, *one.ids]) == tokens(server, [21, *one.ids], [])  # found by content
+    assert server.counted("requests") >= 2 * len(asked)
+
+
+def test_the_endpoint_tells_what_was_done(server: Server, asked: list[Asked]) -> None:
+    texts = Texts(32)
+    server.ask([*texts.ids(30), *asked[0].ids], 1)
+    found = server.counters()
+    assert any('source="disk"' in key or 'source="memory"' in key for key in found)
+    for name in (
+        "prompt_tokens",
+        "recomputed_tokens",
+        "row_layers",
+        "captured_tokens",
+        "load_seconds",
+        "blend_seconds",
+    ):
+        assert server.counted(name) > 0, name
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [[0, 100_000]],
+        [[-5, 70]],
+        [[100, 200], [150, 250]],
+        [[200, 300], [0, 100]],
+        [[50, 50]],
+        [[1, 2, 3]],
+        [["a", "b"]],
+        "all",
+        {"from": 0},
+    ],
+    ids=["outside", "negative", "overlapping", "unsorted", "empty", "three ends", "words", "a word", "an object"],
+)
+def test_bad_spans_cost_the_blending_and_are_counted(server: Server, asked: list[Asked], chunks: Any) -> None:
+    before = server.counted("fallbacks")
+    assert tokens(server, asked[0].ids, chunks) == tokens(server, asked[0].ids, [])
+    assert server.counted("fallbacks") == before + 1
+
+
+def test_an_unknown_key_beside_the_spans_is_counted_too(server: Server, asked: list[Asked]) -> None:
+    before = server.counted("fallbacks")
+    status, _ = post(server, prompt=asked[0].ids, kv_transfer_params={"cacheblend": {"chunk": []}})
+    assert status == 200
+    tokens(server, asked[0].ids[:20], [])
+    assert server.counted("fallbacks") == before + 1
+
+
+def test_a_prompt_that_is_one_chunk_and_one_without_a_question(server: Server, asked: list[Asked]) -> None:
+    one = asked[1]
+    start, stop = one.spans[0]
+    alone = one.ids[start:stop]
+    assert tokens(server, alone, [[0, len(alone)]]) == tokens(server, alone, [])
+    end = one.spans[-1][1]
+    assert tokens(server, one.ids[:end], one.spans) == tokens(server, one.ids[:end], [])
+
+
+def test_what_cannot_be_blended_is_answered_plainly_or_refused(server: Server, asked: list[Asked]) -> None:
+    spans = {"kv_transfer_params": {"cacheblend": {"chunks": asked[2].spans}}}
+    before = server.counted("requests")
+    status, answer = post(server, prompt=asked[2].ids, prompt_logprobs=1, **spans)
+    assert status == 200
+    assert len(answer["choices"][0]["prompt_logprobs"]) == len(asked[2].ids)
+    status, _ = post(server, prompt=None, prompt_embeds="AAAA", **spans)
+    assert status == 400
+    status, answer = post(server, prompt=[])
+    assert 400 <= status < 500
+    status, answer = post(server, prompt=[30] * 3000)
+    assert status == 400
+    assert server.counted("requests") == before
+    assert tokens(server, asked[2].ids, asked[2].spans) == tokens(server, asked[2].ids, [])
+
+
+def test_a_stream_has_the_answer_and_several_choices_share_the_blend(server: Server, asked: list[Asked]) -> None:
+    one = asked[0]
+    streamed = server.ask([9, *one.ids], 6)
+    status, answer = post(server, prompt=[9, *one.ids], kv_transfer_params={"cacheblend": {"chunks": []}})
+    assert status == 200
+    assert streamed.text == answer["choices"][0]["text"]
+    assert len(streamed.times) == 6
+    drawn = {"n": 3, "temperature": 0.9, "seed": 4}
+    assert tokens(server, [10, *one.ids], **drawn) == tokens(server, [10, *one.ids], [], **drawn)
+
+
+def test_clients_that_go_away_and_many_at_once_harm_nobody(server: Server, asked: list[Asked]) -> None:
+    texts = Texts(33)
+    prompts = [[*texts.ids(19), *one.ids] for one in asked * 3]
+    plain = [tokens(server, ids, []) for ids in prompts]
+    found: list[Any] = [None] * len(prompts)
+
+    def ask(at: int) -> None:
+        found[at] = tokens(server, prompts[at])
+
+    def leave() -> None:
+        body = json.dumps({"model": NAME, "prompt": prompts[0][3:], "max_tokens": 500, "stream": True}).encode()
+        request = urllib.request.Request(f"{server.url}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request) as response:
+            response.readline()
+
+    threads = [threading.Thread(target=leave) for _ in range(3)]
+    threads += [threading.Thread(target=ask, args=(at,)) for at in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == plain
