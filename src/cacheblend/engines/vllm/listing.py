@@ -42,6 +42,8 @@ class ChunkListing:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-listing")
         self._reading: Future[_Changes] | None = None
         self._is_first = True
+        if refresh_s:
+            self._start_reading()
 
     def refresh(self) -> None:
         """Brings the index up to what was read last, and has the list read anew where it is time.
@@ -53,8 +55,7 @@ class ChunkListing:
         """
         waits = self._is_first or self._refresh_s == 0
         if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
-            self._read_at = time.monotonic()
-            self._reading = self._reader.submit(self._read)
+            self._start_reading()
         if self._reading is None or not (waits or self._reading.done()):
             return
         reading, self._reading = self._reading, None
@@ -72,6 +73,10 @@ class ChunkListing:
     def close(self) -> None:
         """Waits for what is being read."""
         self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _start_reading(self) -> None:
+        self._read_at = time.monotonic()
+        self._reading = self._reader.submit(self._read)
 
     def _read(self) -> _Changes:
         stamp = self._store.listing_stamp()
