@@ -78,6 +78,19 @@ def test_a_block_lost_in_mid_pass_is_a_miss(
     assert_as_reference(outcome, blend(model, RAG, SELECTORS[selector], missing=lost), TOLERANCE)
 
 
+def test_what_a_spent_pass_computed_counts(store: LossyStore) -> None:
+    model = tiny_model("llama")
+    with open_engine(model, store=store) as engine:
+        lost = names_at(engine, RAG, 50)[0]
+        store.losses = [Loss(lost, 1)]  # behind layer 0
+        _, early = engine.prefill(RAG, selector=SELECTORS["hkvd"])
+        store.losses = [Loss(lost, 2)]  # behind the check and layer 1, too
+        _, late = engine.prefill(RAG, selector=SELECTORS["hkvd"])
+    assert early.missed_tokens == late.missed_tokens == 16
+    assert late.row_layers > early.row_layers
+    assert late.projected_rows == early.projected_rows + len(RAG)
+
+
 def test_blocks_lost_together_are_one_fallback(store: LossyStore) -> None:
     model = tiny_model("llama")
     with open_engine(model, store=store) as engine:

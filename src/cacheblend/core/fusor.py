@@ -33,6 +33,21 @@ OnLayer = Callable[[int, LayerKV], None]
 
 
 @dataclass
+class Work:
+    """What was computed, by all passes of a prompt: one that was spent counts as well.
+
+    Attributes:
+        row_layers: rows times layers, those of the question's pass apart.
+        question_row_layers: of the question's pass.
+        projected_rows: see `Prefill`.
+    """
+
+    row_layers: int = 0
+    question_row_layers: int = 0
+    projected_rows: int = 0
+
+
+@dataclass
 class Prefill:
     """What a pass leaves behind.
 
@@ -72,6 +87,7 @@ class FusedPrefill:
         tile_rows: rows that go through a layer at once.
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
         on_layer: is handed every layer's KV, which is then let go of; None: all of it is kept for `result`.
+        work: counts on; None: from nothing.
     """
 
     def __init__(
@@ -85,6 +101,7 @@ class FusedPrefill:
         tile_rows: int = 1024,
         sentence_end_ids: npt.NDArray[np.int64] | None = None,
         on_layer: OnLayer | None = None,
+        work: Work | None = None,
     ) -> None:
         check_selector(selector, walk.num_layers)
         self._plan, self._walk, self._loader, self._selector = plan, walk, loader, selector
@@ -92,7 +109,7 @@ class FusedPrefill:
         self._sentence_end_ids, self._on_layer = sentence_end_ids, on_layer
         self._kv: list[LayerKV] = []
         self._layer = 0
-        self._row_layers = self._question_row_layers = self._projected_rows = 0
+        self._work = work or Work()
         self._start()
 
     @property
@@ -131,9 +148,9 @@ class FusedPrefill:
             kv=self._kv,
             plan=self._plan,
             recomputed_tokens=self._recomputed,
-            row_layers=self._row_layers + self._question_row_layers,
-            question_row_layers=self._question_row_layers,
-            projected_rows=self._projected_rows,
+            row_layers=self._work.row_layers + self._work.question_row_layers,
+            question_row_layers=self._work.question_row_layers,
+            projected_rows=self._work.projected_rows,
             load_s=self._loader.load_s,
             wait_s=self._loader.wait_s,
         )
@@ -163,12 +180,12 @@ class FusedPrefill:
 
     def _ask_question(self, question: QuestionPass) -> None:
         """A layer of the question's pass; behind the last one, what it found."""
+        self._work.question_row_layers += len(question.asking)
         if not question.advance():
             return
         self._question = None
         attention = question.attention
         self._attention = attention if self._over_ranks is None else self._over_ranks(attention, "max")
-        self._question_row_layers = question.row_layers
         words = shared_words(self._plan.prompt.token_ids, question.asking)
         self._words = torch.from_numpy(words[self._plan.prefix_length :]).to(self._hidden.device)
         if self._sentence_end_ids is not None:
@@ -189,7 +206,7 @@ class FusedPrefill:
         for tile in self._tiles():
             rows = self._rows[tile]
             self._hidden[tile] = self._walk.run(layer, self._hidden[tile], rows, self._fuse_and_attend(kv, rows))
-        self._row_layers += len(self._rows)
+        self._work.row_layers += len(self._rows)
         self._layer += 1
         if self._on_layer is None:
             self._kv.append(kv)
@@ -215,7 +232,7 @@ class FusedPrefill:
 
     def _project(self, layer: int, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self._rows[tile]
-        self._projected_rows += len(rows)
+        self._work.projected_rows += len(rows)
         return self._walk.project(layer, self._hidden[tile], rows)
 
     def _finish_all_but_last_row(self, layer: int, kv: LayerKV) -> None:
@@ -305,6 +322,7 @@ class PrefillRun:
     ) -> None:
         self._open_walk, self._open_loader, self._selector, self._options = open_walk, open_loader, selector, options
         self._fallbacks: list[str] = []
+        self._work = Work()
         self._start(plan)
 
     @property
@@ -341,7 +359,9 @@ class PrefillRun:
     def _start(self, plan: BlendPlan) -> None:
         self._plan = plan
         self._loader = self._open_loader(plan, first_reused_layer(self._selector))
-        self._pass = FusedPrefill(plan, self._open_walk(plan), self._loader, self._selector, **self._options)
+        self._pass = FusedPrefill(
+            plan, self._open_walk(plan), self._loader, self._selector, work=self._work, **self._options
+        )
 
 
 def prefill(

@@ -80,11 +80,6 @@ class QuestionPass:
         """
         return self._received[self._first :]
 
-    @property
-    def row_layers(self) -> int:
-        """Rows times layers that it computes."""
-        return len(self._positions) * self._walk.num_layers
-
     def _attend(self, kv: LayerKV) -> Attend:
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             kv.write(self._positions, keys, values)
