@@ -9,7 +9,8 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.evaluation.records import CONFIG, ROWS, Cell, RowResult
-from cacheblend.evaluation.suite import GRADUAL_RATIOS, SWEEP_RATIOS, Suite, finished_seeds, sweep_arms
+from cacheblend.evaluation.suite import GRADUAL_RATIOS,
+    LEAN, SWEEP_RATIOS, Suite, finished_seeds, sweep_arms
 from cacheblend.evaluation.suite_figures import BARS, at_equal_compute, figures
 from cacheblend.nano.scenes import CATEGORIES
 
@@ -123,11 +124,12 @@ def test_the_sweep_has_every_selector_at_real_ratios() -> None:
     for label in labels:
         by_family.setdefault(label.family, []).append(label.ratio)
     four = list(SWEEP_RATIOS)
-    for family in ("hkvd @1", "hkvd @2", "hybrid @2", "hybrid @3", "head", "random"):
+    for family in ("hkvd @1", "hkvd @2", "hybrid @2", "hybrid @4", "head", "random"):
         assert by_family[family] == four
     assert by_family["hkvd @1,2,3,4"] == [ratios[-1] for ratios in GRADUAL_RATIOS]
     assert set(by_family["query"]) > set(four)
     assert len({label.name for label in labels}) == len(labels)
+    assert LEAN in [getattr(arm, "selector", None) for arm in sweep_arms()]
 
 
 def test_parts_are_sized_by_the_rows_of_a_category() -> None:

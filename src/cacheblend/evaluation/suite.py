@@ -36,6 +36,7 @@ LEAN: Selector = Hybrid((4,), (0.05,), early=0.28, words=1.0)
 than those reported, before the suite was run; that it costs no more is one of the suite's bars."""
 
 SWEEP_RATIOS = (0.05, 0.1, 0.15, 0.3)
+WORDS = "question_words=1"
 GRADUAL_RATIOS = ((0.3, 0.2, 0.1, 0.03), (0.6, 0.4, 0.2, 0.06), (0.9, 0.6, 0.3, 0.09))
 """Of gradual filtering at layers 1 to 4: what kept most of the answers on tuning draws (docs/log.md)."""
 CALIBRATION_ROWS = 16  # of as many scenes
@@ -178,14 +179,19 @@ def run_sweep(engine: BlendEngine, suite: Suite, out: Path, progress: Progress |
 
 
 def sweep_arms() -> list[Arm]:
-    """Full recompute, full reuse, and each selector at `SWEEP_RATIOS`; also what `LEAN` may be."""
+    """Full recompute, full reuse, and each selector at several ratios; among them `LEAN`, and what the profile has."""
     return [
         *make_arms(("full", "reuse")),
         *make_arms(("blend",), selectors=["hkvd"], ratios=SWEEP_RATIOS, check_layers=[(1,), (2,)]),
         *make_arms(("blend",), selectors=["hkvd"], ratios=GRADUAL_RATIOS, check_layers=[(1, 2, 3, 4)]),
-        *make_arms(("blend",), selectors=["query"], ratios=[*SWEEP_RATIOS, 0.2]),
-        *make_arms(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(2,), (3,)]),
-        *make_arms(("blend",), selectors=["hybrid:early_ratio=0.25"], ratios=[0.05, 0.1, 0.2], check_layers=[(2,)]),
+        *make_arms(("blend",), selectors=["query", f"query:{WORDS}"], ratios=[*SWEEP_RATIOS, 0.2]),
+        *make_arms(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(2,), (4,)]),
+        *make_arms(
+            ("blend",),
+            selectors=[f"hybrid:early_ratio=0.28,{WORDS}", f"hybrid:early_ratio=0.4,{WORDS}"],
+            ratios=[0.05, 0.12, 0.2],
+            check_layers=[(4,)],
+        ),
         *make_arms(("blend",), selectors=["head", "random"], ratios=SWEEP_RATIOS),
     ]
 
