@@ -9,8 +9,7 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.evaluation.records import CONFIG, ROWS, Cell, RowResult
-from cacheblend.evaluation.suite import GRADUAL_RATIOS,
-    LEAN, SWEEP_RATIOS, Suite, finished_seeds, sweep_arms
+from cacheblend.evaluation.suite import GRADUAL_RATIOS, LEAN, SWEEP_RATIOS, Suite, finished_seeds, sweep_arms
 from cacheblend.evaluation.suite_figures import BARS, at_equal_compute, figures
 from cacheblend.nano.scenes import CATEGORIES
 
