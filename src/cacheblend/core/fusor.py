@@ -28,6 +28,18 @@ OverRanks = Callable[[torch.Tensor, Literal["sum", "max"]], torch.Tensor]
 """Joins what rows are chosen by [n] over tensor-parallel ranks, so that all of them choose the same rows: deviations
 are summed, of the question's attention the highest counts."""
 
+RowAttention = Callable[[int, torch.Tensor, LayerKV, torch.Tensor, AttentionSpec], torch.Tensor]
+"""(layer, query [heads, n, head_dim], the layer's KV with these rows' fresh KV in place, their positions [n] int64,
+spec) to [n, heads, head_dim]: each row attends up to its own position."""
+
+
+def attend_dense(
+    layer: int, query: torch.Tensor, kv: LayerKV, positions: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    """Over the layer's buffers; see `attend_rows`."""
+    return attend_rows(query, kv.keys, kv.values, positions, spec)
+
+
 OnLayer = Callable[[int, LayerKV], None]
 """Takes a layer's whole KV cache, as soon as it is final."""
 
@@ -88,6 +100,7 @@ class FusedPrefill:
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
         on_layer: is handed every layer's KV, which is then let go of; None: all of it is kept for `result`.
         work: counts on; None: from nothing.
+        attention: an engine's own, where it has a faster one.
     """
 
     def __init__(
@@ -102,6 +115,7 @@ class FusedPrefill:
         sentence_end_ids: npt.NDArray[np.int64] | None = None,
         on_layer: OnLayer | None = None,
         work: Work | None = None,
+        attention: RowAttention = attend_dense,
     ) -> None:
         check_selector(selector, walk.num_layers)
         self._plan, self._walk, self._loader, self._selector = plan, walk, loader, selector
@@ -110,6 +124,7 @@ class FusedPrefill:
         self._kv: list[LayerKV] = []
         self._layer = 0
         self._work = work or Work()
+        self._attention_of_rows = attention
         self._start()
 
     @property
@@ -205,7 +220,7 @@ class FusedPrefill:
             self._finish_all_but_last_row(layer, kv)
         for tile in self._tiles():
             rows = self._rows[tile]
-            self._hidden[tile] = self._walk.run(layer, self._hidden[tile], rows, self._fuse_and_attend(kv, rows))
+            self._hidden[tile] = self._walk.run(layer, self._hidden[tile], rows, self._fuse_and_attend(layer, kv, rows))
         self._work.row_layers += len(self._rows)
         self._layer += 1
         if self._on_layer is None:
@@ -242,12 +257,12 @@ class FusedPrefill:
             kv.write(at, *self._project(layer, tile))
         self._hidden, self._rows = self._hidden[-1:].clone(), self._rows[-1:]
 
-    def _fuse_and_attend(self, kv: LayerKV, rows: torch.Tensor) -> Attend:
+    def _fuse_and_attend(self, layer: int, kv: LayerKV, rows: torch.Tensor) -> Attend:
         positions = rows + self._plan.prefix_length
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             kv.write(positions, keys, values)
-            return attend_rows(query, kv.keys, kv.values, positions, spec)
+            return self._attention_of_rows(layer, query, kv, positions, spec)
 
         return attend
 

@@ -84,7 +84,7 @@ class LayerLoader:
         self.wait_s = 0.0  # of which the caller saw
 
     def layer(self, index: int) -> LayerKV:
-        """Buffers of layer `index`, loaded rows in place, all others undefined. Ask in order.
+        """Buffers of layer `index`, loaded rows in place, all others zero. Ask in order.
 
         Asked again, it hands out the same buffers as they stand: they are the request's KV cache, and nothing is
         read or moved twice.
@@ -158,7 +158,7 @@ class LayerLoader:
         started = time.perf_counter()
         shape = self._layout.layers[index]
         size = (shape.kv_heads, len(self._plan), shape.head_dim)
-        kv = LayerKV(*(torch.empty(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
+        kv = LayerKV(*(torch.zeros(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
         for span, record in records.by_span:
             rows = slice(span.record_start, span.record_start + len(span))
             kv.keys[:, span.start : span.stop] = record[:, 0, rows]

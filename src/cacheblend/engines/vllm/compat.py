@@ -204,6 +204,51 @@ def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: tor
     layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
 
+def metadata_builder(config: VllmConfig, layer: Any, kv_cache_config: Any) -> Any:
+    """What makes attention metadata of one's own for a layer's backend."""
+    (group,) = kv_cache_config.kv_cache_groups
+    builder = layer.get_attn_backend().get_builder_cls()
+    return builder(group.kv_cache_spec, group.layer_names, config, layer.kv_cache.device)
+
+
+def sequences_metadata(
+    builder: Any, first_rows: torch.Tensor, lengths: torch.Tensor, block_ids: torch.Tensor, slots: torch.Tensor
+) -> Any:
+    """Metadata of sequences that share their blocks; the rows of each are its last ones.
+
+    Args:
+        builder: see `metadata_builder`.
+        first_rows: [sequences + 1] int32 on the CPU, the rows of sequence i are first_rows[i] .. first_rows[i + 1] - 1.
+        lengths: [sequences] int32 on the CPU, each up to and with its last row.
+        block_ids: [blocks] int32 on the cache's device.
+        slots: [rows] int64 on the cache's device.
+    """
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    device, count = block_ids.device, len(lengths)
+    metadata = CommonAttentionMetadata(
+        query_start_loc=first_rows.to(device),
+        query_start_loc_cpu=first_rows,
+        seq_lens=lengths.to(device),
+        num_reqs=count,
+        num_actual_tokens=len(slots),
+        max_query_len=int(first_rows.diff().max()),
+        max_seq_len=int(lengths.max()),
+        block_table_tensor=block_ids.expand(count, -1).contiguous(),
+        slot_mapping=slots,
+    )
+    return builder.build(0, metadata)
+
+
+def attend_paged(
+    layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: Any
+) -> torch.Tensor:
+    """A layer's attention by its backend's own kernel; all [rows, heads, head_dim], the cache holds these rows."""
+    output = torch.empty_like(query)
+    layer.impl.forward(layer, query, keys, values, layer.kv_cache, metadata, output)
+    return output
+
+
 # ---- requests -----------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,8 @@ class ConnectorConfig:
         min_reused_share: a prompt of which less is stored is left to vLLM, whose own prefill is then the faster one.
         budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: as many as a
             step of the scheduler's own size takes, `max_num_batched_tokens` rows through all layers.
-        refresh_s: seconds after which the store's list of chunks is read anew: others may write to it.
+        refresh_s: seconds after which the store's list of chunks is read anew, for others may write to it; 0: for each
+            request, which waits for it.
     """
 
     blend_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -68,8 +69,8 @@ class ConnectorConfig:
             raise InvalidInputError(f"min_reused_share must lie in 0..1, got {share!r}")
         if not isinstance(self.match_content, bool):
             raise InvalidInputError(f"match_content must be true or false, got {self.match_content!r}")
-        if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s <= 0:
-            raise InvalidInputError(f"refresh_s must be a number of seconds above 0, got {self.refresh_s!r}")
+        if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s < 0:
+            raise InvalidInputError(f"refresh_s must be a number of seconds, 0 or more, got {self.refresh_s!r}")
         if not isinstance(self.store, str) or not self.store:
             raise InvalidInputError(f'store must be a URL such as "file:///var/cache/cacheblend", got {self.store!r}')
 

@@ -46,6 +46,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._planner = Planner(root, self._anchor(), self._settings.config.block_size)
         self._block_size = int(vllm_config.cache_config.block_size)
         self._store = shared_store(self._config.store, vllm_config)
+        self._kv_caches = kv_cache_config
         self._scheduling: Scheduling | None = None
         self._worker: Worker | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
@@ -120,14 +121,19 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         """The model is loaded and has its cache: from here on it can be walked."""
         scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
         rows = int(scheduler.max_num_batched_tokens)
+        model = BlendModel(self._vllm_config)
+        # On a GPU many short sequences are not what its kernels are made for; not measured there.
+        on_cpu = model.device.type == "cpu"
+        builder = compat.metadata_builder(self._vllm_config, model.attention[0], self._kv_caches) if on_cpu else None
         self._worker = Worker(
-            BlendModel(self._vllm_config),
+            model,
             self._store,
             self._planner,
             self._selector,
             block_size=self._block_size,
             budget=self._config.budget_row_layers or rows * layers,
             tile_rows=rows,
+            builder=builder,
             sentence_end_ids=self.identity.sentence_end_ids() if self._selector.question_rows else None,
             name=self.identity.name,
         )

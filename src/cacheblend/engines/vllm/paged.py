@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.engines.vllm.compat import write_paged
+from cacheblend.engines.vllm.compat import attend_paged, write_paged
 
 NULL_BLOCK = 0
 _DIGIT = 128  # bf16 holds whole numbers up to 256
@@ -44,6 +44,16 @@ class PagedLayer:
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Rows [kv_heads, n, head_dim] to their slots, [n]."""
         write_paged(self._attention, keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous(), slots)
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """Rows [heads, n, head_dim] over what is written, to [n, heads, head_dim].
+
+        Args:
+            query, keys, values: of the rows; keys and values are written already.
+            metadata: see `compat.sequences_metadata`.
+        """
+        parts = (part.transpose(0, 1).contiguous() for part in (query, keys, values))
+        return attend_paged(self._attention, *parts, metadata)
 
     def read(self, block_ids: Sequence[int], stop: int) -> torch.Tensor:
         """A request's rows 0..stop - 1 as one record, [kv_heads, 2, stop, head_dim].

@@ -23,7 +23,7 @@ import torch
 from cacheblend.core.blocks import Block, BlockEntry, BlockSource
 from cacheblend.core.capture import ChunkJob, blocks_of, manifest_of
 from cacheblend.core.errors import BlockLostError, StoreError
-from cacheblend.core.fusor import PrefillRun
+from cacheblend.core.fusor import OnLayer, PrefillRun
 from cacheblend.core.loader import LayerKV, LayerLoader
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan import BlendPlan, Planner
@@ -34,6 +34,7 @@ from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
+from cacheblend.engines.vllm.paged_attention import PagedAttention
 from cacheblend.engines.vllm.walk import VllmWalk
 from cacheblend.store import KVStore
 
@@ -66,6 +67,7 @@ class Worker:
         block_size: of the paged cache.
         budget: row-layers of an engine step.
         tile_rows: rows that go through a layer at once.
+        builder: of attention metadata, where the backend's own kernel is to attend (`PagedAttention`); None: torch's.
         sentence_end_ids: see `FusedPrefill`.
         name: of the model, for people.
     """
@@ -80,12 +82,13 @@ class Worker:
         block_size: int,
         budget: int,
         tile_rows: int,
+        builder: Any = None,
         sentence_end_ids: npt.NDArray[np.int64] | None = None,
         name: str = "",
     ) -> None:
         self._model, self._store, self._planner, self._selector = model, store, planner, selector
         self._budget, self._tile_rows, self._sentence_end_ids = budget, tile_rows, sentence_end_ids
-        self._name, self._block_size = name, block_size
+        self._name, self._block_size, self._builder = name, block_size, builder
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
@@ -202,11 +205,15 @@ class Worker:
             plan = plan.with_resident(first, RESIDENT)
             source = _WithResident(self._store, self._paged, job.block_ids, first)
         slots = self._paged[0].slots(job.block_ids, first, len(plan))
+        read_ahead = 0 if resident else READ_AHEAD
+        if self._builder is not None and resident == (first > 0) and NULL_BLOCK not in job.block_ids:
+            attention = PagedAttention(self._paged, self._builder, job.block_ids, first, slots)
+            return self._run(plan, source, self._selector, _nothing, read_ahead=read_ahead, attention=attention)
 
         def write(layer: int, kv: LayerKV) -> None:
             self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
 
-        return self._run(plan, source, self._selector, write, read_ahead=0 if resident else READ_AHEAD)
+        return self._run(plan, source, self._selector, write, read_ahead=read_ahead)
 
     def _open_capture(self, task: _Task, job: ChunkJob) -> PrefillRun:
         prompt = Prompt.of([text(part) for part in (*job.anchor, job.token_ids)])
@@ -214,7 +221,14 @@ class Worker:
         return self._run(plan, _Nothing(), NoRows(), lambda layer, kv: task.kv.append(kv), read_ahead=0)
 
     def _run(
-        self, plan: BlendPlan, source: BlockSource, selector: Selector, on_layer: Any, *, read_ahead: int
+        self,
+        plan: BlendPlan,
+        source: BlockSource,
+        selector: Selector,
+        on_layer: OnLayer,
+        *,
+        read_ahead: int,
+        **options: Any,
     ) -> PrefillRun:
         model = self._model
 
@@ -245,6 +259,7 @@ class Worker:
             tile_rows=self._tile_rows,
             sentence_end_ids=self._sentence_end_ids,
             on_layer=on_layer,
+            **options,
         )
 
     def _finish(self, task: _Task) -> None:
@@ -295,6 +310,10 @@ class Worker:
                 if task.run is not None:
                     task.run.close()
                 self._provided.add(request_id)
+
+
+def _nothing(layer: int, kv: LayerKV) -> None:
+    """A layer that is in the paged cache already."""
 
 
 class _WithResident:

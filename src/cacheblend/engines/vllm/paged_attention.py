@@ -1,0 +1,73 @@
+"""Attention of a prompt's rows by the backend's own kernel, in the paged cache where the prompt's KV will lie anyway.
+
+The kernels know sequences whose last rows ask. So each run of adjacent rows is a sequence that ends with it, and all
+of them share the prompt's blocks:
+
+    active rows   2 3 . . 6 . 8 9        sequences   0..3 (rows 2 3)   0..6 (row 6)   0..9 (rows 8 9)
+
+What the kernel knows (windows, caps, sinks) holds here too. Where runs are long it is as fast as in vLLM's prefill.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cacheblend.core.attention import AttentionSpec
+from cacheblend.core.loader import LayerKV
+from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.paged import PagedLayer
+
+NO_SLOT = -1
+"""Of a row that must not be written, as vLLM has it."""
+
+
+class PagedAttention:
+    """One prompt's `RowAttention`. Writes each layer's KV to the paged cache on the way.
+
+    Args:
+        layers: of the paged cache.
+        builder: see `compat.metadata_builder`.
+        block_ids: the prompt's, none of them the null block.
+        first: rows in front of it are in the cache already, and stay as they are.
+        slots: [rows] of the prompt's rows from `first` on.
+    """
+
+    def __init__(
+        self, layers: Sequence[PagedLayer], builder: Any, block_ids: Sequence[int], first: int, slots: torch.Tensor
+    ) -> None:
+        self._layers, self._builder, self._first = layers, builder, first
+        self._slots = torch.cat([slots.new_full((first,), NO_SLOT), slots])
+        self._block_ids = torch.tensor(block_ids, dtype=torch.int32, device=slots.device)
+        self._written: torch.Tensor | None = None
+        self._metadata: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, kv: LayerKV, positions: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See `RowAttention`; `spec` is known to the kernel."""
+        fresh = LayerKV(kv.keys[:, positions], kv.values[:, positions])
+        slots = self._slots[positions]
+        if self._written is not kv.keys:  # a layer's first rows: what was loaded goes with them
+            own = slice(self._first, None)
+            self._layers[layer].write(kv.keys[:, own], kv.values[:, own], self._slots[own])
+            self._written = kv.keys
+        else:
+            own = slice(int((positions < self._first).sum()), None)  # a pass that lost its prefix computes it again
+            self._layers[layer].write(fresh.keys[:, own], fresh.values[:, own], slots[own])
+        return self._layers[layer].attend(query, fresh.keys, fresh.values, self._metadata_of(positions, slots))
+
+    def _metadata_of(self, positions: torch.Tensor, slots: torch.Tensor) -> Any:
+        """Made once for rows that stay the same over layers."""
+        start = int(positions[0])
+        known = self._metadata.get(start)
+        if known is None or not torch.equal(known[0], positions):
+            known = self._metadata[start] = (positions, self._make_metadata(positions.cpu(), slots))
+        return known[1]
+
+    def _make_metadata(self, positions: torch.Tensor, slots: torch.Tensor) -> Any:
+        ends = torch.cat([(positions.diff() != 1).nonzero().flatten() + 1, torch.tensor([len(positions)])])
+        first_rows = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int()
+        return compat.sequences_metadata(
+            self._builder, first_rows, (positions[ends - 1] + 1).int(), self._block_ids, slots
+        )
