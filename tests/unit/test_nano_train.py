@@ -111,6 +111,19 @@ def test_a_stage_that_misses_its_goal_runs_once_more_and_then_fails(tmp_path: Pa
     assert sum("missed" in line for line in history) == 2
 
 
+def test_a_stage_that_misses_its_goal_goes_on_for_a_while_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "ADDED_AT_ONCE", 2)
+    hopeless = replace(TINY, stages=(replace(STAGE, goal={"direct": 1.1}, more=3),))
+    with pytest.raises(TrainingFailedError, match="missed its goal twice"):
+        run(tmp_path, hopeless)
+    history = json.loads((tmp_path / "history.json").read_text())
+    steps = [line["step"] for line in history if "step" in line]
+    assert steps == 2 * [STAGE.steps, STAGE.steps + 2, STAGE.steps + 3]
+    assert sum("missed" in line for line in history) == 6
+
+
 def test_a_folder_of_another_seed_or_recipe_is_refused(tmp_path: Path) -> None:
     run(tmp_path)
     with pytest.raises(TrainingFailedError, match="another seed"):

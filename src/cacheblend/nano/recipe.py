@@ -68,6 +68,7 @@ class Stage:
         warm_up: steps over which the learning rate rises.
         decay: share of the stage, at its end, over which the learning rate falls to 3 %.
         lessons: that are taught.
+        more: steps that may be added where the goal is missed, before the stage is run anew.
         enough: stop as soon as this share of the stage's training answers is right.
         goal: exact match on fresh prompts that the stage must reach, by category.
     """
@@ -89,6 +90,7 @@ class Stage:
     warm_up: int = 100
     decay: float = 0.0
     lessons: tuple[Lesson, ...] = tuple(Lesson)
+    more: int = 0
     enough: float | None = None
 
 
@@ -176,6 +178,7 @@ RECIPE = Recipe(
             direct_only=0.5,
             weights=dict.fromkeys(MIXTURE, 1.0) | {"comparison": 6.0},
             questions=12,
+            more=300,
             enough=0.975,
             goal={"comparison": 0.75},
         ),

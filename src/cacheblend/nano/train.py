@@ -1,6 +1,7 @@
 """Trains the model that ships: `python -m cacheblend.nano.train --out FOLDER`.
 
-A stage that misses its goal is run once more with other draws; if it misses again the training ends with an error.
+A stage that misses its goal goes on for a while, if the recipe gives it more steps; then it is run once more with other
+draws; if it misses again the training ends with an error.
 What is under way is saved every few minutes, and goes on from there when the same command is given again.
 """
 
@@ -33,6 +34,7 @@ from cacheblend.nano.training import (
 )
 
 EVERY = 50  # steps between two lines
+ADDED_AT_ONCE = 100  # steps between two checks of a stage that goes on
 SAVE_EVERY_S = 120
 CHECKED_SCENES = 200
 CHECK_SEED = 10_000  # of the fresh prompts a stage is checked on
@@ -64,7 +66,7 @@ class Trainer:
         self.student = Student(model, recipe).to(self.device)
         self.optimizers = build_optimizers(self.student, recipe)
         self.rng = random.Random(seed)
-        self.stage = self.step = self.restarts = 0
+        self.stage = self.step = self.added = self.restarts = 0
         self.seconds, self._since = 0.0, time.perf_counter()
         self.history: list[dict[str, Any]] = []
         self._attend_for(learning=True)
@@ -82,9 +84,10 @@ class Trainer:
             if self.step == 0 and self.restarts == 0:
                 self._save("stage")  # to come back to
             self._run_stage(stage)
-            reached = self._check(stage)
-            if reached:
-                self.stage, self.step, self.restarts = self.stage + 1, 0, 0
+            if self._check(stage):
+                self.stage, self.step, self.added, self.restarts = self.stage + 1, 0, 0, 0
+            elif self.added < stage.more:
+                self.added += min(ADDED_AT_ONCE, stage.more - self.added)
             else:
                 self._restart(stage)
             self._save("checkpoint")
@@ -92,10 +95,11 @@ class Trainer:
 
     def _run_stage(self, stage: Stage) -> None:
         tally, saved = Tally(), time.perf_counter()
-        while self.step < stage.steps:
+        steps = stage.steps + self.added
+        while self.step < steps:
             self._learn(stage, tally)
             self.step += 1
-            if self.step % EVERY and self.step < stage.steps:
+            if self.step % EVERY and self.step < steps:
                 continue
             facts = tally.summary()
             self._report(stage, facts)
@@ -108,7 +112,7 @@ class Trainer:
 
     def _learn(self, stage: Stage, tally: Tally) -> None:
         """One step of the optimizers on fresh text."""
-        progress = self.step / stage.steps
+        progress = min(1.0, self.step / stage.steps)
         for optimizer, rate in zip(self.optimizers, (self.recipe.matrix_rate, self.recipe.rate), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * _rate(stage, self.step)
@@ -146,7 +150,7 @@ class Trainer:
         if self.restarts:
             raise TrainingFailedError(f"stage {stage.name} missed its goal twice; try another --seed")
         seconds, history = self.seconds, self.history
-        self._load("stage")
+        self._load("stage")  # where no step was added
         self.seconds, self.history, self.restarts = seconds, history, 1
         self.rng.seed(f"{self.seed}, once more")
 
@@ -174,7 +178,7 @@ class Trainer:
             "student": self.student.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "rng": self.rng.getstate(),
-            "at": (self.stage, self.step, self.restarts, self.seconds),
+            "at": (self.stage, self.step, self.added, self.restarts, self.seconds),
             "history": self.history,
         }
         torch.save(state, self.out / f"{name}.tmp")
@@ -190,7 +194,7 @@ class Trainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.rng.setstate(state["rng"])
-        self.stage, self.step, self.restarts, self.seconds = state["at"]
+        self.stage, self.step, self.added, self.restarts, self.seconds = state["at"]
         self.history = state["history"]
 
     def _resume(self) -> None:

@@ -52,8 +52,8 @@ class PagedLayer:
             query, keys, values: of the rows; keys and values are written already.
             metadata: see `compat.sequences_metadata`.
         """
-        parts = (part.transpose(0, 1).contiguous() for part in (query, keys, values))
-        return attend_paged(self._attention, *parts, metadata)
+        query, keys, values = (part.transpose(0, 1).contiguous() for part in (query, keys, values))
+        return attend_paged(self._attention, query, keys, values, metadata)
 
     def read(self, block_ids: Sequence[int], stop: int) -> torch.Tensor:
         """A request's rows 0..stop - 1 as one record, [kv_heads, 2, stop, head_dim].
