@@ -64,7 +64,7 @@ def test_several_entries_of_ucm_are_gradual_filtering_in_order_of_layers() -> No
         ({"chunk_end_token_id": "7"}, "chunk_end_token_id must be a whole number of at least 0, got '7'"),
         ({"budget_row_layers": 0}, "at least 1, got 0"),
         ({"min_match_tokens": 10}, "min_match_tokens must be a whole number of at least 63"),
-        ({"refresh_s": 0}, "refresh_s must be a number of seconds above 0"),
+        ({"refresh_s": -1}, "refresh_s must be a number of seconds, 0 or more"),
         ({"match_content": "no"}, "match_content must be true or false"),
         ({"block_size": "big"}, "wrong type"),
         (UCM_STORE | {"store": "memory"}, "store is given twice"),

@@ -83,5 +83,5 @@ class VllmWalk:
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:
-    """[n, heads, head_dim] to [heads, n, head_dim]."""
-    return rows.transpose(0, 1).contiguous()
+    """[n, heads, head_dim] to [heads, n, head_dim], a view."""
+    return rows.transpose(0, 1)
