@@ -155,7 +155,8 @@ def test_a_stream_has_the_answer_and_several_choices_share_the_blend(server: Ser
     assert streamed.text == answer["choices"][0]["text"]
     assert len(streamed.times) == 6
     # Without a seed: vLLM's own CPU build ends where the prefill of a request with a seed comes in pieces.
-    assert tokens(server, [10, *one.ids], n=3) == 3 * tokens(server, [10, *one.ids], [])
+    drawn = {"n": 3, "temperature": 1.0, "top_k": 1}
+    assert tokens(server, [10, *one.ids], **drawn) == 3 * tokens(server, [10, *one.ids], [])
 
 
 def test_clients_that_go_away_and_many_at_once_harm_nobody(server: Server, asked: list[Asked]) -> None:
