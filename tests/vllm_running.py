@@ -22,6 +22,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from cacheblend.core.prompt import Prompt, chunk, text
+
 CHILD = Path(__file__).parent / "vllm_plugin" / "child.py"
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make vllm")
 
@@ -102,6 +104,15 @@ class Asked:
             if is_passage:
                 self.spans.append([len(self.ids), len(self.ids) + len(ids)])
             self.ids += ids
+
+    @property
+    def prompt(self) -> Prompt:
+        """As the core knows it."""
+        parts, at = [], 0
+        for start, stop in self.spans:
+            parts += [text(self.ids[at:start]), chunk(self.ids[start:stop])]
+            at = stop
+        return Prompt.of([*parts, text(self.ids[at:])])
 
 
 class Vllm:

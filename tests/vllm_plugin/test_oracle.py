@@ -7,22 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cacheblend.core.prompt import Prompt, chunk, text
 from cacheblend.core.selection import Hkvd
 from reference import blend
-from vllm_running import MODELS, Asked, Texts, Vllm, needs_vllm
+from vllm_running import MODELS, Texts, Vllm, needs_vllm
 
 pytestmark = needs_vllm
 
 RATIO = 0.2
-
-
-def segments(asked: Asked) -> Prompt:
-    parts, at = [], 0
-    for start, stop in asked.spans:
-        parts += [text(asked.ids[at:start]), chunk(asked.ids[start:stop])]
-        at = stop
-    return Prompt.of([*parts, text(asked.ids[at:])])
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -44,7 +35,7 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     selector = Hkvd(check_layers=(1,), ratios=(RATIO,))
     full = 0
     for one, answer in zip(asked, result["answers"][2], strict=True):
-        found = blend(model, segments(one), selector)  # no tokenizer, so no anchor
+        found = blend(model, one.prompt, selector)  # no tokenizer, so no anchor
         right = torch.log_softmax(found.logits.double(), -1)
         (given,) = answer["logprobs"][0]
         assert answer["tokens"][0] == [int(right.argmax())]
