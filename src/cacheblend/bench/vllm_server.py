@@ -30,8 +30,6 @@ NAME = "served"
 START_S = FILL_S = 600
 REFRESH_S = 1.0  # the plug-in's, so that what is stored is soon found
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-_CPU_OPTIONS = ("--distributed-executor-backend", "uni")
-"""Scheduler and worker in one process, with the plug-in and without: in two, the one that waits spins on a core."""
 
 
 @dataclass(frozen=True)
@@ -220,8 +218,6 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
     arguments += ["--host", "127.0.0.1", "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
     arguments += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens), "--enable-prefix-caching"]
     arguments += ["--disable-hybrid-kv-cache-manager", *settings.options]
-    if not torch.cuda.is_available():
-        arguments += _CPU_OPTIONS
     if settings.extra is not None:
         config = {
             "kv_connector": "CacheBlendConnector",
