@@ -275,7 +275,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axes.plot(rates, [point[name]["median_s"] for point in result["rates"]], marker="o", color=color, label=label)
         saturation = result["passages"][name]["requests_per_s"]
         axes.axvline(saturation, linestyle="--", color=color, alpha=0.6, label=f"saturation, {saturation:.2f} a second")
-    axes.set(xlabel="requests per second", ylabel="median time to first token, s", yscale="log")
+    axes.set(xlabel="requests per second", ylabel="median time to first token, s", ylim=(0, None))
     axes.set_title(f"RAGPulse on {result['model']}, r = {result['ratio']:g}", parse_math=False)
     axes.legend()
     axes.grid(alpha=0.3)
