@@ -17,7 +17,7 @@ SUBJECTS = ("lighthouse", "mussel farm", "railway", "observatory", "salt works",
 def passage(subject: str, rng: random.Random) -> str:
     """Made up, long enough to be found again."""
     year = rng.randint(1800, 1950)
-    told = [f"In {year + at} the {subject} was visited by {rng.randint(20, 900)} people from town." for at in range(12)]
+    told = [f"In {year + at} the {subject} was visited by {rng.randint(20, 900)} people from town." for at in range(5)]
     return " ".join([f"The {subject} was opened in {year}.", *told])
 
 
