@@ -1,6 +1,7 @@
 """`cacheblend bench vllm`: parses options; what is measured, and how, is in `cacheblend.bench.vllm_bench` and
 `cacheblend.bench.vllm_replay`."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,7 @@ from cacheblend.cli.bench import (
 from cacheblend.cli.output import check_outputs, progress, stages
 
 if TYPE_CHECKING:
+    from cacheblend.bench.vllm_bench import PromptShape
     from cacheblend.bench.vllm_server import Pair
 
 app = typer.Typer(
@@ -58,9 +60,7 @@ def ttft(
     from cacheblend.bench import vllm_bench as bench
 
     pair, asked = _pair(model, shape, ratio, batched_tokens), bench.PromptShape(chunks, chunk_tokens, question_tokens)
-    with progress("measuring", "rounds", quiet=str(json) == "-") as advance:
-        result = bench.ttft(pair, asked, runs, seed=seed, progress=advance)
-    show(_lines(result), result, json)
+    _measure(bench.ttft, pair, asked, runs, seed, json)
 
 
 @app.command()
@@ -82,9 +82,7 @@ def latency(
     from cacheblend.bench import vllm_bench as bench
 
     pair, asked = _pair(model, shape, ratio, batched_tokens), bench.PromptShape(chunks, chunk_tokens, question_tokens)
-    with progress("measuring", "rounds", quiet=str(json) == "-") as advance:
-        result = bench.latency(pair, asked, runs, seed=seed, progress=advance)
-    show(_lines(result), result, json)
+    _measure(bench.latency, pair, asked, runs, seed, json)
 
 
 @app.command()
@@ -135,6 +133,15 @@ def replay(
     show(_lines(result), result, json)
     if curves is not None:
         bench.plot(result, curves)
+
+
+def _measure(
+    bench: Callable[..., dict[str, Any]], pair: "Pair", asked: "PromptShape", runs: int, seed: int, json: Path | None
+) -> None:
+    """Rounds in which both servers are asked in turns, with a bar."""
+    with progress("measuring", "rounds", quiet=str(json) == "-") as advance:
+        result = bench(pair, asked, runs, seed=seed, progress=advance)
+    show(_lines(result), result, json)
 
 
 def _pair(model: Path | None, shape: str | None, ratio: float, batched_tokens: int) -> "Pair":
