@@ -17,6 +17,7 @@ from cacheblend.core.attention import AttentionSpec, attend_rows
 from cacheblend.core.deviation import kv_deviation
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.loader import LayerKV, LayerLoader
+from cacheblend.core.lockstep import LayerRows, LayerSteps, run_alone
 from cacheblend.core.plan import BlendPlan
 from cacheblend.core.question import QuestionPass
 from cacheblend.core.selection import Candidates, Selector
@@ -151,8 +152,15 @@ class FusedPrefill:
         for _ in range(layers):
             if self.done:
                 break
-            self._compute_layer()
+            run_alone(self.next_layer())
         return self.done
+
+    def next_layer(self) -> LayerSteps:
+        """The next layer, of the question's pass or of the pass itself, for `run_in_lockstep`; raises as `advance`."""
+        if self._question is not None:
+            self._ask_question(self._question)
+            return
+        yield from self._compute_layer()
 
     def result(self) -> Prefill:
         """Logits and KV cache; valid once `done`."""
@@ -206,10 +214,7 @@ class FusedPrefill:
         if self._sentence_end_ids is not None:
             self._sentences = self._of_walk(sentence_indices(self._plan.prompt, self._sentence_end_ids))
 
-    def _compute_layer(self) -> None:
-        if self._question is not None:
-            self._ask_question(self._question)
-            return
+    def _compute_layer(self) -> LayerSteps:
         layer = self.layer
         if layer == 0:
             self._choose_at_start()
@@ -220,7 +225,8 @@ class FusedPrefill:
             self._finish_all_but_last_row(layer, kv)
         for tile in self._tiles():
             rows = self._rows[tile]
-            self._hidden[tile] = self._walk.run(layer, self._hidden[tile], rows, self._fuse_and_attend(layer, kv, rows))
+            attend = self._fuse_and_attend(layer, kv, rows)
+            self._hidden[tile] = yield LayerRows(self._walk, layer, self._hidden[tile], rows, attend)
         self._work.row_layers += len(self._rows)
         self._layer += 1
         if self._on_layer is None:
@@ -341,19 +347,33 @@ class PrefillRun:
         self._start(plan)
 
     @property
+    def layer(self) -> int:
+        """The next layer to be computed."""
+        return self._pass.layer
+
+    @property
     def active_rows(self) -> int:
         """Rows that the next step computes at most."""
         return self._pass.active_rows
 
+    @property
+    def done(self) -> bool:
+        """All layers are computed."""
+        return self._pass.done
+
     def advance(self) -> bool:
         """Computes a layer, or starts anew; True when all are done."""
+        run_alone(self.next_layer())
+        return self.done
+
+    def next_layer(self) -> LayerSteps:
+        """The next layer for `run_in_lockstep`, or a new start."""
         try:
-            return self._pass.advance()
+            yield from self._pass.next_layer()
         except BlockLostError as error:
             self._fallbacks.append(str(error))
             self.close()
             self._start(self._plan.without("all" if len(self._fallbacks) > 1 else error.names))
-            return False
 
     def result(self) -> Prefill:
         """What the pass leaves behind; valid once `advance` said so."""
