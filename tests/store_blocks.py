@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cacheblend.core.blocks import Block, ChunkManifest, LayerShape
-from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
+from cacheblend.core.blocks import Block, ChunkManifest, KVLayout, LayerShape
+from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name
 from cacheblend.store import KVStore
 
 ROOT = root_name("test model", "bfloat16")
@@ -26,12 +26,20 @@ def make_block(
     shapes: Sequence[LayerShape] = SHAPES,
     dtype: torch.dtype = torch.bfloat16,
     parent: BlockName = ROOT,
+    codec: str = "raw",
 ) -> Block:
-    ids = as_token_ids([seed, *range(tokens - 1)])
+    ids, layout = as_token_ids([seed, *range(tokens - 1)]), KVLayout(tuple(shapes), dtype, codec)
     records = [
-        random_bits((s.kv_heads, 2, tokens, s.head_dim), dtype, seed * 31 + layer) for layer, s in enumerate(shapes)
+        random_bits(layout.record_shape(layer, tokens), layout.record_dtype, seed * 31 + layer)
+        for layer in range(len(shapes))
     ]
-    return Block(block_name(parent, ids), parent, ids, records)
+    return Block(block_name(parent, ids), parent, ids, records, layout)
+
+
+def raw_block(name: BlockName, parent: BlockName, ids: TokenIds, records: Sequence[torch.Tensor]) -> Block:
+    """A block whose layout is what its records look like."""
+    shapes = tuple(LayerShape(record.shape[0], record.shape[3]) for record in records)
+    return Block(name, parent, ids, records, KVLayout(shapes, records[0].dtype if records else torch.bfloat16))
 
 
 def make_manifest(block: Block, label: str = "a title", token_count: int = 40) -> ChunkManifest:

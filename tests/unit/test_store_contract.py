@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.blocks import Block, LayerShape
+from cacheblend.core.codec import CODECS
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
-from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, same_bits
+from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, raw_block, same_bits
 
 KINDS = ("memory", "disk", "tiered", "tiered without memory")
 
@@ -40,7 +42,8 @@ def blocks(draw: st.DrawFn) -> Block:
         st.lists(st.builds(LayerShape, st.integers(1, 5), st.sampled_from([1, 3, 8, 64])), min_size=1, max_size=6)
     )
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-    return make_block(draw(st.integers(0, 10**6)), draw(st.integers(1, 37)), shapes, dtype)
+    codec = draw(st.sampled_from(sorted(CODECS)))
+    return make_block(draw(st.integers(0, 10**6)), draw(st.integers(1, 37)), shapes, dtype, codec=codec)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,10 +60,7 @@ def test_any_block_reads_back_bit_for_bit(
             assert holds(store, block)
         entry = store.find([block.name])[0]
         assert entry is not None
-        assert entry.layout.dtype == block.records[0].dtype
-        assert [(s.kv_heads, s.head_dim) for s in entry.layout.layers] == [
-            (r.shape[0], r.shape[3]) for r in block.records
-        ]
+        assert entry.layout == block.layout
         layer = data.draw(st.integers(0, len(block.records) - 1))
         start = data.draw(st.integers(0, block.records[layer].shape[0] - 1))
         stop = data.draw(st.integers(start + 1, block.records[layer].shape[0]))
@@ -71,7 +71,7 @@ def test_any_block_reads_back_bit_for_bit(
 def test_records_that_are_views_of_a_larger_tensor(store: KVStore) -> None:
     whole = random_bits((2, 2, 20, 8), torch.bfloat16, 1)
     ids = as_token_ids(range(7))
-    block = Block(block_name(ROOT, ids), ROOT, ids, [whole[:, :, 5:12], whole[:, :, 12:19]])
+    block = raw_block(block_name(ROOT, ids), ROOT, ids, [whole[:, :, 5:12], whole[:, :, 12:19]])
     store.write(block)
     before = [record.clone() for record in block.records]
     whole.zero_()
@@ -111,14 +111,17 @@ def test_no_such_heads(store: KVStore, heads: slice) -> None:
 
 def bad_blocks() -> dict[str, Block]:
     good = make_block(1)
-    records = list(good.records)
+    first, second, third = good.records
+    int8 = replace(good.layout, codec="int8")
     return {
-        "named after": Block(BlockName(bytes(32)), good.parent, good.token_ids, records),
-        "at least 1 token": Block(good.name, good.parent, good.token_ids[:0], records),
-        "and 0": Block(good.name, good.parent, good.token_ids, []),
-        "layer 1: a record must be": Block(good.name, good.parent, good.token_ids, [records[0], records[1][:, :, :4]]),
-        "bfloat16": Block(good.name, good.parent, good.token_ids, [records[0], records[1].float()]),
-        "on meta": Block(good.name, good.parent, good.token_ids, [records[0], records[1].to("meta")]),
+        "named after": replace(good, name=BlockName(bytes(32))),
+        "at least 1 token": replace(good, token_ids=good.token_ids[:0]),
+        "and 0": replace(good, records=[]),
+        "3 layers has 2 records": replace(good, records=[first, second]),
+        "layer 1: a record of 5 tokens must be": replace(good, records=[first, second[:, :, :4], third]),
+        "got torch.float32": replace(good, records=[first, second.float(), third]),
+        "on meta": replace(good, records=[first, second.to("meta"), third]),
+        r"torch.uint8 \[2, 60\]": replace(good, layout=int8),
     }
 
 
@@ -176,7 +179,7 @@ def test_manifests_are_listed_replaced_and_taken_off(store: KVStore) -> None:
     assert [m.chunk_id for m in store.manifests()] == [other.name]
     with pytest.raises(InvalidInputError, match="last of its block names"):
         store.put_manifest(
-            make_manifest(Block(ROOT, block.name, block.token_ids, [])).__class__(
+            make_manifest(replace(block, name=ROOT, parent=block.name)).__class__(
                 ROOT, ROOT, block.token_ids, block.token_ids, (block.name,)
             )
         )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from cacheblend.core.blocks import Block, LayerShape
+from cacheblend.core.blocks import LayerShape
 from cacheblend.core.errors import (
     BlockLostError,
     InvalidInputError,
@@ -33,7 +34,7 @@ from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_nam
 from cacheblend.store import DiskStore, MemoryStore, TieredStore
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import Folder
-from store_blocks import ROOT, holds, make_block, make_manifest, same_bits
+from store_blocks import ROOT, holds, make_block, make_manifest, raw_block, same_bits
 
 
 def block_files(folder: Path) -> list[Path]:
@@ -71,11 +72,22 @@ def test_plain_safetensors_reads_the_file(tmp_path: Path, dtype: torch.dtype) ->
         assert file.metadata()["layers"] == "2*2x4,1*1x8"
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_plain_safetensors_reads_a_compressed_file(tmp_path: Path, codec: str) -> None:
+    block = make_block(1, tokens=7, codec=codec)
+    with disk(tmp_path / "s") as store:
+        store.write(block)
+    (path,) = block_files(tmp_path / "s")
+    with safe_open(path, "pt") as file:
+        assert all(same_bits(file.get_tensor(f"layer.{i:05d}"), r) for i, r in enumerate(block.records))
+        assert (file.metadata()["codec"], file.metadata()["dtype"]) == (codec, "BF16")
+
+
 def test_the_format_s_example_is_what_is_written(tmp_path: Path) -> None:
     root = root_name("example", "float16")
     ids = as_token_ids([101, 7, 42])
     records = [torch.arange(12).add(start).reshape(1, 2, 3, 2).half() for start in (0, 100)]
-    block = Block(block_name(root, ids), root, ids, records)
+    block = raw_block(block_name(root, ids), root, ids, records)
     with disk(tmp_path) as store:
         store.write(block)
     (path,) = block_files(tmp_path)
@@ -213,7 +225,7 @@ def test_a_block_deleted_by_another_process_is_a_miss(tmp_path: Path) -> None:
 
 def test_a_block_replaced_by_another_process_reads_as_the_new_one(tmp_path: Path) -> None:
     block, other_bits = make_block(1), make_block(2)
-    replaced = type(block)(block.name, block.parent, block.token_ids, other_bits.records)
+    replaced = replace(block, records=other_bits.records)
     with disk(tmp_path) as store, disk(tmp_path) as other:
         store.write(block)
         assert holds(store, block)

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from cacheblend.core.errors import StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
-from cacheblend.store.base import layout_of
 from cacheblend.store.record_file import encode_block
 from store_blocks import holds, make_block, same_bits
 
@@ -39,7 +38,7 @@ class StoreMachine(RuleBasedStateMachine):
     def size(self, block: object) -> int:
         if self.kind == "memory":
             return sum(record.nbytes for record in block.records)
-        return sum(len(part) for part in encode_block(block, layout_of(block)))
+        return sum(len(part) for part in encode_block(block))
 
     def open(self) -> KVStore:
         if self.kind == "memory":

@@ -45,7 +45,7 @@ class Request(SimpleNamespace):
 
 
 def scheduling(held: list[list[int]], **config: Any) -> Any:
-    from cacheblend.core.blocks import Block
+    from cacheblend.core.blocks import Block, KVLayout, LayerShape
     from cacheblend.core.capture import ChunkJob, manifest_of
     from cacheblend.core.naming import as_token_ids, root_name
     from cacheblend.core.plan import Anchor, Planner
@@ -59,7 +59,8 @@ def scheduling(held: list[list[int]], **config: Any) -> Any:
     for ids in held:
         job = ChunkJob((), as_token_ids(ids))
         manifest = manifest_of(job, planner, "")
-        store.write(Block(manifest.chunk_id, planner.root, job.token_ids, [torch.zeros(1, 2, len(ids), 4)]))
+        records, layout = [torch.zeros(1, 2, len(ids), 4)], KVLayout((LayerShape(1, 4),), torch.float32)
+        store.write(Block(manifest.chunk_id, planner.root, job.token_ids, records, layout))
         store.put_manifest(manifest)
     settings = ConnectorConfig(**config)
     return Scheduling(settings, settings.blend, Hkvd(), planner, store, SIZE)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cacheblend.core.blocks import Block
+from cacheblend.core.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.naming import BlockName, TokenIds, block_name, root_name, split_blocks
 from cacheblend.core.plan import Anchor, Planner
 from cacheblend.core.prompt import Prompt, chunk, text
@@ -17,6 +17,7 @@ from cacheblend.engines import environment
 from cacheblend.store import KVStore, open_store
 
 VOCAB = 150_000
+_LAYOUT = KVLayout((LayerShape(1, 1),), torch.float32)  # what is stored is not read
 
 
 def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", runs: int = 20) -> dict[str, Any]:
@@ -54,5 +55,5 @@ def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", run
 def _put(store: KVStore, parent: BlockName, blocks: Sequence[TokenIds]) -> None:
     for tokens in blocks:
         name = block_name(parent, tokens)
-        store.write(Block(name, parent, tokens, [torch.zeros(1, 2, len(tokens), 1)]))
+        store.write(Block(name, parent, tokens, [torch.zeros(1, 2, len(tokens), 1)], _LAYOUT))
         parent = name

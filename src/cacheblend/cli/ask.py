@@ -21,6 +21,7 @@ from cacheblend.cli.options import (
     AsJson,
     BlockSize,
     Chat,
+    Codec,
     Device,
     Dtype,
     ModelFolder,
@@ -71,6 +72,7 @@ def ask(
     profile: ProfileFile = None,
     anchor: AnchorRule = "auto",
     block_size: BlockSize = 256,
+    codec: Codec = "raw",
     salt: Salt = "",
     capture: Capture = True,
     max_tokens: MaxTokens = 256,
@@ -93,6 +95,7 @@ def ask(
     config = blending_settings(ratio, selector, check_layer, measure, threshold) | {
         "anchor": anchor,
         "block_size": block_size,
+        "codec": codec,
         "salt": salt,
         "capture": capture and not compare,
     }

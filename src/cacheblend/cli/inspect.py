@@ -23,6 +23,7 @@ from cacheblend.cli.options import (
     AsJson,
     BlockSize,
     Chat,
+    Codec,
     Device,
     Dtype,
     ModelFolder,
@@ -92,6 +93,7 @@ def inspect(
     profile: ProfileFile = None,
     anchor: AnchorRule = "auto",
     block_size: BlockSize = 256,
+    codec: Codec = "raw",
     salt: Salt = "",
     max_tokens: MaxTokens = 4096,
     layers: Layers = None,
@@ -117,7 +119,7 @@ def inspect(
     count = layers_of(model)  # what does not fit is said before the model is opened
     _layers(layers, count)
     _check_settings(blending, count)
-    config = blending | {"anchor": anchor, "block_size": block_size, "salt": salt, "capture": False}
+    config = blending | {"anchor": anchor, "block_size": block_size, "codec": codec, "salt": salt, "capture": False}
     with open_engine(model, store, config, profile=profile, dtype=dtype, device=device, quiet=json) as engine:
         shown = _layers(layers, len(engine.survey.layout.layers))
         prompt = build_prompt(engine, [Passage(*text) for text in texts], asked, system, chat)

@@ -39,6 +39,10 @@ AnchorRule = Annotated[
     ),
 ]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens of a block at most.", rich_help_panel=BLENDING)]
+Codec = Annotated[
+    str,
+    typer.Option("--codec", help="How stored passages are compressed: raw, fp8, int8, int4.", rich_help_panel=BLENDING),
+]
 Salt = Annotated[
     str,
     typer.Option("--salt", help="Keeps tenants apart who share a store.", rich_help_panel=BLENDING),

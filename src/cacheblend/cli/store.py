@@ -200,7 +200,7 @@ def _row(store: "KVStore", manifest: "ChunkManifest", pinned: set["BlockName"]) 
         "anchor_tokens": len(manifest.anchor_ids),
         "blocks": len(manifest.block_names),
         "blocks_held": len(entries),
-        "bytes": sum(entry.layout.bytes_per_token * len(entry.token_ids) for entry in entries),
+        "bytes": sum(entry.layout.block_bytes(len(entry.token_ids)) for entry in entries),
         "pinned": pinned.issuperset(manifest.block_names),
     }
 

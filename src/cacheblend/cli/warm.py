@@ -13,6 +13,7 @@ from cacheblend.cli.options import (
     AsJson,
     BlockSize,
     Chat,
+    Codec,
     Device,
     Dtype,
     ModelFolder,
@@ -62,6 +63,7 @@ def warm(
     device: Device = None,
     anchor: AnchorRule = "auto",
     block_size: BlockSize = 256,
+    codec: Codec = "raw",
     salt: Salt = "",
     batch_tokens: BatchTokens = 4096,
     system: System = None,
@@ -80,7 +82,7 @@ def warm(
         from cacheblend.core.errors import InvalidInputError
 
         raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
-    settings = {"anchor": anchor, "block_size": block_size, "salt": salt}
+    settings = {"anchor": anchor, "block_size": block_size, "codec": codec, "salt": salt}
     if engine == "vllm":
         done = _warm_vllm(model, store, passages, settings, frame, dtype, json)
     else:

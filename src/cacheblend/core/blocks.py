@@ -5,7 +5,8 @@ A record is one layer of one block, contiguous, keys beside values:
     record[h, 0, t, :] = key   of KV head h, token t      shape [kv_heads, 2, tokens, head_dim]
     record[h, 1, t, :] = value of KV head h, token t
 
-so that one layer of a block is one read, and a tensor-parallel rank reads just its heads.
+so that one layer of a block is one read, and a tensor-parallel rank reads just its heads. Compressed (`codec`), a
+record is uint8 [kv_heads, bytes of a head].
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from cacheblend.core.codec import codec_of
 from cacheblend.core.naming import BlockName, TokenIds
 
 
@@ -27,15 +29,39 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The shape of a model's KV cache: its layers in order, and the element type of all of them."""
+    """The shape of a model's KV cache: its layers in order, the element type of all of them, and their codec."""
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
+    codec: str = "raw"
+
+    def head_bytes(self, layer: int, tokens: int) -> int:
+        """Bytes of one head of a record of so many tokens."""
+        return codec_of(self.codec).head_bytes(tokens, self.layers[layer].head_dim, self.dtype)
+
+    def block_bytes(self, tokens: int) -> int:
+        """Bytes of all records of a block of so many tokens."""
+        return sum(shape.kv_heads * self.head_bytes(layer, tokens) for layer, shape in enumerate(self.layers))
+
+    def record_shape(self, layer: int, tokens: int) -> tuple[int, ...]:
+        """Shape of a record of so many tokens, as it is stored."""
+        shape = self.layers[layer]
+        if self.codec == "raw":
+            return (shape.kv_heads, 2, tokens, shape.head_dim)
+        return (shape.kv_heads, self.head_bytes(layer, tokens))
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of all layers' K and V for one token."""
-        return sum(2 * s.kv_heads * s.head_dim for s in self.layers) * self.dtype.itemsize
+    def record_dtype(self) -> torch.dtype:
+        """Of a record, as it is stored."""
+        return self.dtype if self.codec == "raw" else torch.uint8
+
+    def encode(self, record: torch.Tensor) -> torch.Tensor:
+        """A record [kv_heads, 2, tokens, head_dim] as it is stored."""
+        return codec_of(self.codec).encode(record)
+
+    def decode(self, layer: int, record: torch.Tensor, tokens: int) -> torch.Tensor:
+        """A stored record of a layer, of all or some heads, as [kv_heads, 2, tokens, head_dim]."""
+        return codec_of(self.codec).decode(record, tokens, self.layers[layer].head_dim, self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +72,16 @@ class Block:
         name: `block_name(parent, token_ids)`.
         parent: name of the block in front of it (or the root).
         token_ids: the block's own tokens, [tokens].
-        records: one a layer, [kv_heads, 2, tokens, head_dim], on the CPU. The store may keep these very
-            tensors: do not write to them afterwards.
+        records: one a layer, as `layout` has them, on the CPU. The store may keep these very tensors: do not write
+            to them afterwards.
+        layout: of the records.
     """
 
     name: BlockName
     parent: BlockName
     token_ids: TokenIds
     records: Sequence[torch.Tensor]
+    layout: KVLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +131,7 @@ class BlockSource(Protocol):
         ...
 
     def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        """One record [kv_heads (or those in `heads`), 2, tokens, head_dim] on the CPU, verified.
+        """One record of all heads, or of those in `heads`, as the block's layout has it, on the CPU, verified.
 
         The result may share memory with the store: read it, do not write to it.
 

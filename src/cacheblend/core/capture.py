@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend.core.blocks import Block, ChunkManifest
+from cacheblend.core.blocks import Block, ChunkManifest, KVLayout, LayerShape
+from cacheblend.core.codec import codec_of
 from cacheblend.core.loader import LayerKV
 from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
 from cacheblend.core.plan import BlendPlan, Planner
@@ -55,11 +56,13 @@ def publish(plan: BlendPlan, kv: Sequence[LayerKV]) -> list[Block]:
     """Blocks of this request whose KV is exact as it stands: text in front of the first chunk, and chunks right
     behind their anchor."""
     ids = plan.prompt.token_ids
-    return [_block(span.name, span.parent, ids[span.start : span.stop], span.start, kv) for span in plan.publishable]
+    return [
+        _block(span.name, span.parent, ids[span.start : span.stop], span.start, kv, "raw") for span in plan.publishable
+    ]
 
 
 def blocks_of(job: ChunkJob, planner: Planner, layers: Sequence[LayerKV]) -> list[Block]:
-    """The blocks of a chunk that was computed alone, the anchor's first.
+    """The blocks of a chunk that was computed alone, the anchor's first (not of compressed ones: nobody reads those).
 
     Args:
         job: what was computed.
@@ -67,15 +70,20 @@ def blocks_of(job: ChunkJob, planner: Planner, layers: Sequence[LayerKV]) -> lis
         layers: [kv_heads, tokens, head_dim] each, of anchor and chunk.
     """
     blocks, parent, position = [], planner.root, 0
+    needed_from = 0 if codec_of(planner.codec).is_exact else sum(len(part) for part in job.anchor)
     for segment in (*job.anchor, job.token_ids):
         for tokens in split_blocks(segment, planner.block_size):
             name = block_name(parent, tokens)
-            blocks.append(_block(name, parent, tokens, position, layers))
+            if position >= needed_from:
+                blocks.append(_block(name, parent, tokens, position, layers, planner.codec))
             parent, position = name, position + len(tokens)
     return blocks
 
 
-def _block(name: BlockName, parent: BlockName, tokens: TokenIds, start: int, kv: Sequence[LayerKV]) -> Block:
+def _block(
+    name: BlockName, parent: BlockName, tokens: TokenIds, start: int, kv: Sequence[LayerKV], codec: str
+) -> Block:
     stop = start + len(tokens)
-    records = [torch.stack([k[:, start:stop], v[:, start:stop]], dim=1).cpu() for k, v in kv]
-    return Block(name, parent, tokens, records)
+    layout = KVLayout(tuple(LayerShape(k.shape[0], k.shape[2]) for k, _ in kv), kv[0].keys.dtype, codec)
+    records = [layout.encode(torch.stack([k[:, start:stop], v[:, start:stop]], dim=1)).cpu() for k, v in kv]
+    return Block(name, parent, tokens, records, layout)

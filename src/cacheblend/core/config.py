@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cacheblend.core.codec import codec_of
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.query import Hybrid, Pool, Query, Rank
 from cacheblend.core.selection import (
@@ -42,6 +43,7 @@ class BlendConfig:
         anchor: what stands in front of a chunk when it is computed alone: the BOS token, the prompt's whole
             system prompt, or nothing; auto: BOS where the tokenizer sets one.
         block_size: tokens of a block at most.
+        codec: how stored chunks are compressed: raw (not at all), fp8, int8 or int4.
         salt: separates tenants who must not share a store's contents.
         tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
         read_ahead: layers loaded ahead of the one being computed.
@@ -64,6 +66,7 @@ class BlendConfig:
     rank: Rank = "either"
     anchor: AnchorKind = "auto"
     block_size: int = 256
+    codec: str = "raw"
     salt: str = ""
     tile_rows: int = 1024
     read_ahead: int = 2
@@ -81,6 +84,7 @@ class BlendConfig:
                 raise InvalidInputError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.anchor not in get_args(AnchorKind):
             raise InvalidInputError(f"anchor must be one of {', '.join(get_args(AnchorKind))}, got {self.anchor!r}")
+        codec_of(self.codec)
         self.make_selector()
 
     def make_selector(self, ratio: float | None = None) -> Selector:

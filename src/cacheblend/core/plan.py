@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.blocks import BlockEntry, BlockSource
+from cacheblend.core.codec import codec_of
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
+from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, root_name, split_blocks
 from cacheblend.core.prompt import Prompt, Segment
 
 
@@ -49,6 +50,7 @@ class Span:
         segment: index of the segment it belongs to.
         chunk_offset: place of its first token inside that segment.
         record_start: its first row in the stored block; behind 0 where a run begins inside a block.
+        record_tokens: of the stored block, where it is not this span alone; 0: it is.
         tier: where the store would read it from; empty if it is not held.
     """
 
@@ -62,6 +64,7 @@ class Span:
     segment: int
     chunk_offset: int
     record_start: int = 0
+    record_tokens: int = 0
     tier: str = ""
 
     def __len__(self) -> int:
@@ -234,14 +237,32 @@ class Planner:
     """Plans prompts for one model, dtype, codec and tenant.
 
     Attributes:
-        root: of all chains.
+        root: of the chunks' chains.
         anchor: of the chunks.
         block_size: tokens of a block at most.
+        codec: of the chunks' records.
+        exact_root: of the prompt's own chain, whose hits are exact; where chunks are compressed it is another than
+            theirs. None: it is the same.
     """
 
     root: BlockName
     anchor: Anchor = field(default_factory=Anchor)
     block_size: int = 256
+    codec: str = "raw"
+    exact_root: BlockName | None = None
+
+    @staticmethod
+    def of_model(
+        fingerprint: str, dtype: str, anchor: Anchor, block_size: int, *, codec: str = "raw", salt: str = ""
+    ) -> "Planner":
+        """The planner of a model; for the arguments see `root_name`.
+
+        Raises:
+            InvalidInputError: an unknown codec.
+        """
+        exact = root_name(fingerprint, dtype, salt=salt)
+        root = exact if codec_of(codec).is_exact else root_name(fingerprint, dtype, codec, salt)
+        return Planner(root, anchor, block_size, codec, exact)
 
     def plan(self, prompt: Prompt, source: BlockSource) -> BlendPlan:
         """Looks every block up once and decides each row's source.
@@ -256,7 +277,7 @@ class Planner:
         wanted = list({name: None for span, _, chain in blocks for name in (chain, span.name)})
         entries = dict(zip(wanted, source.find(wanted), strict=True))
 
-        spans, in_prefix, above = [], True, self.root
+        spans, in_prefix, above = [], True, self._prompts_root
         for span, tokens, chain in blocks:
             in_prefix = in_prefix and _holds(entries[chain], tokens)
             if in_prefix:
@@ -265,10 +286,15 @@ class Planner:
             elif span.source is Source.MISS:
                 entry, is_run = entries[span.name], prompt.segments[span.segment].found_in is not None
                 if _holds_run(entry, tokens, span.record_start) if is_run else _holds(entry, tokens):
-                    span = replace(span, source=Source.LOADED, tier=_tier(entry))
+                    whole = len(entry.token_ids) if entry else 0
+                    span = replace(span, source=Source.LOADED, record_tokens=whole, tier=_tier(entry))
             above = chain
             spans.append(span)
         return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans))
+
+    @property
+    def _prompts_root(self) -> BlockName:
+        return self.root if self.exact_root is None else self.exact_root
 
     def chain_of(self, segments: Sequence[TokenIds]) -> BlockName:
         """Name of the chain that consists of these segments."""
@@ -282,7 +308,7 @@ class Planner:
     ) -> list[tuple[Span, TokenIds, BlockName]]:
         """Every block as if nothing were stored, its tokens, and its name in the prompt's own chain."""
         first_chunk = next((i for i, s in enumerate(prompt.segments) if s.is_chunk), 0)
-        blocks, position, chain = [], 0, self.root
+        blocks, position, chain = [], 0, self._prompts_root
         for index, segment in enumerate(prompt.segments):
             offset, parent = 0, anchor_name
             for piece in self._pieces(segment, anchor_length, position, source):

@@ -179,7 +179,7 @@ def _case(engine: BlendEngine, settings: Settings, number: int, row: QuestionRow
 def _groups(engine: BlendEngine, cases: Sequence[_Case]) -> Iterator[list[_Case]]:
     """Cases whose passages go into half of the store together, so that none is evicted before it is used."""
     stats = engine.store.stats()
-    room = math.inf if stats.max_bytes is None else stats.max_bytes / 2 / engine.survey.layout.bytes_per_token
+    room = math.inf if stats.max_bytes is None else stats.max_bytes / 2 / engine.survey.layout.block_bytes(1)
     group: list[_Case] = []
     tokens = 0
     for case in cases:

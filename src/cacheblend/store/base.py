@@ -89,7 +89,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        """One record [kv_heads (or those in `heads`), 2, tokens, head_dim] on the CPU, verified.
+        """One record of all heads, or of those in `heads`, as the block's layout has it, on the CPU, verified.
 
         The tensor stays valid for as long as it is referenced, whatever happens to the block; it may share
         memory with the store, so do not write to it.
@@ -230,34 +230,30 @@ class KVStore(BlockSource):
         self.close()
 
 
-def layout_of(block: Block) -> KVLayout:
-    """The layout of a block's records, checked.
+def check_block(block: Block) -> None:
+    """Checks that name, token ids, records and layout of a block belong together.
 
     Raises:
-        InvalidInputError: the name is not that of parent and token ids, there is no token or no layer, or a
-            record is not [kv_heads, 2, tokens, head_dim] on the CPU in the one dtype of all.
+        InvalidInputError: the name is not that of parent and token ids, there is no token or no layer, or a record
+            is not what the layout says, on the CPU.
     """
-    tokens = len(block.token_ids)
+    tokens, layout = len(block.token_ids), block.layout
     if tokens == 0 or not block.records:
         raise InvalidInputError(f"a block needs at least 1 token and 1 layer, got {tokens} and {len(block.records)}")
+    if len(block.records) != len(layout.layers):
+        raise InvalidInputError(f"a block of {len(layout.layers)} layers has {len(block.records)} records")
     if block.name != block_name(block.parent, block.token_ids):
         raise InvalidInputError(
             f"block {block.name.hex()} is not named after its parent and its {tokens} token ids: "
             "use block_name(parent, token_ids)"
         )
-    dtype = block.records[0].dtype
     for layer, record in enumerate(block.records):
-        shape = tuple(record.shape)
-        if len(shape) != 4 or shape[1:3] != (2, tokens) or 0 in shape:
+        shape = layout.record_shape(layer, tokens)
+        if tuple(record.shape) != shape or record.dtype != layout.record_dtype or record.device.type != "cpu":
             raise InvalidInputError(
-                f"layer {layer}: a record must be [kv_heads, 2, {tokens}, head_dim], got {list(shape)}"
+                f"layer {layer}: a record of {tokens} tokens must be {layout.record_dtype} {list(shape)} on the CPU, "
+                f"got {record.dtype} {list(record.shape)} on {record.device}"
             )
-        if record.dtype != dtype or record.device.type != "cpu":
-            raise InvalidInputError(
-                f"layer {layer}: a record must be {dtype} on the CPU as layer 0 is, "
-                f"got {record.dtype} on {record.device}"
-            )
-    return KVLayout(tuple(LayerShape(r.shape[0], r.shape[3]) for r in block.records), dtype)
 
 
 def check_layer(layout: KVLayout, layer: int) -> LayerShape:

@@ -26,8 +26,8 @@ from cacheblend.store.base import (
     KVStore,
     Progress,
     StoreStats,
+    check_block,
     check_manifest,
-    layout_of,
 )
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import Folder, is_full, store_error, sync_folder, unreadable
@@ -102,10 +102,10 @@ class DiskStore(KVStore):
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. The records are written from their own memory, without a copy."""
         self._folder.require_writable()
-        layout = layout_of(block)
+        check_block(block)
         if self._files.find([block.name])[0] is not None:
             return False
-        buffers = encode_block(block, layout)
+        buffers = encode_block(block)
         need = sum(len(buffer) for buffer in buffers)
         path = self._folder.block_path(block.name)
         try:

@@ -21,10 +21,10 @@ from cacheblend.store.base import (
     KVStore,
     Progress,
     StoreStats,
+    check_block,
     check_layer,
     check_manifest,
     head_range,
-    layout_of,
 )
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -96,7 +96,7 @@ class MemoryStore(KVStore):
         return record if heads is None else record[start:stop]
 
     def peek(self, name: BlockName, layer: int) -> torch.Tensor | None:
-        """The record [kv_heads, 2, tokens, head_dim] of a whole or partial block, None if it is not here.
+        """The record of a whole or partial block, None if it is not here.
 
         Raises:
             InvalidInputError: the block has no such layer.
@@ -110,7 +110,7 @@ class MemoryStore(KVStore):
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. Copies only records that are part of a larger tensor or not contiguous."""
-        layout = layout_of(block)
+        check_block(block)
         with self._lock:
             old = self._held.get(block.name)
             if old is not None and not old.missing:
@@ -118,7 +118,7 @@ class MemoryStore(KVStore):
                 return False
             if old is not None:
                 self._drop(block.name)
-            need = layout.bytes_per_token * len(block.token_ids)
+            need = block.layout.block_bytes(len(block.token_ids))
             if not self._make_room(need):
                 self._write_failures += 1
                 raise StoreFullError(
@@ -126,18 +126,18 @@ class MemoryStore(KVStore):
                     f"{self.max_bytes} bytes and what it holds is pinned: raise max_bytes or unpin"
                 )
             records: list[torch.Tensor | None] = list(_own(block.records))
-            self._held[block.name] = _Held(block.token_ids, layout, records, need)
+            self._held[block.name] = _Held(block.token_ids, block.layout, records, need)
             self._bytes += need
             return True
 
     def offer(self, name: BlockName, entry: BlockEntry, layer: int, record: torch.Tensor) -> bool:
-        """Keeps one layer's whole record [kv_heads, 2, tokens, head_dim]; False if there is no room.
+        """Keeps one layer's whole record; False if there is no room.
 
         The record must own its memory. The block counts as held when every layer has been offered.
         """
         with self._lock:
             held = self._held.get(name)
-            whole = entry.layout.bytes_per_token * len(entry.token_ids)
+            whole = entry.layout.block_bytes(len(entry.token_ids))
             if whole > self.max_bytes or (held is not None and held.records[layer] is not None):
                 return False
             if held is None:

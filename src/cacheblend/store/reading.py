@@ -55,7 +55,7 @@ def read_header(fd: int, file_bytes: int, name: BlockName) -> BlockHeader:
 
 
 def read_record(fd: int, header: BlockHeader, layer: int, heads: slice | None) -> torch.Tensor:
-    """One record [kv_heads (or those in `heads`), 2, tokens, head_dim], checked: one pread into new memory.
+    """One record of all heads, or of those in `heads`, checked: one pread into new memory.
 
     Raises:
         DamagedError: a checksum differs, or the file is too short.
@@ -70,8 +70,8 @@ def read_record(fd: int, header: BlockHeader, layer: int, heads: slice | None) -
     view = data.numpy().data
     _pread_all(fd, view, header.data_at + geometry.offsets[layer] + start * size)
     check_heads(header, layer, start, view)
-    tokens = len(header.entry.token_ids)
-    return data.view(geometry.layout.dtype).view(stop - start, 2, tokens, shape.head_dim)
+    rest = geometry.layout.record_shape(layer, len(header.entry.token_ids))[1:]
+    return data.view(geometry.layout.record_dtype).view(stop - start, *rest)
 
 
 def _pread_all(fd: int, view: memoryview, offset: int) -> None:

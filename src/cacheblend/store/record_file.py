@@ -88,15 +88,15 @@ class Geometry:
 
 
 @lru_cache(maxsize=4096)
-def geometry_of(layers: str, dtype: str, tokens: int) -> Geometry:
-    """Geometry of ``"24*2x64"`` (24 layers of 2 heads of 64), a safetensors dtype and a number of tokens."""
+def geometry_of(layers: str, dtype: str, codec: str, tokens: int) -> Geometry:
+    """Geometry of ``"24*2x64"`` (24 layers of 2 heads of 64), a safetensors dtype, a codec and a number of tokens."""
     shapes: list[LayerShape] = []
     for run in layers.split(","):
         count, _, shape = run.partition("*")
         heads, _, head_dim = shape.partition("x")
         shapes += [LayerShape(int(heads), int(head_dim))] * int(count)
-    layout = KVLayout(tuple(shapes), _DTYPES[dtype])
-    head_bytes = tuple(2 * tokens * shape.head_dim * layout.dtype.itemsize for shape in shapes)
+    layout = KVLayout(tuple(shapes), _DTYPES[dtype], codec)
+    head_bytes = tuple(layout.head_bytes(layer, tokens) for layer in range(len(shapes)))
     sizes = (size * shape.kv_heads for size, shape in zip(head_bytes, shapes, strict=True))
     return Geometry(
         layout=layout,
@@ -106,16 +106,16 @@ def geometry_of(layers: str, dtype: str, tokens: int) -> Geometry:
     )
 
 
-def encode_block(block: Block, layout: KVLayout) -> list[memoryview]:
+def encode_block(block: Block) -> list[memoryview]:
     """The file's bytes in order: the header, then the records' own memory (copied only if not contiguous).
 
     Args:
-        block: checked by `layout_of`.
-        layout: what `layout_of` said.
+        block: checked by `check_block`.
 
     Raises:
         InvalidInputError: a dtype that the format does not know.
     """
+    layout = block.layout
     if layout.dtype not in _DTYPE_NAMES:
         known = ", ".join(str(dtype) for dtype in _DTYPE_NAMES)
         raise InvalidInputError(f"block files cannot hold {layout.dtype}; they hold {known}")
@@ -125,7 +125,7 @@ def encode_block(block: Block, layout: KVLayout) -> list[memoryview]:
         for data, shape in zip(records, layout.layers, strict=True)
         for at in range(0, len(data), len(data) // shape.kv_heads)
     )
-    return [memoryview(_encode_header(block, layout, digests)), *records]
+    return [memoryview(_encode_header(block, digests)), *records]
 
 
 def record_bytes(record: torch.Tensor) -> memoryview:
@@ -133,8 +133,8 @@ def record_bytes(record: torch.Tensor) -> memoryview:
     return record.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _encode_header(block: Block, layout: KVLayout, digests: bytes) -> bytes:
-    tokens = len(block.token_ids)
+def _encode_header(block: Block, digests: bytes) -> bytes:
+    tokens, layout = len(block.token_ids), block.layout
     runs = [f"{shape.kv_heads}x{shape.head_dim}" for shape in layout.layers]
     layers = ",".join(f"{len(list(group))}*{run}" for run, group in itertools.groupby(runs))
     dtype = _DTYPE_NAMES[layout.dtype]
@@ -148,14 +148,16 @@ def _encode_header(block: Block, layout: KVLayout, digests: bytes) -> bytes:
         "token_ids": base64.b64encode(block.token_ids.tobytes()).decode(),
         "digests": base64.b64encode(digests).decode(),
     }
-    offsets = geometry_of(layers, dtype, tokens).offsets
+    if layout.codec != "raw":
+        metadata["codec"] = layout.codec
+    offsets = geometry_of(layers, dtype, layout.codec, tokens).offsets
     tensors = {
         f"layer.{layer:05d}": {
-            "dtype": dtype,
-            "shape": [shape.kv_heads, 2, tokens, shape.head_dim],
+            "dtype": _DTYPE_NAMES[layout.record_dtype],
+            "shape": layout.record_shape(layer, tokens),
             "data_offsets": [offsets[layer], offsets[layer + 1]],
         }
-        for layer, shape in enumerate(layout.layers)
+        for layer in range(len(layout.layers))
     }
     rest = b'",' + _json(metadata)[1:] + b"," + _json(tensors)[1:]
     length = len(_OPENING) + DIGITS + len(rest)
@@ -198,7 +200,8 @@ def decode_header(header: bytes, file_bytes: int, name: BlockName) -> BlockHeade
         if metadata["format"] != str(FORMAT):
             raise DamagedError(f"block format {metadata['format']}, this version reads {FORMAT}")
         token_ids: TokenIds = np.frombuffer(base64.b64decode(metadata["token_ids"]), dtype="<u4")
-        geometry = geometry_of(metadata["layers"], metadata["dtype"], len(token_ids))
+        codec = metadata.get("codec", "raw")
+        geometry = geometry_of(metadata["layers"], metadata["dtype"], codec, len(token_ids))
         result = BlockHeader(
             name=BlockName(bytes.fromhex(metadata["name"])),
             parent=BlockName(bytes.fromhex(metadata["parent"])),

@@ -175,7 +175,7 @@ def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
 
 def _describe(survey: Survey) -> Iterator[Check]:
     layout = survey.layout
-    yield Check("KV cache", True, f"{_shapes(layout)}, {_name(layout.dtype)}: {layout.bytes_per_token} bytes a token")
+    yield Check("KV cache", True, f"{_shapes(layout)}, {_name(layout.dtype)}: {layout.block_bytes(1)} bytes a token")
     windows = [f"{n} sliding by {window}" if window else f"{n} full" for window, n in _counts(survey.windows)]
     yield Check("windows", True, f"layers: {_joined(windows)}")
     turns = [_rotation(rotation, n, layout) for rotation, n in _counts(survey.rotations)]

@@ -20,7 +20,6 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fusor import Prefill, check_selector, prefill
 from cacheblend.core.loader import LayerKV, LayerLoader
-from cacheblend.core.naming import root_name
 from cacheblend.core.plan import Anchor, BlendPlan, Planner
 from cacheblend.core.prompt import Prompt, Segment, chunk
 from cacheblend.core.report import BlendReport
@@ -85,8 +84,10 @@ class BlendEngine:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
         dtype = str(self.survey.layout.dtype).removeprefix("torch.")
         self.fingerprint = fingerprint or fingerprint_model(model)
-        root = root_name(self.fingerprint, dtype, salt=self.config.salt)
-        self.planner = Planner(root, self._anchor(bos_id), self.config.block_size)
+        codec, salt = self.config.codec, self.config.salt
+        self.planner = Planner.of_model(
+            self.fingerprint, dtype, self._anchor(bos_id), self.config.block_size, codec=codec, salt=salt
+        )
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else open_store(store)
         self._background = Background(self.config.capture_queue)
@@ -341,6 +342,7 @@ class BlendEngine:
             first_reused_layer=first_reused_layer,
             device=self.model.device,
             read_ahead=self.config.read_ahead,
+            codec=self.config.codec,
         )
 
     def _anchor(self, bos: int | None) -> Anchor:

@@ -5,7 +5,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import root_name
 from cacheblend.core.plan import Anchor, Planner
 from cacheblend.engines.settings import settle
 from cacheblend.engines.vllm import compat
@@ -42,8 +41,15 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         fields = self._config.blend_fields
         self._settings = settle(fields, self.identity.folder, self.identity.fingerprint)
         self._selector = self._settings.selector()
-        root = root_name(self.identity.fingerprint, self.identity.dtype, salt=self._settings.config.salt)
-        self._planner = Planner(root, self._anchor(), self._settings.config.block_size)
+        config = self._settings.config
+        self._planner = Planner.of_model(
+            self.identity.fingerprint,
+            self.identity.dtype,
+            self._anchor(),
+            config.block_size,
+            codec=config.codec,
+            salt=config.salt,
+        )
         self._block_size = int(vllm_config.cache_config.block_size)
         self._store = shared_store(self._config.store, vllm_config)
         self._kv_caches = kv_cache_config

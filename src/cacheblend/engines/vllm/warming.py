@@ -8,7 +8,6 @@ from typing import Any
 
 from cacheblend.core.capture import ChunkJob, manifest_of
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import root_name
 from cacheblend.core.plan import Anchor, Planner
 from cacheblend.core.prompt import chunk
 from cacheblend.engines.hf.tokens import PromptBuilder
@@ -66,7 +65,8 @@ def warm_with_vllm(
     rule = settings.get("anchor", "auto")
     bos = builder.bos_id
     anchor = Anchor(("none" if bos is None else "bos") if rule == "auto" else rule, bos)
-    planner = Planner(root_name(fingerprint, dtype, salt=settings.get("salt", "")), anchor, settings["block_size"])
+    codec, salt = settings.get("codec", "raw"), settings.get("salt", "")
+    planner = Planner.of_model(fingerprint, dtype, anchor, settings["block_size"], codec=codec, salt=salt)
     jobs = {}
     for title, ids in encode(builder):
         job = ChunkJob(tuple(anchor.segments(None)), chunk(ids).token_ids, title)

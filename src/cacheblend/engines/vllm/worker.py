@@ -248,6 +248,7 @@ class Worker:
                 device=model.device,
                 read_ahead=read_ahead,
                 heads=model.heads,
+                codec=self._planner.codec,
             )
 
         return PrefillRun(

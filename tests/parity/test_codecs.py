@@ -1,0 +1,122 @@
+"""Compressed chunks through the fused path: the laws hold, and what is lost is what the codec loses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend.core.config import AnchorKind
+from cacheblend.core.prompt import Prompt, run_of
+from cacheblend.core.selection import Hkvd, NoRows
+from cacheblend.engines.hf import SamplingParams
+from cacheblend.store import DiskStore, KVStore, MemoryStore
+from families import tiny_model
+from parity.scenes import QUESTION, RAG, SYSTEM, A, B, C, assert_same, open_engine, run, warm_engine
+from reference import plain_kv
+
+LOSSY = ["int8", "fp8", "int4"]
+AT_MOST = {"int8": 0.01, "fp8": 0.07, "int4": 0.2}
+"""Of the largest key or value: half a step of the range that shares a scale, or three bits of a float's fraction."""
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text"])
+def test_with_every_row_recomputed_nothing_is_lost(family: str, codec: str) -> None:
+    model = tiny_model(family)
+    with open_engine(model, codec=codec) as engine:
+        result, report = engine.prefill(RAG, ratio=1.0)
+        assert report.missed_tokens == 0
+    logits, layers = plain_kv(model, RAG.token_ids.tolist())
+    assert_same(result, logits, layers, 3e-5)
+
+
+@pytest.mark.parametrize("anchor", ["none", "system"])
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text"])
+def test_full_reuse_loses_what_the_codec_loses(family: str, codec: str, anchor: AnchorKind) -> None:
+    """Layer 0's loaded rows: moved keys and values of what was computed alone, up to the codec's steps."""
+    model = tiny_model(family)
+    with open_engine(model, codec=codec, anchor=anchor) as engine, open_engine(model, anchor=anchor) as raw:
+        lossy, exact = (run(each, RAG, NoRows()).result.kv[0] for each in (engine, raw))
+    loaded = slice(len(SYSTEM), len(RAG) - len(QUESTION))
+    for mine, theirs in zip(lossy, exact, strict=True):
+        error = (mine[:, loaded] - theirs[:, loaded]).abs().max() / theirs.abs().max()
+        assert 0 < error <= AT_MOST[codec]
+
+
+def test_an_eight_bit_blend_chooses_nearly_the_same_rows() -> None:
+    selector = Hkvd((1,), (0.3,))
+    raw = run(warm_engine("llama"), RAG, selector)
+    with open_engine(tiny_model("llama"), codec="int8") as engine:
+        lossy = run(engine, RAG, selector)
+    assert len(lossy.recomputed) == len(raw.recomputed)
+    assert len({*lossy.recomputed} & {*raw.recomputed}) >= 0.9 * len(raw.recomputed)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_compressed_chunks_have_names_of_their_own_and_are_never_an_exact_prefix(codec: str) -> None:
+    model, store, lone = tiny_model("llama"), MemoryStore(), Prompt.of([A, QUESTION])
+    with open_engine(model, store=store, codec=codec) as lossy, open_engine(model, [], store=store) as raw:
+        assert raw.prefill(RAG)[1].missed_tokens == len(A) + len(B) + len(C)
+        assert lossy.prefill(lone)[1].hit_tokens["prefix"] == 0
+        assert lossy.prefill(lone)[1].hit_tokens["memory"] == len(A)
+        raw.warm([A])
+        assert raw.prefill(lone)[1].hit_tokens["prefix"] == len(A)
+
+
+def test_text_in_front_is_kept_exact_and_serves_both() -> None:
+    """A system prompt that an engine with a codec published is the other's exact prefix, to the bit."""
+    model, store = tiny_model("llama"), MemoryStore()
+    prompt = Prompt.of([SYSTEM, B, A, QUESTION])
+    with open_engine(model, store=store, codec="int4", capture=True) as lossy:
+        lossy.generate(prompt, SamplingParams(max_tokens=1))
+        assert lossy.flush(timeout=60)
+        assert lossy.prefill(prompt)[1].hit_tokens["prefix"] == len(SYSTEM)
+    with open_engine(model, [], store=store) as raw:
+        result, report = raw.prefill(Prompt.of([SYSTEM, QUESTION]))
+        assert report.hit_tokens["prefix"] == len(SYSTEM)
+    logits, layers = plain_kv(model, [*SYSTEM.token_ids.tolist(), *QUESTION.token_ids.tolist()])
+    assert_same(result, logits, layers, 3e-5)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_missed_chunk_is_stored_compressed_without_its_anchor(codec: str) -> None:
+    with open_engine(tiny_model("llama"), [], anchor="system", codec=codec, capture=True) as engine:
+        engine.generate(RAG, SamplingParams(max_tokens=1))
+        assert engine.flush(timeout=60)
+        (names,) = [m.block_names for m in engine.store.manifests() if len(m.token_ids) == len(A)]
+        (entry, *_) = engine.store.find(names)
+        assert entry is not None and entry.layout.codec == codec
+        assert engine.store.read(names[0], 0).dtype == torch.uint8
+        assert engine.prefill(RAG)[1].missed_tokens == 0
+        anchors = engine.planner.chain_of([SYSTEM.token_ids])
+        assert engine.store.find([anchors]) == [None]
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, DiskStore])
+def test_a_tensor_parallel_rank_reads_its_heads_of_a_compressed_record(kind: type[KVStore], tmp_path: Path) -> None:
+    store = MemoryStore() if kind is MemoryStore else DiskStore(tmp_path / "store")
+    with store, open_engine(tiny_model("llama"), [A], store=store, codec="int4") as engine:
+        layout = engine.survey.layout
+        (manifest,) = store.manifests()
+        (entry,) = store.find(manifest.block_names[:1])
+        assert entry is not None
+        tokens = len(entry.token_ids)
+        whole = entry.layout.decode(0, store.read(manifest.block_names[0], 0), tokens)
+        heads = layout.layers[0].kv_heads
+        half = entry.layout.decode(0, store.read(manifest.block_names[0], 0, slice(heads // 2, heads)), tokens)
+        assert torch.equal(half, whole[heads // 2 :])
+
+
+def test_a_run_inside_a_compressed_chunk() -> None:
+    """It begins and ends inside blocks, and what is decompressed is the whole block."""
+    model, kv = tiny_model("llama"), []
+    for codec in ("int4", "raw"):
+        with open_engine(model, [C], codec=codec) as engine:
+            (manifest,) = engine.store.manifests()
+            prompt = Prompt.of([SYSTEM, run_of(manifest, 5, 40), QUESTION])
+            outcome = run(engine, prompt, NoRows())
+            assert outcome.report.hit_tokens["memory"] == 40
+            kv.append(outcome.result.kv[0])
+    for mine, theirs in zip(*kv, strict=True):
+        assert 0 < (mine - theirs).abs().max() / theirs.abs().max() <= AT_MOST["int4"]
