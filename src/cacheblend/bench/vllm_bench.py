@@ -19,6 +19,10 @@ Progress = Callable[[int, int], None]
 DECODED = 256
 """Tokens of the request whose gaps are measured."""
 
+QUIET_S = 1.5
+"""In front of what is timed: vLLM's processes spin for a second behind their last request, and where cores are few,
+those of the server asked before would be felt by the one asked now."""
+
 
 @dataclass(frozen=True)
 class PromptShape:
@@ -88,6 +92,7 @@ def ttft(
                 ("plain blend", blend, new),
             ]
             for name, server, asked in round_ if number % 2 else round_[::-1]:
+                time.sleep(QUIET_S)
                 seconds = server.ask(asked, 2).ttft_s
                 if number:
                     times[name].append(seconds)
@@ -116,6 +121,7 @@ def latency(
         for number in range(runs + 1):
             for name, server in (("blend", blend), ("plain", plain)):
                 ids, _ = prompts.draw()
+                time.sleep(QUIET_S)
                 found = _gaps_beside(server, prompts.ids(64), ids)
                 if number:
                     gaps[name].append(found)

@@ -1,10 +1,11 @@
 """Walks vLLM's own decoder layers on any subset of a prompt's rows (fills `core.walk.LayerWalk`)."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from cacheblend.core.lockstep import LayerRows
 from cacheblend.core.walk import Attend
 
 if TYPE_CHECKING:
@@ -27,20 +28,20 @@ class VllmWalk:
 
     Args:
         model: whose layers.
-        token_ids, positions: [rows] int64 on the model's device, positions ascending.
+        token_ids, positions: [rows] int64 on the model's device.
     """
 
     def __init__(self, model: "BlendModel", token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        self._model, self._token_ids, self._positions = model, token_ids, positions
+        self.model, self.token_ids, self.positions = model, token_ids, positions
 
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return len(self._model.layers)
+        return len(self.model.layers)
 
     def embed(self) -> torch.Tensor:
         """[rows, 2 * width]; of the sum there is nothing yet."""
-        added = self._model.embed(self._token_ids)
+        added = self.model.embed(self.token_ids)
         return torch.cat([added, torch.zeros_like(added)], dim=1)
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +58,7 @@ class VllmWalk:
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output [n, 2 * width]."""
-        spec = self._model.specs[layer]
+        spec = self.model.specs[layer]
 
         def answer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             return attend(_heads_first(query), _heads_first(keys), _heads_first(values), spec)
@@ -77,9 +78,17 @@ class VllmWalk:
     ) -> torch.Tensor:
         # Copies: vLLM's kernels may write to what they are given.
         added, total = (part.clone(memory_format=torch.contiguous_format) for part in hidden.chunk(2, dim=1))
-        with self._model.answering(layer, answer):
-            out = self._model.layers[layer](self._positions[rows], added, total if layer else None)
+        with self.model.answering(layer, answer):
+            out = self.model.layers[layer](self.positions[rows], added, total if layer else None)
         return torch.cat(out, dim=1)
+
+
+def join(calls: Sequence[LayerRows]) -> VllmWalk:
+    """A walk over the rows of several prompts; see `core.lockstep`."""
+    walks = [(cast(VllmWalk, call.walk), call.rows) for call in calls]
+    token_ids = torch.cat([walk.token_ids[rows] for walk, rows in walks])
+    positions = torch.cat([walk.positions[rows] for walk, rows in walks])
+    return VllmWalk(walks[0][0].model, token_ids, positions)
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """The workers' side: provides prompts and captures chunks, some layers an engine step.
 
-    start_load_kv -> take(jobs) -> work(budget): oldest first, captures behind all prompts
-                                    prompt: load, fuse, write each finished layer to the paged cache -> done
-                                    chunk:  compute alone behind its anchor -> store
+    start_load_kv -> step(jobs): as many layers as the budget allows; oldest first, captures behind all prompts
+                      prompt: load, fuse, write each finished layer to the paged cache -> done
+                      chunk:  compute alone behind its anchor -> store
+
+Jobs of a kind go through their layers side by side where they have few rows (`Convoy`).
 
 Every rank does the same rows in the same order; where ranks must agree (chosen rows, lost blocks), they are asked.
 """
@@ -10,8 +12,7 @@ Every rank does the same rows in the same order; where ranks must agree (chosen 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,17 +26,19 @@ from cacheblend.core.capture import ChunkJob, blocks_of, manifest_of
 from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.fusor import OnLayer, PrefillRun
 from cacheblend.core.loader import LayerKV, LayerLoader
+from cacheblend.core.lockstep import run_in_lockstep
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan import BlendPlan, Planner
 from cacheblend.core.prompt import Prompt, text
 from cacheblend.core.selection import NoRows, Selector
 from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.convoy import Convoy
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
 from cacheblend.engines.vllm.paged_attention import PagedAttention
-from cacheblend.engines.vllm.walk import VllmWalk
+from cacheblend.engines.vllm.walk import VllmWalk, join
 from cacheblend.store import KVStore
 
 RESIDENT = BlockName(b"resident in the paged cache")
@@ -54,6 +57,16 @@ class _Task:
     run: PrefillRun | None = None
     started: float = 0.0
     kv: list[LayerKV] = field(default_factory=list)
+
+    @property
+    def layer(self) -> int:
+        """The next layer."""
+        return self.run.layer if self.run else 0
+
+    @property
+    def active_rows(self) -> int:
+        """Rows that the next layer computes at most."""
+        return self.run.active_rows if self.run else 0
 
 
 class Worker:
@@ -95,8 +108,9 @@ class Worker:
         ]
         self._over_ranks = compat.over_ranks if model.tp_size > 1 else None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-writer")
-        self._blends: deque[_Task] = deque()
-        self._captures: deque[_Task] = deque()
+        last_check = max(selector.check_layers, default=0)
+        self._blends: Convoy[_Task] = Convoy(last_check + 1, tile_rows)
+        self._captures: Convoy[_Task] = Convoy(1, tile_rows)
         self._provided: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._resume_at = 0.0
@@ -110,12 +124,14 @@ class Worker:
         """Takes what is new, and works for as long as the step's budget lasts; at least a layer."""
         for request_id in jobs.dropped:
             self._drop(request_id)
-        self._blends.extend(_Task(job) for job in jobs.blend)
-        self._captures.extend(_Task(job) for job in jobs.capture)
+        for blend in jobs.blend:
+            self._blends.add(_Task(blend))
+        for capture in jobs.capture:
+            self._captures.add(_Task(capture))
         left = self._budget
         while left > 0 and (self._blends or self._captures):
-            queue = self._blends or self._captures
-            left -= self._advance(queue[0])
+            convoy = self._blends or self._captures
+            left -= self._advance(convoy.next())
 
     def capture(self, jobs: Sequence[ChunkJob]) -> None:
         """Chunks, computed and stored before this returns."""
@@ -155,21 +171,40 @@ class Worker:
 
     # ---- jobs -------------------------------------------------------------------------------------------
 
-    def _advance(self, task: _Task) -> int:
-        """One layer of a job; the row-layers it took. The first one also finds what to load and asks the question."""
+    def _advance(self, tasks: Sequence[_Task]) -> int:
+        """One layer of each; the row-layers it took. The first one also finds what to load and asks the question."""
+        opened = [task for task in tasks if self._is_open(task)]
+        runs = [task.run for task in opened if task.run is not None]
+        rows = sum(run.active_rows for run in runs)
+        ended = run_in_lockstep([run.next_layer() for run in runs], join, self._tile_rows)
+        for task, run, error in zip(opened, runs, ended, strict=True):
+            if error is not None:
+                self._fail(task, error)
+            elif run.done:
+                self._attempt(task, self._finish)
+        return max(rows, 1)
+
+    def _is_open(self, task: _Task) -> bool:
+        """Whether it is under way; its first step makes it so."""
+        if task.run is None:
+            self._attempt(task, self._start)
+        return task.run is not None
+
+    def _attempt(self, task: _Task, what: Callable[[_Task], None]) -> None:
         try:
-            if task.run is None:
-                task.started, task.run = time.perf_counter(), self._open(task)
-            rows = task.run.active_rows
-            if task.run.advance():
-                self._finish(task)
-            return max(rows, 1)
-        except Exception as error:  # whatever it is, the engine goes on: this request is computed by vLLM
-            if self._over_ranks is not None:
-                raise  # ranks that are out of step cannot be brought together again
-            logger.exception("a blend failed and is left to vLLM")
-            self._give_up(task, type(error).__name__)
-            return 1
+            what(task)
+        except Exception as error:
+            self._fail(task, error)
+
+    def _fail(self, task: _Task, error: Exception) -> None:
+        """Whatever it is, the engine goes on: this request is computed by vLLM."""
+        if self._over_ranks is not None:
+            raise error  # ranks that are out of step cannot be brought together again
+        logger.error("a blend failed and is left to vLLM", exc_info=error)
+        self._give_up(task, type(error).__name__)
+
+    def _start(self, task: _Task) -> None:
+        task.started, task.run = time.perf_counter(), self._open(task)
 
     def _give_up(self, task: _Task, reason: str) -> None:
         if task.run is not None:
@@ -183,9 +218,7 @@ class Worker:
             self._provided.add(task.job.request_id)
 
     def _forget(self, task: _Task) -> None:
-        queue = self._captures if isinstance(task.job, ChunkJob) else self._blends
-        if task in queue:
-            queue.remove(task)
+        (self._captures if isinstance(task.job, ChunkJob) else self._blends).remove(task)
 
     def _count_captured(self) -> None:
         with self._captured_lock:
@@ -305,7 +338,7 @@ class Worker:
 
     def _drop(self, request_id: str) -> None:
         """A request that ended is reported as provided, so that vLLM frees its blocks, and not worked on any more."""
-        for task in list(self._blends):
+        for task in self._blends:
             if isinstance(task.job, BlendJob) and task.job.request_id == request_id:
                 self._blends.remove(task)
                 if task.run is not None:
