@@ -40,13 +40,18 @@ class FakeSource:
         generator = torch.Generator().manual_seed(int.from_bytes(name[:6], "little") + layer)
         return torch.randn(shape.kv_heads, 2, len(self.held[name]), shape.head_dim, generator=generator)
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
         self.threads.add(threading.current_thread().name)
-        time.sleep(self.delay_s)
-        self.reads.append((name, layer))
-        if (name, layer) in self.lost:
-            raise BlockLostError([name], "gone")
-        return self.record(name, layer)[slice(None) if heads is None else heads]
+        time.sleep(self.delay_s * len(names))
+        self.reads += [(name, layer) for name in names]
+        return [
+            BlockLostError([name], "gone")
+            if (name, layer) in self.lost
+            else self.record(name, layer)[slice(None) if heads is None else heads]
+            for name in names
+        ]
 
 
 def planned(drop: int | None = None) -> tuple[BlendPlan, FakeSource]:
@@ -67,7 +72,9 @@ class _Nothing:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [None] * len(names)
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
         raise AssertionError
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name, split_blocks
 from cacheblend.core.plan import Anchor, BlendPlan, Planner, Source, Span, cut_bos
 from cacheblend.core.prompt import Prompt, Segment, chunk, text
@@ -32,7 +32,9 @@ class FakeSource:
         self.asked += names
         return [BlockEntry(self.held[n], LAYOUT, self.tier) if n in self.held else None for n in names]
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
         raise AssertionError("a plan reads no records")
 
 

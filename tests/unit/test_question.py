@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cacheblend.core import question
 from cacheblend.core.attention import AttentionSpec
 from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan import Planner, Source
 from cacheblend.core.prompt import Prompt, chunk, text
@@ -87,7 +88,9 @@ class Holds:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [self.entries.get(name) for name in names]
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
         raise AssertionError("a plan reads no records")
 
 

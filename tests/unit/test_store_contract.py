@@ -1,8 +1,10 @@
 """What every store promises, on memory, on a folder, and on both."""
 
+import atexit
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +18,44 @@ from cacheblend.core.codec import CODECS
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
+from cacheblend.store.bucket import BucketObjects
+from cacheblend.store.redis import RedisObjects
+from cacheblend.store.remote import RemoteStore
+from moto_bucket import BUCKET, bucket, needs_bucket
+from redis_server import RedisServer, needs_redis
 from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, raw_block, same_bits
 
-KINDS = ("memory", "disk", "tiered", "tiered without memory")
+REDIS = pytest.param("redis", marks=needs_redis)
+S3 = pytest.param("s3", marks=needs_bucket)
+KINDS = (
+    "memory",
+    "disk",
+    "tiered",
+    "tiered without memory",
+    REDIS,
+    S3,
+    pytest.param("tiered redis", marks=needs_redis),
+)
+
+
+@cache
+def redis() -> str:
+    """One server for all tests of this process."""
+    server = RedisServer()
+    server.start()
+    atexit.register(server.kill)
+    return server.url
 
 
 def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24) -> KVStore:
     if kind == "memory":
         return MemoryStore(max_bytes)
+    if "redis" in kind:
+        back = RemoteStore(RedisObjects(redis(), prefix=str(path)), max_bytes)
+        return back if kind == "redis" else TieredStore(MemoryStore(1 << 20), back)
+    if kind == "s3":
+        url = f"s3://{BUCKET}{path}"
+        return RemoteStore(BucketObjects(url, options=bucket().options), max_bytes)
     disk = DiskStore(path, max_bytes=max_bytes, durable=False)
     if kind == "disk":
         return disk
@@ -133,7 +165,7 @@ def test_a_block_that_does_not_fit_together_is_refused(store: KVStore, message: 
     assert store.find([block.name]) == [None]
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["memory", "disk", REDIS, S3])
 def test_a_block_larger_than_the_bound_is_refused(kind: str, tmp_path: Path) -> None:
     with open_kind(kind, tmp_path / "store", max_bytes=100) as store:
         with pytest.raises(StoreFullError, match=r"bounded to 100\b.*raise max_bytes"):
@@ -142,9 +174,9 @@ def test_a_block_larger_than_the_bound_is_refused(kind: str, tmp_path: Path) -> 
         assert store.stats().blocks == 0
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["memory", "disk", REDIS, S3])
 def test_pinned_blocks_fill_the_store(kind: str, tmp_path: Path) -> None:
-    with open_kind(kind, tmp_path / "store", max_bytes=10_000 if kind == "disk" else 1_000) as store:
+    with open_kind(kind, tmp_path / "store", max_bytes=1_000 if kind == "memory" else 10_000) as store:
         held = []
         with pytest.raises(StoreFullError, match="pinned"):
             for seed in range(100):

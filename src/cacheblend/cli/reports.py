@@ -43,7 +43,13 @@ def report_table(report: BlendReport, layers: int) -> Table:
     return table
 
 
-_SOURCES = {"prefix": "loaded, exact prefix", "memory": "loaded from memory", "disk": "loaded from disk"}
+_SOURCES = {
+    "prefix": "loaded, exact prefix",
+    "memory": "loaded from memory",
+    "disk": "loaded from disk",
+    "redis": "loaded from Redis",
+    "s3": "loaded from the bucket",
+}
 
 
 def comparison_line(blend_s: float, full_s: float, close: "Agreement") -> Text:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from cacheblend.core.codec import codec_of
+from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName, TokenIds
 
 
@@ -91,7 +92,7 @@ class BlockEntry:
     Attributes:
         token_ids: the ids stored with the block; whoever looks a block up compares them to its own.
         layout: shapes and dtype of the records.
-        tier: where a read would come from, ``"memory"`` or ``"disk"``.
+        tier: where a read would come from, ``"memory"``, ``"disk"``, ``"redis"`` or ``"s3"``.
     """
 
     token_ids: TokenIds
@@ -130,12 +131,12 @@ class BlockSource(Protocol):
         a damaged or vanished block: that is a None."""
         ...
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        """One record of all heads, or of those in `heads`, as the block's layout has it, on the CPU, verified.
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        """A layer's records of several blocks, of all heads or of those in `heads`, as each block's layout has it.
 
-        The result may share memory with the store: read it, do not write to it.
-
-        Raises:
-            BlockLostError: gone or damaged; a damaged block has been removed and reported.
+        They are on the CPU and verified, and may share memory with the store: read them, do not write to them.
+        Where a block is gone or damaged there is the error; a damaged block has been removed and reported.
         """
         ...

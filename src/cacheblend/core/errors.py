@@ -33,6 +33,18 @@ class BlockLostError(CacheBlendError):
         self.reason = reason
 
 
+class BlockDamagedError(BlockLostError):
+    """The block is damaged; it has been reported.
+
+    Attributes:
+        removed: it is gone now.
+    """
+
+    def __init__(self, name: BlockName, reason: str, removed: bool) -> None:
+        super().__init__([name], reason)
+        self.removed = removed
+
+
 class StoreError(CacheBlendError):
     """The store cannot do what was asked."""
 
@@ -43,6 +55,10 @@ class StoreFormatError(StoreError):
 
 class StoreReadOnlyError(StoreError):
     """The store cannot be written to."""
+
+
+class StoreUnreachableError(StoreError):
+    """A server or bucket does not answer, or not in time."""
 
 
 class StoreFullError(StoreError):

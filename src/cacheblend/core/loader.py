@@ -143,20 +143,20 @@ class LayerLoader:
     def _read(self, index: int) -> Records:
         started = time.perf_counter()
         reused = index >= self._first_reused_layer
-        records: list[tuple[Span, torch.Tensor]] = []
-        lost: dict[BlockName, None] = {}  # a repeated chunk's block is lost once
-        reason = ""
-        for span in self._spans:
-            if span.source is Source.LOADED and not reused:
-                continue
-            try:
-                records.append((span, self._source.read(span.name, index, self._heads)))
-            except BlockLostError as error:
-                lost[span.name] = None
-                reason = error.reason
+        spans = [span for span in self._spans if reused or span.source is not Source.LOADED]
+        names = list(dict.fromkeys(span.name for span in spans))  # a repeated chunk is read once
+        answers = self._source.read_many(names, index, self._heads) if names else []
+        records: dict[BlockName, torch.Tensor] = {}
+        lost: dict[BlockName, BlockLostError] = {}
+        for name, record in zip(names, answers, strict=True):
+            if isinstance(record, BlockLostError):
+                lost[name] = record
+            else:
+                records[name] = record
         if lost:
+            *_, reason = (error.reason for error in lost.values())
             raise BlockLostError(list(lost), f"layer {index}: {reason}")
-        return Records(records, time.perf_counter() - started)
+        return Records([(span, records[span.name]) for span in spans], time.perf_counter() - started)
 
     def _place(self, index: int, records: Records) -> LayerKV:
         started = time.perf_counter()

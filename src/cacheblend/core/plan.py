@@ -157,6 +157,10 @@ class BlendPlan:
             counts[key] = counts.get(key, 0) + len(span)
         return counts
 
+    def hit_tokens(self) -> dict[str, int]:
+        """Of `tokens_by_source` what the store has: ``prefix``, and each tier."""
+        return {source: count for source, count in self.tokens_by_source().items() if source not in ("miss", "text")}
+
     def with_resident(self, stop: int, name: BlockName) -> "BlendPlan":
         """The plan where the first `stop` rows are in place already and need not be loaded: one span of that name."""
         held = [span for span in self.spans if span.start < stop]

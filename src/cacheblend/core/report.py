@@ -10,7 +10,8 @@ class BlendReport:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        hit_tokens: tokens whose KV came from the store, by source: ``prefix`` (exact), ``memory``, ``disk``.
+        hit_tokens: tokens whose KV came from the store, by source: ``prefix`` (exact), or the tier
+            (``memory``, ``disk``, ``redis``, ``s3``).
         missed_tokens: tokens of chunks that the store did not hold.
         text_tokens: plain tokens that were computed.
         recomputed_tokens: loaded tokens that were recomputed behind the last check layer.

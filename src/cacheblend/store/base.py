@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from cacheblend.core.blocks import Block, BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, block_name
 
 Progress = Callable[[int, int], None]
@@ -26,7 +26,7 @@ class StoreStats:
     """A store's state and what happened since it was opened in this process.
 
     Attributes:
-        tier: ``"memory"``, ``"disk"`` or ``"tiered"``.
+        tier: ``"memory"``, ``"disk"``, ``"redis"``, ``"s3"`` or ``"tiered"``.
         blocks: blocks held.
         bytes: bytes they take (file sizes on disk).
         max_bytes: the bound; None where the store is unbounded.
@@ -98,6 +98,18 @@ class KVStore(BlockSource):
             BlockLostError: not held, gone or damaged; a damaged block has been reported and removed.
             InvalidInputError: no such layer, or `heads` is not a non-empty run of its heads.
         """
+
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        """The same layer's record of several blocks, as `read` gives them; the error where one is lost.
+
+        A store that is far away asks once for all of them.
+
+        Raises:
+            InvalidInputError: as for `read`.
+        """
+        return [_read_or_error(self, name, layer, heads) for name in names]
 
     @abstractmethod
     def write(self, block: Block) -> bool:
@@ -228,6 +240,13 @@ class KVStore(BlockSource):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _read_or_error(store: KVStore, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | BlockLostError:
+    try:
+        return store.read(name, layer, heads)
+    except BlockLostError as error:
+        return error
 
 
 def check_block(block: Block) -> None:

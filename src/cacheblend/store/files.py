@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from cacheblend.core.errors import BlockLostError
+from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.store.base import LOGGER_NAME, Damage
 from cacheblend.store.folder import Folder
@@ -33,18 +33,6 @@ logger = logging.getLogger(LOGGER_NAME)
 
 _TOUCH_EVERY_NS = 60 * 10**9
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
-
-
-class BlockDamagedError(BlockLostError):
-    """The block's file is damaged; it has been reported.
-
-    Attributes:
-        removed: the file is gone.
-    """
-
-    def __init__(self, name: BlockName, reason: str, removed: bool) -> None:
-        super().__init__([name], reason)
-        self.removed = removed
 
 
 class BlockFiles:

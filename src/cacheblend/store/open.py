@@ -1,17 +1,35 @@
 """From a URL to a store."""
 
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit
+from types import MappingProxyType
+from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
+from cacheblend.store.bucket import BucketObjects
 from cacheblend.store.disk import DEFAULT_DISK_BYTES, DiskStore
 from cacheblend.store.memory import MemoryStore
+from cacheblend.store.objects import Objects
+from cacheblend.store.redis import RedisObjects
+from cacheblend.store.remote import RemoteStore
 from cacheblend.store.tiered import TieredStore
 
-SUPPORTED = '"memory", "memory://?max_bytes=8GiB", a folder, or "file:///folder?max_bytes=200GiB&ram_bytes=4GiB"'
+SUPPORTED = (
+    '"memory", "memory://?max_bytes=8GiB", a folder, "file:///folder?max_bytes=200GiB&ram_bytes=4GiB", '
+    '"redis://host:6379/0?ram_bytes=4GiB", or "s3://bucket/folder?region=eu-central-1"'
+)
 
+_REDIS = ("redis", "rediss", "valkey")
+_OPTIONS = {
+    "memory": ("max_bytes",),
+    "file": ("max_bytes", "ram_bytes"),
+    **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "prefix", "timeout", "cluster")),
+    "s3": ("max_bytes", "ram_bytes", "timeout", "endpoint", "region"),
+}
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
     for power, prefix in enumerate("KMGT")
@@ -38,32 +56,54 @@ def open_store(
 
     Args:
         url: None or ``"memory"`` for memory; a folder's path, or ``"file:///folder"``, for a folder, made
-            if it is not there. A URL may carry the sizes: ``?max_bytes=200GiB&ram_bytes=4GiB``.
-        max_bytes: bound of the memory, or of the folder. An argument goes before the URL's.
-        ram_bytes: memory in front of a folder; 0 (the default) for none.
-        read_only: never write to the folder.
+            if it is not there; ``"redis://host:port/database"`` (``rediss``, ``valkey``) for a server;
+            ``"s3://bucket/folder"`` for a bucket. A URL may carry options: ``?max_bytes=200GiB&ram_bytes=4GiB``,
+            where there is a network ``timeout`` (seconds that an answer may take), for servers ``prefix`` (of all
+            keys) and ``cluster=true``, for buckets ``endpoint`` and ``region`` (the keys are taken from AWS's usual
+            environment variables).
+        max_bytes: bound of the memory, folder or server; a server has none unless one is given. An argument goes
+            before the URL's.
+        ram_bytes: memory in front of a folder or server; 0 (the default) for none.
+        read_only: never write to the folder or server.
 
     Raises:
         InvalidInputError: an unknown scheme, option or size.
         StoreError: the folder cannot be used as a store (`StoreFormatError`: a newer format).
     """
-    scheme, path, options = _split(url)
+    place = _split(url)
     arguments = {"max_bytes": max_bytes, "ram_bytes": ram_bytes}
-    sizes = options | {key: value for key, value in arguments.items() if value is not None}
-    allowed = {"memory": ("max_bytes",), "file": ("max_bytes", "ram_bytes")}[scheme]
-    for key in sizes:
+    options = dict(place.options) | {key: str(value) for key, value in arguments.items() if value is not None}
+    allowed = _OPTIONS[place.scheme]
+    for key in options:
         if key not in allowed:
-            raise InvalidInputError(f"a {scheme} store has no option {key!r}; it has {', '.join(allowed)}")
-    limits = {key: parse_bytes(value) for key, value in sizes.items()}
-    if scheme == "memory":
-        return MemoryStore(limits.get("max_bytes"))
-    return _open_folder(path, limits, read_only)
+            raise InvalidInputError(f"a {place.scheme} store has no option {key!r}; it has {', '.join(allowed)}")
+    sizes = {key: parse_bytes(options.pop(key)) for key in ("max_bytes", "ram_bytes") if key in options}
+    bound, ram = sizes.get("max_bytes"), sizes.get("ram_bytes", 0)
+    if place.scheme == "memory":
+        return MemoryStore(bound)
+    back: KVStore
+    if place.scheme == "file":
+        back = DiskStore(place.path, max_bytes=DEFAULT_DISK_BYTES if bound is None else bound, read_only=read_only)
+    else:
+        back = RemoteStore(_remote(place, options), bound, read_only=read_only)
+    return TieredStore(MemoryStore(ram), back) if ram else back
 
 
-def _open_folder(path: Path, limits: dict[str, int], read_only: bool) -> KVStore:
-    disk = DiskStore(path, max_bytes=limits.get("max_bytes", DEFAULT_DISK_BYTES), read_only=read_only)
-    ram_bytes = limits.get("ram_bytes", 0)
-    return TieredStore(MemoryStore(ram_bytes), disk) if ram_bytes else disk
+def _remote(place: "_Place", options: dict[str, str]) -> Objects:
+    seconds = options.pop("timeout", "5" if place.scheme == "s3" else "2")
+    try:
+        timeout = float(seconds)
+    except ValueError:
+        timeout = 0.0
+    if not 0 < timeout < math.inf:
+        raise InvalidInputError(f"timeout must be a number of seconds above 0, got {seconds!r}")
+    if place.scheme == "s3":
+        return BucketObjects(place.url, timeout=timeout, options=options)
+    cluster = options.get("cluster", "false")
+    if cluster not in ("true", "false"):
+        raise InvalidInputError(f"cluster must be true or false, got {cluster!r}")
+    prefix = options.get("prefix", "cacheblend")
+    return RedisObjects(place.url, prefix=prefix, timeout=timeout, cluster=cluster == "true")
 
 
 def _expanded(path: Path) -> Path:
@@ -73,21 +113,34 @@ def _expanded(path: Path) -> Path:
         raise InvalidInputError(f"{path} begins with the home folder of a user who is not known") from error
 
 
-def _split(url: str | Path | None) -> tuple[str, Path, dict[str, str]]:
-    """(scheme, folder, options) of a URL."""
+class _Place(NamedTuple):
+    """A URL's parts; `url` is all of it but the options, `path` a folder's."""
+
+    scheme: str
+    url: str = ""
+    path: Path = Path()
+    options: Mapping[str, str] = MappingProxyType({})
+
+
+def _split(url: str | Path | None) -> _Place:
     if url is None or url == "memory":
-        return "memory", Path(), {}
+        return _Place("memory")
     if isinstance(url, Path) or "://" not in url:
         if str(url) == "":
             raise InvalidInputError(f"an empty store name; use {SUPPORTED}")
-        return "file", _expanded(Path(url)), {}
+        return _Place("file", path=_expanded(Path(url)))
     parts = urlsplit(url)
-    if parts.scheme not in ("memory", "file"):
+    if parts.scheme not in _OPTIONS:
         raise InvalidInputError(f"store {url!r} has the unknown scheme {parts.scheme!r}; use {SUPPORTED}")
     where = parts.netloc + parts.path
     if parts.scheme == "memory" and where:
         raise InvalidInputError(f"store {url!r} names a place in memory ({where!r}); use memory://?max_bytes=8GiB")
     if parts.scheme == "file" and (parts.netloc or not parts.path):
         raise InvalidInputError(f"store {url!r} needs an absolute path behind three slashes: file:///folder")
+    if parts.scheme in _REDIS and not parts.hostname:
+        raise InvalidInputError(f"store {url!r} names no server; use {parts.scheme}://host:6379/0")
+    if parts.scheme == "s3" and not parts.netloc:
+        raise InvalidInputError(f"store {url!r} names no bucket; use s3://bucket/folder")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    return parts.scheme, Path(unquote(parts.path)), options
+    bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    return _Place(parts.scheme, bare, Path(unquote(parts.path)), options)

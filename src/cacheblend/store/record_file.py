@@ -182,12 +182,12 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
     return data_at
 
 
-def decode_header(header: bytes, file_bytes: int, name: BlockName) -> BlockHeader:
+def decode_header(header: bytes, file_bytes: int | None, name: BlockName) -> BlockHeader:
     """The header, checked in full.
 
     Args:
         header: the file up to its records.
-        file_bytes: the file's size.
+        file_bytes: the file's size; None where header and records are not one file.
         name: the name that the file goes by.
 
     Raises:
@@ -213,7 +213,7 @@ def decode_header(header: bytes, file_bytes: int, name: BlockName) -> BlockHeade
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"the header cannot be understood: {error!r}") from error
-    if result.file_bytes != file_bytes:
+    if file_bytes is not None and result.file_bytes != file_bytes:
         raise DamagedError(f"the file has {file_bytes} bytes, its header says {result.file_bytes}")
     if result.name != name or block_name(result.parent, token_ids) != name:
         raise DamagedError(f"the file holds block {result.name.hex()}")

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from cacheblend.core.blocks import Block, BlockEntry, ChunkManifest
+from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.store.base import Damage, KVStore, Progress, StoreStats, head_range
 from cacheblend.store.memory import MemoryStore
@@ -25,7 +26,7 @@ class TieredStore(KVStore):
     The back holds everything, so it is the back that decides whether a write succeeds, and what is found,
     listed and pinned; the front is a cache of it, evicted by recency alone. A whole record that is read from the
     back (after a `find` of its block) is kept in front as it is, without a copy: a block's layers gather there
-    one read at a time, and its tier is memory when all of them are there. Reads of some heads are not kept.
+    one read at a time, and its tier is memory when the last of them is there. Reads of some heads are not kept.
 
     Args:
         front: memory; with a bound of 0 bytes it holds nothing and every read goes to the back.
@@ -43,31 +44,57 @@ class TieredStore(KVStore):
         """See `KVStore.find`; an entry's tier says where a read would come from."""
         in_back = self.back.find(names)  # all of them: what is used in front is used, too
         in_front = self.front.find(names)
-        entries = [far and (near or far) for near, far in zip(in_front, in_back, strict=True)]
+        entries = [
+            self._gathered(name, far) if far and not near else far and near
+            for name, near, far in zip(names, in_front, in_back, strict=True)
+        ]
         found = sum(entry is not None for entry in entries)
         with self._lock:
             self._hits += found
             self._misses += len(entries) - found
             for name, entry in zip(names, entries, strict=True):
-                if entry is not None and entry.tier != "memory":
+                if entry is not None:
                     self._entries[name] = entry
                     self._entries.move_to_end(name)
             while len(self._entries) > _ENTRIES:
                 self._entries.popitem(last=False)
         return entries
 
+    def _gathered(self, name: BlockName, far: BlockEntry) -> BlockEntry:
+        """A block whose last layer is in memory has those there that are ever read (some selectors skip the first)."""
+        near = self.front.peek(name, len(far.layout.layers) - 1) is not None
+        return replace(far, tier="memory") if near else far
+
     def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
         """See `KVStore.read`. From memory if the layer is there, else from the back."""
-        record = self.front.peek(name, layer)
-        if record is not None:  # what was seen is taken: the front may evict it at any time
-            start, stop = head_range(heads, record.shape[0])
-            return record if heads is None else record[start:stop]
-        record = self.back.read(name, layer, heads)
+        (record,) = self.read_many([name], layer, heads)
+        if isinstance(record, BlockLostError):
+            raise record
+        return record
+
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        """See `KVStore.read_many`. What is not in memory is read from the back at once."""
+        found: dict[BlockName, torch.Tensor | BlockLostError] = {}
+        for name in names:
+            record = self.front.peek(name, layer)
+            if record is not None:  # what was seen is taken: the front may evict it at any time
+                start, stop = head_range(heads, record.shape[0])
+                found[name] = record if heads is None else record[start:stop]
+        far = [name for name in dict.fromkeys(names) if name not in found]
+        for name, read in zip(far, self.back.read_many(far, layer, heads), strict=True):
+            found[name] = read
+            if isinstance(read, torch.Tensor):
+                self._promote(name, layer, read)
+        return [found[name] for name in names]
+
+    def _promote(self, name: BlockName, layer: int, record: torch.Tensor) -> None:
+        """Keeps a whole record in front."""
         with self._lock:
             entry = self._entries.get(name)
         if entry is not None and record.shape[0] == entry.layout.layers[layer].kv_heads:
             self.front.offer(name, entry, layer, record)
-        return record
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. To both; whether it succeeds is up to the back."""

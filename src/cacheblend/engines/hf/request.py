@@ -77,7 +77,7 @@ def report_of(result: Prefill, plan_s: float, pass_s: float) -> BlendReport:
     tokens = result.plan.tokens_by_source()
     return BlendReport(
         prompt_tokens=len(result.plan),
-        hit_tokens={source: tokens[source] for source in ("prefix", "memory", "disk")},
+        hit_tokens=result.plan.hit_tokens(),
         missed_tokens=tokens["miss"],
         text_tokens=tokens["text"],
         recomputed_tokens=result.recomputed_tokens,

@@ -41,10 +41,9 @@ class Counts:
             local_tokens: of its prefix hits, those of vLLM's own cache.
             seconds: from its first layer to its last, other work between them included.
         """
-        tokens = result.plan.tokens_by_source()
-        local = min(local_tokens, tokens["prefix"])  # none of them, where all had to be computed in the end
-        hits = {"vllm": local, "prefix": tokens["prefix"] - local}
-        for source, count in {**hits, "memory": tokens["memory"], "disk": tokens["disk"]}.items():
+        hits = result.plan.hit_tokens()
+        local = min(local_tokens, hits["prefix"])  # none of them, where all had to be computed in the end
+        for source, count in {**hits, "vllm": local, "prefix": hits["prefix"] - local}.items():
             if count:
                 self.add_by(HIT_TOKENS, source, count)
         self.add("requests", 1)

@@ -359,10 +359,12 @@ class _WithResident:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return self._store.find(names)
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        if name == RESIDENT:
-            return self._paged[layer].read(self._block_ids, self._stop)
-        return self._store.read(name, layer, heads)
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        stored = iter(self._store.read_many([name for name in names if name != RESIDENT], layer, heads))
+        paged = self._paged[layer]
+        return [paged.read(self._block_ids, self._stop) if name == RESIDENT else next(stored) for name in names]
 
 
 class _Nothing:
@@ -371,8 +373,10 @@ class _Nothing:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [None] * len(names)
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        raise BlockLostError([name], "nothing is held here")
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        return [BlockLostError([name], "nothing is held here") for name in names]
 
 
 class _AgreedLoader(LayerLoader):
