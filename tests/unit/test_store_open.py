@@ -59,15 +59,18 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("redis://localhost", "unknown scheme 'redis'; use \"memory\""),
-        ("s3://bucket/x", "unknown scheme 's3'"),
+        ("ftp://localhost", "unknown scheme 'ftp'; use \"memory\""),
+        ("gs://bucket/x", "unknown scheme 'gs'"),
         ("memory://somewhere", "names a place in memory"),
         ("file://relative/path", "absolute path behind three slashes"),
         ("file://", "three slashes"),
         ("", "empty store name"),
         ("~no-such-user/x", "home folder of a user who is not known"),
         ("memory://?ram_bytes=1", "memory store has no option 'ram_bytes'; it has max_bytes"),
-        ("file:///tmp/no-such-cacheblend-store?max_byte=1", "no option 'max_byte'; it has max_bytes, ram_bytes"),
+        (
+            "file:///tmp/no-such-cacheblend-store?max_byte=1",
+            "no option 'max_byte'; it has max_bytes, ram_bytes, direct",
+        ),
         ("memory://?max_bytes=lots", "'lots' is not a size"),
     ],
 )

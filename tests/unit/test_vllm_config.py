@@ -83,6 +83,6 @@ def test_what_cannot_be_meant_is_refused_by_name(extra: dict[str, Any], message:
 
 
 def test_reading_past_the_page_cache_is_refused() -> None:
-    config = {"storage_backends": "/mnt/kv", "use_direct": True}
+    config = {"storage_backends": "/mnt/kv", "use_direct": "yes"}
     with pytest.raises(InvalidInputError, match="use_direct"):
         read_config({"ucm_connectors": [{"ucm_connector_name": "UcmNfsStore", "ucm_connector_config": config}]})

@@ -51,6 +51,8 @@ class DiskStore(KVStore):
         max_bytes: bound on the block files of all models in the folder; None for no bound but the disk's.
             Each process that writes keeps the bound that it was given.
         read_only: never write: nothing is marked as used, damage is reported but not removed.
+        direct: read past the page cache, where the file system can: for devices as fast as memory's copies, or
+            folders that are read once and much larger than memory.
         durable: fsync every block, so that it also survives a power failure. Without it a block survives the
             end of the process, `kill -9` included.
 
@@ -66,9 +68,10 @@ class DiskStore(KVStore):
         max_bytes: int | None = DEFAULT_DISK_BYTES,
         read_only: bool = False,
         durable: bool = True,
+        direct: bool = False,
     ) -> None:
         self._folder = Folder(Path(path), read_only, durable)
-        self._files = BlockFiles(self._folder)
+        self._files = BlockFiles(self._folder, direct=direct)
         self._room = Room(self._folder, self._files, max_bytes)
         self._manifests = ManifestFiles(self._folder)
         self._lock = threading.Lock()

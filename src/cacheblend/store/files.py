@@ -42,13 +42,16 @@ class BlockFiles:
         folder: the store's folder.
         max_known: headers to remember (about 4 KB each).
         max_open: descriptors to keep; by default 512, or a quarter of what the process may have.
+        direct: read past the page cache, where the file system can.
 
     Attributes:
         damaged: blocks found damaged so far.
     """
 
-    def __init__(self, folder: Folder, max_known: int = 16384, max_open: int | None = None) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Folder, max_known: int = 16384, max_open: int | None = None, *, direct: bool = False
+    ) -> None:
+        self._folder, self._direct = folder, direct
         self._max_known = max_known
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = max(1, min(512, limit // 4)) if max_open is None else max_open
@@ -125,7 +128,7 @@ class BlockFiles:
 
     def _read_record(self, known: Known, layer: int, heads: slice | None) -> torch.Tensor:
         try:
-            return read_record(known.fd, known.header, layer, heads)
+            return read_record(known.fd, known.header, layer, heads, direct=self._direct)
         except (DamagedError, OSError) as error:
             raise self._lost(known.name, known.path, known.stamp, error) from error
 
@@ -182,18 +185,25 @@ class BlockFiles:
         if self._bad.get(name) == stamp:
             raise BlockDamagedError(name, f"{path} is damaged", removed=False)
         try:
-            return Known(name, path, stamp, read_header(fd, status.st_size, name))
+            return Known(name, path, stamp, read_header(fd, status.st_size, name, direct=self._direct))
         except (DamagedError, OSError) as error:
             raise self._lost(name, path, stamp, error) from error
 
     def _open_file(self, path: str) -> int:
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(path, self._flags)
         except OSError as error:
-            if error.errno not in _OUT_OF_DESCRIPTORS:
+            if error.errno == errno.EINVAL and self._direct:
+                logger.warning("the file system of %s cannot be read past the page cache; it is read through it", path)
+                self._direct = False
+            elif error.errno not in _OUT_OF_DESCRIPTORS:
                 raise
         self.close_idle(0)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, self._flags)
+
+    @property
+    def _flags(self) -> int:
+        return os.O_RDONLY | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if self._direct else 0)
 
     # What is remembered
 

@@ -16,6 +16,7 @@ from cacheblend.store.memory import MemoryStore
 from cacheblend.store.objects import Objects
 from cacheblend.store.redis import RedisObjects
 from cacheblend.store.remote import RemoteStore
+from cacheblend.store.striped import StripedStore
 from cacheblend.store.tiered import TieredStore
 
 SUPPORTED = (
@@ -26,7 +27,7 @@ SUPPORTED = (
 _REDIS = ("redis", "rediss", "valkey")
 _OPTIONS = {
     "memory": ("max_bytes",),
-    "file": ("max_bytes", "ram_bytes"),
+    "file": ("max_bytes", "ram_bytes", "direct"),
     **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "prefix", "timeout", "cluster")),
     "s3": ("max_bytes", "ram_bytes", "timeout", "endpoint", "region"),
 }
@@ -55,12 +56,13 @@ def open_store(
     """Opens the store that `url` names; the caller closes it.
 
     Args:
-        url: None or ``"memory"`` for memory; a folder's path, or ``"file:///folder"``, for a folder, made
-            if it is not there; ``"redis://host:port/database"`` (``rediss``, ``valkey``) for a server;
-            ``"s3://bucket/folder"`` for a bucket. A URL may carry options: ``?max_bytes=200GiB&ram_bytes=4GiB``,
-            where there is a network ``timeout`` (seconds that an answer may take), for servers ``prefix`` (of all
-            keys) and ``cluster=true``, for buckets ``endpoint`` and ``region`` (the keys are taken from AWS's usual
-            environment variables).
+        url: None or ``"memory"`` for memory; a folder's path, or ``"file:///folder"``, for a folder, made if it is not
+            there (several, ``file:///a:/b``, share blocks and bound between them);
+            ``"redis://host:port/database"`` (``rediss``, ``valkey``) for a server; ``"s3://bucket/folder"`` for a
+            bucket. A URL may carry options: ``?max_bytes=200GiB&ram_bytes=4GiB``; for folders ``direct=true`` (read
+            past the page cache); where there is a network ``timeout`` (seconds that an answer may take); for servers
+            ``prefix`` (of all keys) and ``cluster=true``; for buckets ``endpoint`` and ``region`` (the keys are taken
+            from AWS's usual environment variables).
         max_bytes: bound of the memory, folder or server; a server has none unless one is given. An argument goes
             before the URL's.
         ram_bytes: memory in front of a folder or server; 0 (the default) for none.
@@ -83,10 +85,29 @@ def open_store(
         return MemoryStore(bound)
     back: KVStore
     if place.scheme == "file":
-        back = DiskStore(place.path, max_bytes=DEFAULT_DISK_BYTES if bound is None else bound, read_only=read_only)
+        back = _folders(place.path, DEFAULT_DISK_BYTES if bound is None else bound, read_only, _flag(options, "direct"))
     else:
         back = RemoteStore(_remote(place, options), bound, read_only=read_only)
     return TieredStore(MemoryStore(ram), back) if ram else back
+
+
+def _folders(path: Path, max_bytes: int, read_only: bool, direct: bool) -> KVStore:
+    """One folder, or several that share the load and the bound."""
+    paths = [Path(part) for part in re.split(r":(?=[/~])", str(path))]
+    parts = {
+        str(each): DiskStore(_expanded(each), max_bytes=max_bytes // len(paths), read_only=read_only, direct=direct)
+        for each in paths
+    }
+    if len(parts) < len(paths):
+        raise InvalidInputError(f"the store {str(path)!r} names a folder twice")
+    return StripedStore(dict(parts)) if len(parts) > 1 else next(iter(parts.values()))
+
+
+def _flag(options: Mapping[str, str], name: str) -> bool:
+    given = options.get(name, "false")
+    if given not in ("true", "false"):
+        raise InvalidInputError(f"{name} must be true or false, got {given!r}")
+    return given == "true"
 
 
 def _remote(place: "_Place", options: dict[str, str]) -> Objects:
@@ -99,11 +120,8 @@ def _remote(place: "_Place", options: dict[str, str]) -> Objects:
         raise InvalidInputError(f"timeout must be a number of seconds above 0, got {seconds!r}")
     if place.scheme == "s3":
         return BucketObjects(place.url, timeout=timeout, options=options)
-    cluster = options.get("cluster", "false")
-    if cluster not in ("true", "false"):
-        raise InvalidInputError(f"cluster must be true or false, got {cluster!r}")
     prefix = options.get("prefix", "cacheblend")
-    return RedisObjects(place.url, prefix=prefix, timeout=timeout, cluster=cluster == "true")
+    return RedisObjects(place.url, prefix=prefix, timeout=timeout, cluster=_flag(options, "cluster"))
 
 
 def _expanded(path: Path) -> Path:
@@ -128,7 +146,7 @@ def _split(url: str | Path | None) -> _Place:
     if isinstance(url, Path) or "://" not in url:
         if str(url) == "":
             raise InvalidInputError(f"an empty store name; use {SUPPORTED}")
-        return _Place("file", path=_expanded(Path(url)))
+        return _Place("file", path=Path(url))
     parts = urlsplit(url)
     if parts.scheme not in _OPTIONS:
         raise InvalidInputError(f"store {url!r} has the unknown scheme {parts.scheme!r}; use {SUPPORTED}")

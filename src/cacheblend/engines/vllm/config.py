@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import quote
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
@@ -119,12 +120,14 @@ def _store_of_ucm(connectors: Any) -> str:
         raise InvalidInputError(f"ucm_connector_name {name!r} is not known; UcmNfsStore is")
     config = _mapping(connector.get("ucm_connector_config", {}), "ucm_connector_config")
     _check_keys(config, ("storage_backends", "use_direct"), "ucm_connector_config")
-    folder = config.get("storage_backends")
-    if not isinstance(folder, str) or not folder or ":" in folder:
-        raise InvalidInputError(f"storage_backends must be one folder, got {folder!r}")
-    if config.get("use_direct", False) is not False:
-        raise InvalidInputError("use_direct: reading past the page cache is not supported; set it to false")
-    return folder
+    folders, direct = config.get("storage_backends"), config.get("use_direct", False)
+    if not isinstance(folders, str) or not folders:
+        raise InvalidInputError(f"storage_backends must be a folder, or several as in /a:/b, got {folders!r}")
+    if not isinstance(direct, bool):
+        raise InvalidInputError(f"use_direct must be true or false, got {direct!r}")
+    if direct and not folders.startswith("/"):
+        raise InvalidInputError(f"use_direct needs storage_backends with absolute paths, got {folders!r}")
+    return f"file://{quote(folders, safe='/:')}?direct=true" if direct else folders
 
 
 def _blend_of_ucm(sparse: Any) -> dict[str, Any]:
