@@ -19,6 +19,7 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullE
 from cacheblend.core.naming import BlockName, as_token_ids, block_name
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend.store.bucket import BucketObjects
+from cacheblend.store.cascade import CascadeStore
 from cacheblend.store.redis import RedisObjects
 from cacheblend.store.remote import RemoteStore
 from cacheblend.store.striped import StripedStore
@@ -35,6 +36,7 @@ KINDS = (
     "tiered without memory",
     "direct",
     "striped",
+    "cascade",
     REDIS,
     S3,
     pytest.param("tiered redis", marks=needs_redis),
@@ -62,6 +64,8 @@ def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24) -> KVStore:
     if kind == "striped":
         folders = [path / name for name in "abc"]
         return StripedStore({str(each): DiskStore(each, max_bytes=max_bytes, durable=False) for each in folders})
+    if kind == "cascade":
+        return CascadeStore([DiskStore(path / each, max_bytes=max_bytes, durable=False) for each in ("near", "far")])
     disk = DiskStore(path, max_bytes=max_bytes, durable=False, direct=kind == "direct")
     if kind in ("disk", "direct"):
         return disk
@@ -249,6 +253,7 @@ def test_prune_keeps_what_is_pinned_and_drops_empty_manifests(store: KVStore) ->
     for block in made:
         store.write(block)
         store.put_manifest(make_manifest(block))
+    store.flush()
     store.pin([made[2].name])
     before = store.stats().bytes
     freed = store.prune(before // 2)
@@ -265,6 +270,7 @@ def test_prune_keeps_what_is_pinned_and_drops_empty_manifests(store: KVStore) ->
 def test_hits_and_misses_are_counted(store: KVStore) -> None:
     block, other = make_block(1), make_block(2)
     store.write(block)
+    store.flush()
     store.find([block.name, other.name, other.name])
     stats = store.stats()
     assert (stats.hits, stats.misses, stats.blocks) == (1, 2, 1)
@@ -299,8 +305,8 @@ def test_many_threads(store: KVStore) -> None:
 
 
 def test_of_blocks_found_together_the_first_stay_longest(store: KVStore) -> None:
-    if isinstance(store, StripedStore):
-        pytest.skip("prunes each of its stores by itself")
+    if isinstance(store, StripedStore | CascadeStore):
+        pytest.skip("each of its stores evicts by itself")
     made = [make_block(seed) for seed in range(5)]
     for block in made:
         store.write(block)

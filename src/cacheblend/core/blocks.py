@@ -19,6 +19,9 @@ from cacheblend.core.codec import codec_of
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName, TokenIds
 
+UNKNOWN = BlockName(b"")
+"""Parent of a block of which only the records matter."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -93,11 +96,13 @@ class BlockEntry:
         token_ids: the ids stored with the block; whoever looks a block up compares them to its own.
         layout: shapes and dtype of the records.
         tier: where a read would come from, ``"memory"``, ``"disk"``, ``"redis"`` or ``"s3"``.
+        parent: name of the block in front of it, for who copies the block.
     """
 
     token_ids: TokenIds
     layout: KVLayout
     tier: str
+    parent: BlockName = UNKNOWN
 
 
 @dataclass(frozen=True)

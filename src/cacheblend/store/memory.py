@@ -41,6 +41,7 @@ class _Held:
     """A block in memory; `records[i]` is None while layer i has not been offered yet."""
 
     token_ids: TokenIds
+    parent: BlockName
     layout: KVLayout
     records: list[torch.Tensor | None]
     nbytes: int = 0
@@ -85,7 +86,9 @@ class MemoryStore(KVStore):
 
     def _entry(self, name: BlockName) -> BlockEntry | None:
         held = self._held.get(name)
-        return None if held is None or held.missing else BlockEntry(held.token_ids, held.layout, "memory")
+        if held is None or held.missing:
+            return None
+        return BlockEntry(held.token_ids, held.layout, "memory", held.parent)
 
     def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
         """See `KVStore.read`. The result is the stored tensor itself, or a view of it."""
@@ -126,7 +129,7 @@ class MemoryStore(KVStore):
                     f"{self.max_bytes} bytes and what it holds is pinned: raise max_bytes or unpin"
                 )
             records: list[torch.Tensor | None] = list(_own(block.records))
-            self._held[block.name] = _Held(block.token_ids, block.layout, records, need)
+            self._held[block.name] = _Held(block.token_ids, block.parent, block.layout, records, need)
             self._bytes += need
             return True
 
@@ -142,7 +145,7 @@ class MemoryStore(KVStore):
                 return False
             if held is None:
                 layers = len(entry.layout.layers)
-                held = _Held(entry.token_ids, entry.layout, [None] * layers, 0, layers)
+                held = _Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
                 self._held[name] = held
             self._held.move_to_end(name)
             if not self._make_room(record.nbytes, keep=name):

@@ -11,8 +11,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
 from cacheblend.store.bucket import BucketObjects
+from cacheblend.store.cascade import CascadeStore, close_all
 from cacheblend.store.disk import DEFAULT_DISK_BYTES, DiskStore
-from cacheblend.store.memory import MemoryStore
+from cacheblend.store.memory import MemoryStore, default_memory_bytes
 from cacheblend.store.objects import Objects
 from cacheblend.store.redis import RedisObjects
 from cacheblend.store.remote import RemoteStore
@@ -59,10 +60,12 @@ def open_store(
         url: None or ``"memory"`` for memory; a folder's path, or ``"file:///folder"``, for a folder, made if it is not
             there (several, ``file:///a:/b``, share blocks and bound between them);
             ``"redis://host:port/database"`` (``rediss``, ``valkey``) for a server; ``"s3://bucket/folder"`` for a
-            bucket. A URL may carry options: ``?max_bytes=200GiB&ram_bytes=4GiB``; for folders ``direct=true`` (read
-            past the page cache); where there is a network ``timeout`` (seconds that an answer may take); for servers
-            ``prefix`` (of all keys) and ``cluster=true``; for buckets ``endpoint`` and ``region`` (the keys are taken
-            from AWS's usual environment variables).
+            bucket. Several of these with commas between them stand behind each other, nearest first:
+            ``"memory://?max_bytes=8GiB, file:///nvme?max_bytes=500GiB, s3://bucket/kv"``. A URL may carry options:
+            ``?max_bytes=200GiB&ram_bytes=4GiB``; for folders ``direct=true`` (read past the page cache); where
+            there is a network ``timeout`` (seconds that an answer may take); for servers ``prefix`` (of all keys)
+            and ``cluster=true``; for buckets ``endpoint`` and ``region`` (the keys are taken from AWS's usual
+            environment variables).
         max_bytes: bound of the memory, folder or server; a server has none unless one is given. An argument goes
             before the URL's.
         ram_bytes: memory in front of a folder or server; 0 (the default) for none.
@@ -72,6 +75,8 @@ def open_store(
         InvalidInputError: an unknown scheme, option or size.
         StoreError: the folder cannot be used as a store (`StoreFormatError`: a newer format).
     """
+    if isinstance(url, str) and len(urls := re.split(r",(?=\s*[a-z0-9]+://)", url)) > 1:
+        return _cascade([each.strip() for each in urls], max_bytes, ram_bytes, read_only)
     place = _split(url)
     arguments = {"max_bytes": max_bytes, "ram_bytes": ram_bytes}
     options = dict(place.options) | {key: str(value) for key, value in arguments.items() if value is not None}
@@ -88,6 +93,30 @@ def open_store(
         back = _folders(place.path, DEFAULT_DISK_BYTES if bound is None else bound, read_only, _flag(options, "direct"))
     else:
         back = RemoteStore(_remote(place, options), bound, read_only=read_only)
+    return TieredStore(MemoryStore(ram), back) if ram else back
+
+
+def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str | None, read_only: bool) -> KVStore:
+    """Stores behind each other; memory in front of all is a cache of what the others hold."""
+    if max_bytes is not None:
+        raise InvalidInputError("of several stores each has a bound of its own: write ?max_bytes=... behind its URL")
+    in_front = _split(urls[0])
+    if in_front.scheme == "memory":
+        if ram_bytes is not None:
+            raise InvalidInputError("memory:// in front and ram_bytes are the same thing; keep one of the two")
+        ram_bytes = dict(in_front.options).get("max_bytes", str(default_memory_bytes()))
+        urls = urls[1:]
+    if any(_split(each).scheme == "memory" for each in urls):
+        raise InvalidInputError("memory:// can only stand in front of other stores")
+    opened: list[KVStore] = []
+    try:
+        for each in urls:
+            opened.append(open_store(each, read_only=read_only))
+    except BaseException:
+        close_all(opened)
+        raise
+    back = opened[0] if len(opened) == 1 else CascadeStore(opened)
+    ram = parse_bytes(ram_bytes or 0)
     return TieredStore(MemoryStore(ram), back) if ram else back
 
 

@@ -205,7 +205,7 @@ def decode_header(header: bytes, file_bytes: int | None, name: BlockName) -> Blo
         result = BlockHeader(
             name=BlockName(bytes.fromhex(metadata["name"])),
             parent=BlockName(bytes.fromhex(metadata["parent"])),
-            entry=BlockEntry(token_ids, geometry.layout, "disk"),
+            entry=BlockEntry(token_ids, geometry.layout, "disk", BlockName(bytes.fromhex(metadata["parent"]))),
             digests=base64.b64decode(metadata["digests"]),
             data_at=len(header),
             file_bytes=len(header) + geometry.offsets[-1],

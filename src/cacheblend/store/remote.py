@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -304,7 +305,7 @@ class RemoteStore(KVStore):
         return None
 
     def _entry(self, header: BlockHeader) -> BlockEntry:
-        return BlockEntry(header.entry.token_ids, header.entry.layout, self._objects.tier)
+        return replace(header.entry, tier=self._objects.tier)
 
     def _record(
         self, name: BlockName, header: BlockHeader | None, wanted: Range | None, data: Bytes | None

@@ -1,0 +1,130 @@
+"""Stores behind each other: what falls through, what comes nearer, what goes on behind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
+from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
+from cacheblend.store.cascade import CascadeStore
+from store_blocks import holds, make_block, make_manifest
+
+
+def tiers_of(store: KVStore, seed: int) -> str:
+    (entry,) = store.find([make_block(seed).name])
+    return entry.tier if entry else ""
+
+
+class Broken(MemoryStore):
+    """One that finds all and can read nothing from a layer on."""
+
+    from_layer = 0
+
+    def read(self, name: object, layer: int, heads: slice | None = None) -> torch.Tensor:
+        if layer >= self.from_layer:
+            raise BlockLostError([name], "broken")  # type: ignore[list-item]
+        return super().read(name, layer, heads)  # type: ignore[arg-type]
+
+
+def test_a_write_goes_to_all_of_them_and_the_nearest_has_it_at_once() -> None:
+    near, middle, far = MemoryStore(), MemoryStore(), MemoryStore()
+    with CascadeStore([near, middle, far]) as store:
+        block = make_block(1)
+        assert store.write(block)
+        assert holds(near, block)
+        store.flush()
+        assert holds(middle, block) and holds(far, block)
+        assert not store.write(block)
+
+
+def test_what_is_read_from_afar_comes_nearer(tmp_path: Path) -> None:
+    far = MemoryStore()
+    block = make_block(1)
+    far.write(block)
+    with DiskStore(tmp_path / "near") as near, CascadeStore([near, far]) as store:
+        assert tiers_of(store, 1) == "memory"
+        for layer in (1, 2):  # as a pass that checks at layer 1
+            store.read(block.name, layer)
+        store.flush()
+        assert holds(near, block)
+        assert tiers_of(store, 1) == "disk"
+
+
+def test_some_heads_do_not_make_a_block(tmp_path: Path) -> None:
+    far = MemoryStore()
+    block = make_block(1)
+    far.write(block)
+    with DiskStore(tmp_path / "near") as near, CascadeStore([near, far]) as store:
+        store.find([block.name])
+        for layer in range(3):
+            store.read(block.name, layer, slice(0, 1))
+        store.flush()
+        assert near.find([block.name]) == [None]
+
+
+def test_what_the_nearest_lost_is_read_from_the_next() -> None:
+    near, far = Broken(), MemoryStore()
+    near.from_layer = 1
+    with CascadeStore([near, far]) as store:
+        block = make_block(1)
+        store.write(block)
+        store.flush()
+        assert tiers_of(store, 1) == "memory"
+        assert holds(store, block)
+        far.delete(block.name)
+        with pytest.raises(BlockLostError):
+            store.read(block.name, 2)
+
+
+def test_a_block_too_large_for_the_nearest_is_kept_behind() -> None:
+    near, far = MemoryStore(100), MemoryStore()
+    with CascadeStore([near, far]) as store:
+        with pytest.raises(StoreFullError):
+            store.write(make_block(1))
+        store.flush()
+        assert holds(store, make_block(1))
+
+
+def test_manifests_and_pins_are_in_all_and_found_in_any(tmp_path: Path) -> None:
+    near, far = MemoryStore(), MemoryStore()
+    with CascadeStore([near, far]) as store:
+        block, other = make_block(1), make_block(2)
+        store.write(block)
+        store.put_manifest(make_manifest(block, "title"))
+        far.put_manifest(make_manifest(other, "elsewhere"))
+        store.flush()
+        assert near.has_manifest(block.name) and far.has_manifest(block.name)
+        assert {manifest.label for manifest in store.manifests()} == {"title", "elsewhere"}
+        store.pin([block.name])
+        assert store.prune(0) == 0
+        assert store.stats().blocks == 1
+        assert store.pinned() == {block.name}
+        assert len(store.stats().tiers) == 2
+
+
+def test_urls_with_commas(tmp_path: Path) -> None:
+    url = f"memory://?max_bytes=1MiB, file://{tmp_path}/near?max_bytes=1MiB,file://{tmp_path}/far"
+    with open_store(url) as store:
+        store.write(make_block(1))
+        assert tiers_of(store, 1) == "memory"
+        store.flush()
+    for name in ("near", "far"):
+        with DiskStore(tmp_path / name) as part:
+            assert holds(part, make_block(1))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("file:///tmp/no-such-a,memory://", "only stand in front"),
+        ("file:///tmp/no-such-a,gs://b", "unknown scheme 'gs'"),
+    ],
+)
+def test_what_cannot_be_cascaded(url: str, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        open_store(url)
+    with pytest.raises(InvalidInputError, match="two stores at least"):
+        CascadeStore([MemoryStore()])
+    with pytest.raises(InvalidInputError, match="a bound of its own"):
+        open_store("file:///tmp/no-such-a,file:///tmp/no-such-b", max_bytes=1)
