@@ -1,0 +1,214 @@
+"""The loading controller: what it loads and how much it recomputes, against trying everything."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.controller import MARGIN, Controller, MachineProfile, TierSpeed
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.plan import BlendPlan, Planner
+from cacheblend.core.prompt import Prompt, chunk, text
+
+LAYERS, BYTES = 24, 12_288
+PLANNER = Planner(root_name("m", "bfloat16"))
+LAYOUT = KVLayout((LayerShape(1, 1),), __import__("torch").bfloat16)
+PREFILL = ((256, 0.12), (1024, 0.5), (4096, 2.3))
+
+
+class Holds:
+    """Chunks, each in a tier."""
+
+    def __init__(self, entries: dict[BlockName, BlockEntry]) -> None:
+        self.entries = entries
+
+    def find(self, names: list[BlockName]) -> list[BlockEntry | None]:
+        return [self.entries.get(name) for name in names]
+
+    def read_many(self, *_: object) -> list[object]:
+        raise AssertionError("a decision reads nothing")
+
+
+def plan_of(tiers: list[str], tokens: int = 512, system: str = "") -> BlendPlan:
+    """Chunks of 512 tokens, each in its tier ("" is not stored), behind a system prompt and in front of a question."""
+    segments = [chunk(range(1000 * i, 1000 * i + tokens)) for i in range(1, len(tiers) + 1)]
+    prompt = Prompt.of([text(range(60)), *segments, text(range(70, 102))])
+    tier_of = {}
+    for segment, tier in zip([prompt.segments[0], *segments], [system, *tiers], strict=True):
+        for span in PLANNER.plan(Prompt.of([segment]), Holds({})).spans:
+            if tier:
+                ids = segment.token_ids[span.chunk_offset : span.chunk_offset + len(span)]
+                tier_of[span.name] = BlockEntry(ids, LAYOUT, tier)
+    return PLANNER.plan(prompt, Holds(tier_of))  # type: ignore[arg-type]
+
+
+def controller(tiers: dict[str, float], floor: float = 0.15, latency: float = 0.0, **profile: float) -> Controller:
+    speeds = {name: TierSpeed(speed, latency) for name, speed in tiers.items()}
+    return Controller(MachineProfile(PREFILL, speeds, **profile), layers=LAYERS, bytes_per_token=BYTES, floor=floor)
+
+
+def test_fast_memory_loads_all_at_the_floor() -> None:
+    decision = controller({"memory": 5e9}).decide(plan_of(["memory"] * 8))
+    assert (decision.ratio, decision.left_out) == (0.15, frozenset())
+    assert decision.compute_s > decision.load_s
+    assert decision.ttft_s < decision.full_s / 3
+    assert "all stored blocks from memory" in decision.reason
+
+
+def test_a_slow_device_is_left_alone_where_computing_is_sooner() -> None:
+    decision = controller({"disk": 5e6}, latency=0.1).decide(plan_of(["disk"] * 8))
+    assert len(decision.left_out) == 16 and decision.ratio == 1.0
+    assert decision.ttft_s == decision.full_s
+    assert "computing all of it" in decision.reason
+
+
+def test_recomputing_is_hidden_behind_loading_that_cannot_be_shortened() -> None:
+    """Where each layer's latency is what takes time, leaving blocks out spares nothing."""
+    decision = controller({"s3": 5e9}, latency=0.05).decide(plan_of(["s3"] * 8))
+    assert decision.left_out == frozenset()
+    assert 0.15 < decision.ratio < 1
+    assert decision.compute_s == pytest.approx(MARGIN * decision.load_s)
+    assert "loading takes longer" in decision.reason
+
+
+@pytest.mark.parametrize("bytes_per_s", [1.2e7, 5e7])
+def test_only_so_much_of_a_slow_device_is_loaded_as_pays(bytes_per_s: float) -> None:
+    """Sooner than to load all and recompute more: a block that is left out is computed in context besides."""
+    decision = controller({"disk": bytes_per_s}).decide(plan_of(["disk"] * 8))
+    assert 0 < len(decision.left_out) < 16
+    assert decision.ttft_s < decision.full_s
+    assert max(decision.load_s, decision.compute_s) <= 1.2 * min(decision.load_s, decision.compute_s)
+    spans = plan_of(["disk"] * 8).spans
+    first_left_out = min(span.start for span in spans if span.name in decision.left_out)
+    assert all(span.start < first_left_out or span.name in decision.left_out or not span.tier for span in spans)
+
+
+def test_of_two_tiers_the_faster_comes_first() -> None:
+    plan = plan_of(["s3", "memory", "s3", "memory"])
+    decision = controller({"memory": 5e9, "s3": 5e6}).decide(plan)
+    assert {span.tier for span in plan.spans if span.name in decision.left_out} == {"s3"}
+    assert not any(span.name in decision.left_out for span in plan.spans if span.tier == "memory")
+
+
+def test_a_chunk_that_stands_twice_is_loaded_once() -> None:
+    segment = chunk(range(512))
+    prompt = Prompt.of([text([1]), segment, segment, text([2])])
+    spans = PLANNER.plan(Prompt.of([segment]), Holds({})).spans
+    held = {s.name: BlockEntry(segment.token_ids[s.start : s.stop], LAYOUT, "disk") for s in spans}
+    plan = PLANNER.plan(prompt, Holds(held))  # type: ignore[arg-type]
+    decision = controller({"disk": 1e8}).decide(plan)
+    assert decision.load_s == pytest.approx(512 * BYTES / 1e8)
+
+
+def test_nothing_stored() -> None:
+    decision = controller({}).decide(plan_of(["", ""]))
+    assert (decision.left_out, decision.ratio, decision.ttft_s) == (frozenset(), 1.0, decision.full_s)
+    assert decision.reason == "nothing is stored"
+
+
+def best_by_trying(control: Controller, plan: BlendPlan, floor: float) -> float:
+    """The lowest expected time over all prefixes of the order of loading and many ratios, from the definition."""
+    stored = [span for span in plan.spans if span.tier]
+    best = control.profile.full_s(len(plan))
+    for count, ratio in itertools.product(range(1, len(stored) + 1), np.linspace(floor, 1, 9)):
+        taken = sorted(stored, key=lambda s: BYTES / control.profile.tiers[s.tier].bytes_per_s)[:count]
+        tiers = {span.tier for span in taken}
+        load = sum(
+            control.profile.tiers[tier].seconds(
+                sum(s.tier == tier for s in taken), BYTES * sum(len(s) for s in taken if s.tier == tier), LAYERS
+            )
+            for tier in tiers
+        )
+        reused = sum(len(span) for span in taken)
+        rows = len(plan)
+        active = rows - reused + ratio * reused
+        unit = control.profile.full_s(rows) / rows / LAYERS
+        compute = unit * (rows * 1.3 + active * (LAYERS - 1.3)) * control.profile.overhead
+        best = min(best, max(load, compute) + min(load, compute) / LAYERS)
+    return best
+
+
+@given(
+    st.lists(st.sampled_from(["memory", "disk", "s3", ""]), min_size=1, max_size=6),
+    st.floats(6, 10),
+    st.floats(6, 10),
+    st.floats(0, 0.02),
+    st.floats(0.5, 2.5),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_other_choice_is_expected_to_be_much_sooner(
+    tiers: list[str], disk: float, s3: float, latency: float, overhead: float
+) -> None:
+    control = controller({"memory": 1e10, "disk": 10**disk, "s3": 10**s3}, latency=latency, overhead=overhead)
+    plan = plan_of(tiers)
+    decision = control.decide(plan)
+    assert 0.15 <= decision.ratio <= 1
+    assert decision.ttft_s <= decision.full_s * (1 + 1e-9)
+    assert decision.ttft_s <= best_by_trying(control, plan, 0.15) * 1.04  # the ratio fills what loading leaves
+
+
+@given(st.floats(0, 1))
+def test_the_ratio_is_never_below_the_floor(floor: float) -> None:
+    assert controller({"memory": 1e10}, floor=floor).decide(plan_of(["memory"] * 4)).ratio >= floor
+
+
+def test_it_learns_what_a_tier_and_the_computing_take() -> None:
+    control = controller({"disk": 1e9})
+    plan = plan_of(["disk"] * 8)
+    for _ in range(40):
+        decision = control.decide(plan)
+        expected = control.load_s([s for s in plan.spans if s.tier])["disk"]
+        true_load = 4096 * BYTES / 5e7
+        control.observe(decision, 1.5 * decision.compute_s / control.profile.overhead, {"disk": (true_load, expected)})
+    assert control.profile.tiers["disk"].bytes_per_s == pytest.approx(5e7, rel=0.02)
+    assert control.profile.overhead == pytest.approx(1.5, rel=0.02)
+    assert control.decide(plan).left_out
+
+
+def test_one_wild_observation_does_not_turn_it_round() -> None:
+    control = controller({"disk": 1e9})
+    plan = plan_of(["disk"] * 8)
+    decision = control.decide(plan)
+    control.observe(decision, 1e6, {"disk": (1e6, 0.05)})
+    assert control.profile.overhead <= 1.6
+    assert control.profile.tiers["disk"].bytes_per_s >= 1e9 / 1.6
+
+
+def test_times_between_and_behind_the_measured_lengths() -> None:
+    profile = MachineProfile(PREFILL)
+    assert profile.full_s(1024) == pytest.approx(0.5)
+    assert profile.full_s(0) == 0
+    assert profile.full_s(64) == pytest.approx(64 * 0.12 / 256)
+    assert 0.5 < profile.full_s(2000) < 2.3
+    assert profile.full_s(8192) > 2 * 2.3
+    times = [profile.full_s(n) for n in range(1, 9000, 50)]
+    assert all(later > earlier for earlier, later in itertools.pairwise(times))
+    falling = MachineProfile(((100, 1.0), (200, 1.1)))
+    assert falling.full_s(100_000) > 0 and math.isfinite(falling.full_s(100_000))
+
+
+def test_a_profile_survives_json() -> None:
+    profile = controller({"disk": 1e9}, latency=0.001, overhead=1.3, request_s=0.01).profile
+    assert MachineProfile.from_dict(profile.to_dict()) == profile
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {},
+        {"prefill_s": [[1, 1.0]], "tiers": {}},
+        {"prefill_s": [[2, 1.0], [1, 2.0]], "tiers": {}},
+        {"prefill_s": [[1, 1.0], [2, 0.0]], "tiers": {}},
+        {"prefill_s": [[1, 1.0], [2, 2.0]], "tiers": {"disk": {"bytes_per_s": 0}}},
+        {"prefill_s": [[1, 1.0], [2, 2.0]], "tiers": {"disk": {"speed": 1}}},
+        {"prefill_s": "x", "tiers": {}},
+    ],
+)
+def test_what_is_no_profile_is_refused(broken: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError):
+        MachineProfile.from_dict(broken)
