@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from cacheblend.cli import ask, bench, bench_vllm, demo, doctor, evaluate, inspect, store, warm
+from cacheblend.cli import ask, bench, bench_vllm, demo, doctor, evaluate, inspect, plan, profile, store, warm
 from cacheblend.cli.output import error_text, print_error
 
 ERROR = 2
@@ -30,6 +30,8 @@ FIRST, DAILY, MEASURE = "See whether it fits", "Use it", "Measure it"
 app.command("demo", rich_help_panel=FIRST)(demo.demo)
 app.command("doctor", rich_help_panel=FIRST)(doctor.doctor)
 app.command("warm", rich_help_panel=DAILY)(warm.warm)
+app.command("profile", rich_help_panel=DAILY)(profile.profile)
+app.command("plan", rich_help_panel=MEASURE)(plan.plan)
 app.command("ask", rich_help_panel=DAILY)(ask.ask)
 app.add_typer(store.app, name="store", rich_help_panel=DAILY)
 app.command("evaluate", rich_help_panel=MEASURE)(evaluate.evaluate)

@@ -24,6 +24,7 @@ from cacheblend.cli.options import (
     Codec,
     Device,
     Dtype,
+    Machine,
     ModelFolder,
     Salt,
     System,
@@ -74,6 +75,7 @@ def ask(
     block_size: BlockSize = 256,
     codec: Codec = "raw",
     salt: Salt = "",
+    machine: Machine = None,
     capture: Capture = True,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -97,6 +99,7 @@ def ask(
         "block_size": block_size,
         "codec": codec,
         "salt": salt,
+        "machine": None if machine is None else str(machine),
         "capture": capture and not compare,
     }
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -134,6 +137,8 @@ def _show(answer: "Answer", layers: int, settings: "Settings", as_json: bool) ->
 
     out = console(stderr=True)
     out.print(report_table(answer.report, layers))
+    if answer.report.decision:
+        out.print(f"loading controller: {answer.report.decision}", soft_wrap=True)
     out.print(settings_line(settings), soft_wrap=True)
     for line in answer.report.fallbacks:
         out.print(Text.assemble(("fallback:", "yellow"), f" {line}"))

@@ -201,6 +201,46 @@ def match(
     show(line, result, json)
 
 
+@app.command()
+def load(
+    model: Folder = None,
+    shape: Shape = None,
+    chunks: Chunks = 8,
+    chunk_tokens: ChunkTokens = 512,
+    ratio: Annotated[float, typer.Option("--ratio", "-r", help="Recompute ratio.", rich_help_panel=WHAT)] = 0.15,
+    folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.")] = None,
+    redis: Annotated[str | None, typer.Option("--redis", help="A Redis server's URL, to measure it too.")] = None,
+    direct: Annotated[bool, typer.Option("--direct", help="Read the disk past the page cache.")] = False,
+    runs: Runs = 5,
+    threads: Threads = None,
+    seed: Seed = 0,
+    json: JsonFile = None,
+) -> None:
+    """What loading costs: behind computing or not, from disk and Redis against plain reads, and by codec."""
+    check_outputs(json)
+
+    from cacheblend.cli.models import model_folder, quiet_transformers
+
+    quiet_transformers()
+    from cacheblend.bench import loading as bench
+    from cacheblend.bench.ttft import TtftSettings
+    from cacheblend.cli.output import status
+
+    prompt = TtftSettings(
+        model=None if model is None else str(model_folder(model)),
+        shape=shape,
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        ratios=(ratio,),
+        runs=runs,
+        threads=threads,
+        seed=seed,
+    )
+    with status("measuring ...", quiet=str(json) == "-"):
+        result = bench.run(bench.LoadSettings(prompt, folder, redis, direct))
+    show(bench.table(result), result, json)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 

@@ -43,6 +43,10 @@ Codec = Annotated[
     str,
     typer.Option("--codec", help="How stored passages are compressed: raw, fp8, int8, int4.", rich_help_panel=BLENDING),
 ]
+Machine = Annotated[
+    Path | None,
+    typer.Option("--machine", help="Machine profile of `profile`: load what pays.", rich_help_panel=BLENDING),
+]
 Salt = Annotated[
     str,
     typer.Option("--salt", help="Keeps tenants apart who share a store.", rich_help_panel=BLENDING),

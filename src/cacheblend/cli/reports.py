@@ -21,7 +21,8 @@ def report_table(report: BlendReport, layers: int) -> Table:
     hits = report.hit_tokens
     chunks = report.loaded_tokens - hits.get("prefix", 0)
     tokens = [
-        *((_SOURCES[source], hits[source], report.prompt_tokens) for source in _SOURCES if hits.get(source)),
+        *((_SOURCES.get(tier, f"loaded from {tier}"), hits[tier], report.prompt_tokens) for tier in hits if hits[tier]),
+        *([("left out", report.left_out_tokens, report.prompt_tokens)] if report.left_out_tokens else []),
         ("missed", report.missed_tokens, report.prompt_tokens),
         ("plain text", report.text_tokens, report.prompt_tokens),
         ("recomputed of the loaded", report.recomputed_tokens, chunks),

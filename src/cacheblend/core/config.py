@@ -47,6 +47,8 @@ class BlendConfig:
         salt: separates tenants who must not share a store's contents.
         tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
         read_ahead: layers loaded ahead of the one being computed.
+        machine: a machine profile's file (`cacheblend profile`), by which the loading controller decides what is
+            loaded, and raises the ratio where loading takes longer. None: all that is stored is loaded.
         capture: store missed chunks after the request, in the background.
         capture_queue: missed chunks that wait for that at most; more are dropped and counted.
         capture_batch_tokens: tokens (padding included) that `warm` computes at once.
@@ -70,6 +72,7 @@ class BlendConfig:
     salt: str = ""
     tile_rows: int = 1024
     read_ahead: int = 2
+    machine: str | None = None
     capture: bool = True
     capture_queue: int = 256
     capture_batch_tokens: int = 4096

@@ -24,6 +24,7 @@ from cacheblend.core.plan import BlendPlan, Source, Span
 
 MARGIN = 0.85
 _WEIGHT = 0.2  # of a new observation in the running averages
+_FORGOTTEN = 0.02  # a request, of what was learnt of a tier that is not read
 _CHECK = 0.3  # of a layer's cost: norm and projections of a check
 
 
@@ -195,6 +196,16 @@ class Controller:
             load, compute, ttft = self._expected(plan, loaded, ratio)
         left_out = frozenset(span.name for span in stored[count:]) - {span.name for span in stored[:count]}
         return Decision(ratio, left_out, load, compute, ttft, full, self._reason(stored, count, ratio, load, compute))
+
+    def learn(self, decision: Decision, plan: BlendPlan, compute_s: float, load_s: float) -> None:
+        """Learns from a pass over a plan that was decided: its seconds of computing, and of loading all tiers together,
+        of which each is taken to have had the part that was expected of it."""
+        expected = self.load_s([span for span in plan.spans if span.source in (Source.PREFIX, Source.LOADED)])
+        whole = sum(expected.values())
+        read = {tier: (load_s * part / whole, part) for tier, part in expected.items() if whole}
+        for tier in self._slower.keys() - read.keys():  # what is not read may have recovered: it is tried again
+            self._slower[tier] = 1 + (self._slower[tier] - 1) * (1 - _FORGOTTEN)
+        self.observe(decision, compute_s, read)
 
     def observe(self, decision: Decision, compute_s: float, read_s: Mapping[str, tuple[float, float]]) -> None:
         """Learns from a pass.

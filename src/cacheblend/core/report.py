@@ -25,6 +25,8 @@ class BlendReport:
         ttft_s: from the call to the first logits.
         total_s: from the call to the last token.
         generated_tokens: tokens of the answer.
+        left_out_tokens: stored tokens that the loading controller had computed instead of loaded.
+        decision: the loading controller's, for people; empty without one.
         fallbacks: why less was reused than planned, a line each.
     """
 
@@ -43,6 +45,8 @@ class BlendReport:
     ttft_s: float = 0.0
     total_s: float = 0.0
     generated_tokens: int = 0
+    left_out_tokens: int = 0
+    decision: str = ""
     fallbacks: list[str] = field(default_factory=list)
 
     @property

@@ -42,8 +42,8 @@ class CascadeStore(KVStore):
     def __init__(self, stores: Sequence[KVStore]) -> None:
         if len(stores) < 2:
             raise InvalidInputError(f"a cascade needs two stores at least, got {len(stores)}")
-        self._stores = list(stores)
-        self._writers = [WriteBehind(store) for store in self._stores]
+        self.stores = tuple(stores)
+        self._writers = [WriteBehind(store) for store in self.stores]
         self._lock = threading.Lock()
         self._found: OrderedDict[BlockName, tuple[int, BlockEntry]] = OrderedDict()
         self._gathered: OrderedDict[BlockName, dict[int, torch.Tensor]] = OrderedDict()
@@ -55,7 +55,7 @@ class CascadeStore(KVStore):
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. Each store is asked for what those in front of it do not have."""
         found: dict[BlockName, tuple[int, BlockEntry]] = {}
-        for number, store in enumerate(self._stores):
+        for number, store in enumerate(self.stores):
             wanted = [name for name in dict.fromkeys(names) if name not in found]
             for name, entry in zip(wanted, store.find(wanted) if wanted else [], strict=True):
                 if entry is not None:
@@ -84,7 +84,7 @@ class CascadeStore(KVStore):
         with self._lock:
             first = {name: self._found[name][0] if name in self._found else 0 for name in names}
         read: dict[BlockName, torch.Tensor | BlockLostError] = {}
-        for number, store in enumerate(self._stores):
+        for number, store in enumerate(self.stores):
             wanted = [
                 name
                 for name in dict.fromkeys(names)
@@ -101,7 +101,7 @@ class CascadeStore(KVStore):
         """See `KVStore.write`. To the nearest store; to the others behind."""
         for writer in self._writers[1:]:
             writer.submit(block)
-        return self._stores[0].write(block)
+        return self.stores[0].write(block)
 
     def delete(self, name: BlockName) -> bool:
         """See `KVStore.delete`. From all."""
@@ -130,7 +130,7 @@ class CascadeStore(KVStore):
                 self._promote(name, number, where[1], whole)
 
     def _promote(self, name: BlockName, number: int, entry: BlockEntry, parts: dict[int, torch.Tensor]) -> None:
-        store = self._stores[number]
+        store = self.stores[number]
 
         def make() -> Block | None:
             try:
@@ -207,7 +207,7 @@ class CascadeStore(KVStore):
         """See `KVStore.close`. Writes what waits, and closes all."""
         for writer in self._writers:
             writer.close()
-        for store in self._stores:
+        for store in self.stores:
             store.close()
 
     def _of_all(self, ask: Callable[[KVStore], T]) -> list[T]:
@@ -218,7 +218,7 @@ class CascadeStore(KVStore):
         """
         answers: list[T] = []
         failed: StoreError | None = None
-        for store in self._stores:
+        for store in self.stores:
             try:
                 answers.append(ask(store))
             except StoreError as error:

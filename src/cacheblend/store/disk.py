@@ -82,6 +82,10 @@ class DiskStore(KVStore):
         """The folder."""
         return self._folder.path
 
+    def file_of(self, name: BlockName) -> str:
+        """Path of a block's file, whether it is there or not."""
+        return self._folder.block_path(name)
+
     @property
     def read_only(self) -> bool:
         """Whether writes raise `StoreReadOnlyError`."""

@@ -34,7 +34,7 @@ class StripedStore(KVStore):
         if not stores:
             raise InvalidInputError("a striped store needs a store at least")
         self._labels = [label.encode() for label in stores]
-        self._stores = list(stores.values())
+        self.stores = tuple(stores.values())
         self._pool = ThreadPoolExecutor(len(stores), thread_name_prefix="cacheblend-stripe")
 
     # ---- blocks -----------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ class StripedStore(KVStore):
 
     def pinned(self) -> set[BlockName]:
         """See `KVStore.pinned`."""
-        return set().union(*(store.pinned() for store in self._stores))
+        return set().union(*(store.pinned() for store in self.stores))
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
         """See `KVStore.put_manifest`."""
@@ -83,12 +83,12 @@ class StripedStore(KVStore):
 
     def manifests(self) -> list[ChunkManifest]:
         """See `KVStore.manifests`."""
-        found = [manifest for store in self._stores for manifest in store.manifests()]
+        found = [manifest for store in self.stores for manifest in store.manifests()]
         return sorted(found, key=lambda manifest: manifest.chunk_id)
 
     def listing_stamp(self) -> Hashable | None:
         """See `KVStore.listing_stamp`."""
-        stamps = tuple(store.listing_stamp() for store in self._stores)
+        stamps = tuple(store.listing_stamp() for store in self.stores)
         return None if None in stamps else stamps
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
@@ -103,7 +103,7 @@ class StripedStore(KVStore):
 
     def stats(self) -> StoreStats:
         """See `KVStore.stats`. All stores together."""
-        parts = tuple(store.stats() for store in self._stores)
+        parts = tuple(store.stats() for store in self.stores)
         bounds = [part.max_bytes for part in parts if part.max_bytes is not None]
         first = parts[0]
         counted = ("blocks", "bytes", "chunks", "pinned", "hits", "misses", "evictions", "damaged", "write_failures")
@@ -112,14 +112,14 @@ class StripedStore(KVStore):
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         """See `KVStore.verify`; progress is told store by store."""
-        return [damage for store in self._stores for damage in store.verify(progress)]
+        return [damage for store in self.stores for damage in store.verify(progress)]
 
     def prune(self, max_bytes: int) -> int:
         """See `KVStore.prune`: each store to an equal part."""
         if max_bytes < 0:
             raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
         listed = self.manifests()
-        freed = sum(store.prune(max_bytes // len(self._stores)) for store in self._stores)
+        freed = sum(store.prune(max_bytes // len(self.stores)) for store in self.stores)
         for manifest in listed:  # each store knows its own blocks only
             if any(entry is not None for entry in self.find(manifest.block_names)):
                 self.put_manifest(manifest)
@@ -129,13 +129,13 @@ class StripedStore(KVStore):
 
     def flush(self) -> None:
         """See `KVStore.flush`."""
-        for store in self._stores:
+        for store in self.stores:
             store.flush()
 
     def close(self) -> None:
         """See `KVStore.close`: closes all."""
         self._pool.shutdown(wait=True)
-        for store in self._stores:
+        for store in self.stores:
             store.close()
 
     # ---- which store ------------------------------------------------------------------------------------
@@ -144,16 +144,16 @@ class StripedStore(KVStore):
         return max(range(len(self._labels)), key=lambda index: xxhash.xxh3_64_intdigest(self._labels[index] + name))
 
     def _of(self, name: BlockName) -> KVStore:
-        return self._stores[self._index(name)]
+        return self.stores[self._index(name)]
 
     def _by_store(self, names: Sequence[BlockName], ask: Callable[[KVStore, list[BlockName]], list[T]]) -> list[T]:
         """Each store's answers, in the order of the names."""
-        places: list[list[int]] = [[] for _ in self._stores]
+        places: list[list[int]] = [[] for _ in self.stores]
         for at, name in enumerate(names):
             places[self._index(name)].append(at)
         asked = [
             (own, self._pool.submit(ask, store, [names[at] for at in own]))
-            for store, own in zip(self._stores, places, strict=True)
+            for store, own in zip(self.stores, places, strict=True)
             if own
         ]
         answers: dict[int, T] = {}

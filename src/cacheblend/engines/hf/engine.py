@@ -17,6 +17,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.controller import Controller
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fusor import Prefill, check_selector, prefill
 from cacheblend.core.loader import LayerKV, LayerLoader
@@ -28,12 +29,13 @@ from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
 from cacheblend.engines.hf.opening import open_folder
-from cacheblend.engines.hf.request import Answer, Delta, Request, report_of
+from cacheblend.engines.hf.request import Answer, Delta, Request, explain, report_of
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.tokens import Content, Message, Passage, PromptBuilder
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.walk import HfWalk
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress, WarmReport
+from cacheblend.engines.machine import controller_of, floor_of, read_machine
 from cacheblend.engines.sentences import find_sentence_end_ids
 from cacheblend.engines.settings import Settings, settle
 from cacheblend.store import KVStore, open_store
@@ -88,6 +90,11 @@ class BlendEngine:
         self.planner = Planner.of_model(
             self.fingerprint, dtype, self._anchor(bos_id), self.config.block_size, codec=codec, salt=salt
         )
+        self.stored_layout = replace(self.survey.layout, codec=codec)
+        self.controller: Controller | None = None
+        if self.config.machine is not None:
+            machine = read_machine(self.config.machine, self.fingerprint, self.stored_layout)
+            self.controller = controller_of(machine, self.config, self.stored_layout)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else open_store(store)
         self._background = Background(self.config.capture_queue)
@@ -298,9 +305,14 @@ class BlendEngine:
             selector: overrides the configured selector.
         """
         started = time.perf_counter()
+        plan = self.planner.plan(prompt, self.store)
+        decision = None
+        if self.controller is not None and ratio is None and selector is None:
+            decision = self.controller.decide(plan)
+            plan = plan.without(decision.left_out)
+            ratio = decision.ratio if decision.ratio > floor_of(self.config) else None
         selector = selector or self.settings.selector(ratio)
         check_selector(selector, len(self.survey.layout.layers))
-        plan = self.planner.plan(prompt, self.store)
         planned = time.perf_counter()
         result = prefill(
             plan,
@@ -311,7 +323,11 @@ class BlendEngine:
             sentence_end_ids=self.sentence_end_ids() if selector.question_rows else None,
         )
         self.synchronize()
-        return result, report_of(result, planned - started, time.perf_counter() - planned)
+        report = report_of(result, planned - started, time.perf_counter() - planned)
+        if decision is not None and self.controller is not None:
+            explain(report, result.plan, decision)
+            self.controller.learn(decision, result.plan, report.compute_s, report.load_s)
+        return result, report
 
     def load_prefix(self, plan: BlendPlan) -> DynamicCache:
         """transformers' cache with the plan's exact prefix, and nothing behind it: prefix caching without blending.

@@ -3,7 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
+from cacheblend.core.controller import Decision
 from cacheblend.core.fusor import Prefill
+from cacheblend.core.plan import BlendPlan, Source
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.decode import Decoding, TextStream
 
@@ -64,6 +66,13 @@ class Request:
         self.report.generated_tokens = len(self.token_ids)
         reason = "stop" if stream.stopped else self.decoding.finish_reason or "stop"
         return Answer(stream.text, list(self.token_ids), reason, self.report)
+
+
+def explain(report: BlendReport, plan: BlendPlan, decision: Decision) -> None:
+    """Puts into a report what the loading controller decided: what it left out was not missed."""
+    left_out = sum(len(s) for s in plan.spans if s.source is Source.MISS and s.name in decision.left_out)
+    report.left_out_tokens, report.decision = left_out, decision.reason
+    report.missed_tokens -= left_out
 
 
 def report_of(result: Prefill, plan_s: float, pass_s: float) -> BlendReport:

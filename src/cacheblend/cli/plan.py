@@ -1,0 +1,206 @@
+"""`cacheblend plan`: loading against recomputing by device, before anything is bought."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend.cli.options import AsJson, Codec, Machine, ModelFolder
+from cacheblend.cli.output import check_outputs, console, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cacheblend.core.blocks import KVLayout
+    from cacheblend.core.placement import Placement
+
+DEVICES = ("memory:20:3", "nvme:3:0.1", "ssd:0.5:0.08", "disk:0.15:0.02", "bucket:0.1:0.023")
+RATIOS = (0.05, 0.15, 0.3, 0.5, 1.0)
+
+Context = Annotated[int, typer.Option("--context", "-c", help="Tokens of a context.", min=2)]
+PrefillS = Annotated[
+    float | None, typer.Option("--prefill-s", help="Seconds of its full prefill, where there is no --machine.")
+]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--device",
+        "-d",
+        help=f"name:GB/s:price of a GB a month; several times. Default, no offers: {' '.join(DEVICES)}.",
+    ),
+]
+Stored = Annotated[float, typer.Option("--stored-tokens", help="Tokens to be kept, for the price.")]
+Floor = Annotated[float, typer.Option("--ratio", "-r", help="The least recompute ratio.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it here (.png, .svg, .pdf). Needs matplotlib.")]
+
+
+def plan(
+    model: ModelFolder,
+    context: Context = 4096,
+    machine: Machine = None,
+    prefill_s: PrefillS = None,
+    device: Devices = None,
+    stored_tokens: Stored = 1e8,
+    ratio: Floor = 0.15,
+    codec: Codec = "raw",
+    plot: Plot = None,
+    json: AsJson = False,
+) -> None:
+    """Where to keep KV caches: time of loading and of recomputing by device, the ratio, the price a month.
+
+    Prefill times come from a machine profile (`profile`), or from --prefill-s.
+    """
+    check_outputs(plot)
+    from cacheblend.cli.bench import picture_file
+    from cacheblend.cli.models import model_folder
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.core.placement import Device, cheapest, place
+
+    if (machine is None) == (prefill_s is None):
+        raise InvalidInputError("give either a machine profile (--machine), or the time of a prefill (--prefill-s)")
+    picture = None if plot is None else picture_file(plot)
+    devices = [Device.parse(text) for text in device or DEVICES]
+    layout = _layout(model_folder(model), codec)
+    seconds = _prefill_s(machine, context) if prefill_s is None else prefill_s
+    a_token = layout.block_bytes(256) / 256
+    placed = place(
+        devices,
+        prefill_s=seconds,
+        layers=len(layout.layers),
+        context_bytes=a_token * context,
+        stored_bytes=a_token * stored_tokens,
+        floor=ratio,
+    )
+    best = cheapest(placed, seconds)
+    result = _result(placed, best, seconds, a_token, len(layout.layers))
+    if picture is not None:
+        _draw(result, context, picture)
+    if json:
+        print_json(result)
+        return
+    out = console()
+    out.print(
+        f"{context} tokens: {a_token * context / 1e6:.0f} MB of KV cache ({a_token / 1e3:.1f} kB a token), "
+        f"a full prefill takes {seconds:.3f} s"
+    )
+    out.print(_table(placed, best, stored_tokens))
+    out.print(_verdict(best))
+
+
+def _layout(folder: Path, codec: str) -> "KVLayout":
+    """Of a model's KV cache, from its configuration alone.
+
+    Raises:
+        InvalidInputError: it does not say.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from cacheblend.core.blocks import KVLayout, LayerShape
+    from cacheblend.core.codec import codec_of
+    from cacheblend.core.errors import InvalidInputError
+
+    codec_of(codec)
+    try:
+        config = AutoConfig.from_pretrained(folder).get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = getattr(config, "dtype", None) or torch.float32
+        return KVLayout((LayerShape(int(heads), int(width)),) * int(config.num_hidden_layers), dtype, codec)
+    except (OSError, ValueError, AttributeError) as error:
+        raise InvalidInputError(f"{folder}: config.json does not say what the KV cache looks like: {error}") from error
+
+
+def _prefill_s(machine: Path | None, context: int) -> float:
+    import json
+
+    from cacheblend.core.controller import MachineProfile
+    from cacheblend.core.errors import InvalidInputError
+
+    try:
+        data = json.loads(Path(machine or "").read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"the machine profile {machine} cannot be read: {error}") from error
+    return MachineProfile.from_dict(data).full_s(context)
+
+
+def _result(
+    placed: "list[Placement]", best: "Placement | None", seconds: float, a_token: float, layers: int
+) -> dict[str, Any]:
+    from cacheblend.core.placement import recompute_s
+
+    return {
+        "prefill_s": seconds,
+        "bytes_per_token": a_token,
+        "recompute_s": {str(ratio): recompute_s(seconds, layers, ratio) for ratio in RATIOS},
+        "devices": [
+            {
+                "device": each.device.name,
+                "bytes_per_s": each.device.bytes_per_s,
+                "load_s": each.load_s,
+                "ratio": each.ratio,
+                "recompute_s": each.recompute_s,
+                "ttft_s": each.ttft_s,
+                "speedup": seconds / each.ttft_s,
+                "hides": each.hides,
+                "monthly": each.monthly,
+            }
+            for each in placed
+        ],
+        "best": None if best is None else best.device.name,
+    }
+
+
+def _table(placed: "list[Placement]", best: "Placement | None", stored_tokens: float) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("device", "loads in", "recomputes in", "ratio", "first token", "hides loading"):
+        table.add_column(column, justify="left" if column == "device" else "right")
+    table.add_column(f"{stored_tokens / 1e6:g} M tokens a month", justify="right")
+    for each in placed:
+        table.add_row(
+            each.device.name,
+            f"{each.load_s:.3f} s",
+            f"{each.recompute_s:.3f} s",
+            f"{each.ratio:.2f}",
+            f"{each.ttft_s:.3f} s",
+            "yes" if each.hides else "no",
+            f"{each.monthly:,.2f}",
+            style="bold green" if each is best else None,
+        )
+    return table
+
+
+def _verdict(best: "Placement | None") -> str:
+    if best is None:
+        return "no device here is sooner than computing all of it"
+    if best.hides:
+        return f"{best.device.name} is the cheapest that hides its loading behind recomputing"
+    return f"none hides its loading; {best.device.name} is the soonest"
+
+
+def _draw(result: dict[str, Any], context: int, path: Path) -> None:
+    """T_load by device across T_recompute by ratio: where a device's line lies below the curve, loading is hidden."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    ratios = sorted(float(ratio) for ratio in result["recompute_s"])
+    times = [result["recompute_s"][str(ratio)] for ratio in ratios]
+    axes.plot(ratios, times, color="black", marker="o", label="recomputing")
+    axes.axhline(result["prefill_s"], color="black", linestyle=":", label="full prefill")
+    for number, device in enumerate(result["devices"]):
+        axes.axhline(device["load_s"], color=f"C{number}", label=f"loading: {device['device']}")
+        axes.plot(device["ratio"], device["ttft_s"], marker="*", markersize=13, color=f"C{number}", linestyle="none")
+    axes.set(
+        xlabel="recompute ratio",
+        ylabel="seconds",
+        yscale="log",
+        title=f"{context} tokens: loading and recomputing (stars: the ratio chosen, and its first token)",
+    )
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

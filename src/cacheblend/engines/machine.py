@@ -1,0 +1,58 @@
+"""The machine profile's file, and the controller that an engine takes from it."""
+
+import json
+from pathlib import Path
+
+from cacheblend.core.blocks import KVLayout
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.controller import Controller, MachineProfile
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fusor import first_reused_layer
+
+FORMAT = 1
+_TOKENS = 256  # over which bytes a token are taken: codecs' scales are shared by tokens
+
+
+def write_machine(path: Path, profile: MachineProfile, fingerprint: str, device: str, layout: KVLayout) -> None:
+    """Writes a profile for `read_machine`."""
+    data = {"format": FORMAT, "model": fingerprint, "device": device, "codec": layout.codec, **profile.to_dict()}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def read_machine(path: str | Path, fingerprint: str, layout: KVLayout) -> MachineProfile:
+    """The profile in a file, if it is of this model and codec.
+
+    Raises:
+        InvalidInputError: it cannot be read, or is of another model or codec.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"the machine profile {path} cannot be read: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise InvalidInputError(f"{path} is no machine profile of format {FORMAT}; make one with `cacheblend profile`")
+    if data.get("model") != fingerprint:
+        raise InvalidInputError(f"the machine profile {path} was measured on another model; measure this one")
+    if data.get("codec") != layout.codec:
+        raise InvalidInputError(
+            f"the machine profile {path} was measured with codec {data.get('codec')}, not {layout.codec}; measure again"
+        )
+    return MachineProfile.from_dict(data)
+
+
+def controller_of(profile: MachineProfile, config: BlendConfig, layout: KVLayout) -> Controller:
+    """The controller of an engine with these settings; `layout` is that of the stored chunks."""
+    selector = config.make_selector()
+    early = selector.at_start or not selector.check_layers
+    return Controller(
+        profile,
+        layers=len(layout.layers),
+        bytes_per_token=layout.block_bytes(_TOKENS) / _TOKENS,
+        floor=floor_of(config),
+        check_layer=None if early else first_reused_layer(selector),
+    )
+
+
+def floor_of(config: BlendConfig) -> float:
+    """The ratio that quality asks for."""
+    return config.ratios[-1] if config.ratios else config.recompute_ratio

@@ -1,0 +1,122 @@
+"""The loading controller at work in an engine: what it leaves out is computed, and it learns."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cacheblend.core.controller import MachineProfile, TierSpeed
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.machine import read_machine, write_machine
+from cacheblend.store import MemoryStore
+from cacheblend.store.throttled import ThrottledStore
+from command_line import runner
+from families import tiny_model
+from parity.scenes import RAG, A, B, C, assert_same, greedy, open_engine
+from reference import plain_kv
+
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+PREFILL = ((32, 0.02), (128, 0.1))
+
+
+def machine_file(path: Path, engine: BlendEngine, **tiers: float) -> str:
+    profile = MachineProfile(PREFILL, {name: TierSpeed(speed) for name, speed in tiers.items()})
+    write_machine(path, profile, engine.fingerprint, "cpu", engine.stored_layout)
+    return str(path)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    """Of a store that is much slower than computing."""
+    with open_engine(tiny_model("llama"), []) as engine:
+        return machine_file(tmp_path / "machine.json", engine, slow=1e3, memory=1e9)
+
+
+def test_what_is_slower_to_load_than_to_compute_is_computed(machine: str) -> None:
+    model, store = tiny_model("llama"), ThrottledStore(1e9, tier="slow")
+    with open_engine(model, store=store, machine=machine) as engine:
+        result, report = engine.prefill(RAG)
+        stored = len(A) + len(B) + len(C)
+        assert (report.left_out_tokens, report.missed_tokens, report.hit_tokens.get("slow", 0)) == (stored, 0, 0)
+        assert "sooner than loading" in report.decision
+        logits, layers = plain_kv(model, RAG.token_ids.tolist())
+        assert_same(result, logits, layers, 3e-5)
+        assert engine.generate(RAG, FOUR).token_ids == greedy(model, RAG, 4)
+
+
+def test_what_is_soon_here_is_loaded(machine: str) -> None:
+    with open_engine(tiny_model("llama"), store=MemoryStore(), machine=machine) as engine:
+        _, report = engine.prefill(RAG)
+        assert (report.left_out_tokens, report.missed_tokens) == (0, 0)
+        assert report.recomputed_tokens < report.loaded_tokens
+        assert "all stored blocks from memory" in report.decision
+
+
+def test_a_ratio_of_ones_own_is_not_decided_upon(machine: str) -> None:
+    with open_engine(tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), machine=machine) as engine:
+        _, report = engine.prefill(RAG, ratio=0.15)
+        assert (report.decision, report.left_out_tokens) == ("", 0)
+        assert report.hit_tokens["slow"] > 0
+
+
+def test_what_is_left_out_is_not_captured_again(machine: str) -> None:
+    with open_engine(
+        tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), machine=machine, capture=True
+    ) as engine:
+        blocks = engine.store.stats().blocks
+        engine.generate(RAG, FOUR)
+        assert engine.flush(timeout=60)
+        assert len(engine.store.manifests()) == 3
+        assert engine.store.stats().blocks <= blocks + 1  # the system prompt, which is exact
+
+
+def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with open_engine(model, []) as engine:
+        file = machine_file(tmp_path / "machine.json", engine, slow=1e9)
+    store = ThrottledStore(2e5, tier="slow")
+    with open_engine(model, store=store, machine=file) as engine:
+        assert engine.prefill(RAG)[1].left_out_tokens == 0
+        reports = [engine.prefill(RAG)[1] for _ in range(60)]
+        assert engine.controller is not None
+        assert engine.controller.profile.tiers["slow"].bytes_per_s < 1e8
+        assert any(report.left_out_tokens for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "no machine profile of format 1"),
+        ({"model": "x"}, "another model"),
+        ({"codec": "int8"}, "codec"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(machine: str, change: dict[str, object], message: str) -> None:
+    Path(machine).write_text(json.dumps(json.loads(Path(machine).read_text()) | change))
+    with pytest.raises(InvalidInputError, match=message):
+        open_engine(tiny_model("llama"), [], machine=machine)
+
+
+def test_a_profile_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        open_engine(tiny_model("llama"), [], machine=str(tmp_path / "x.json"))
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        open_engine(tiny_model("llama"), [], machine=str(tmp_path / "none.json"))
+
+
+def test_profile_and_ask_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runner(capsys)
+    store, out = f"file://{tmp_path}/store?ram_bytes=64MiB", tmp_path / "machine.json"
+    done = run("profile", "-m", "nano", "-s", store, "-o", out, "-l", 128, "-l", 512, "--rounds", 1)
+    assert done.code == 0, done.err
+    assert "read from memory" in done.out and "read from disk" in done.out
+    data = json.loads(out.read_text())
+    assert [tokens for tokens, _ in data["prefill_s"]] == [128, 512]
+    with open_engine(tiny_model("llama"), []) as engine, pytest.raises(InvalidInputError, match="another model"):
+        read_machine(out, engine.fingerprint, engine.stored_layout)
+    question = ("-p", "Anna has a red key.", "-q", "Who has a key?")
+    answered = run("ask", "-m", "nano", "-s", store, "--machine", out, *question)
+    assert answered.code == 0, answered.err
+    assert "loading controller:" in answered.err
