@@ -29,6 +29,7 @@ from cacheblend.store.base import (
     check_block,
     check_manifest,
 )
+from cacheblend.store.eviction import eviction_of
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import Folder, is_full, store_error, sync_folder, unreadable
 from cacheblend.store.manifests import ManifestFiles
@@ -44,7 +45,7 @@ _FULL_DISK_TRIES = 4
 
 
 class DiskStore(KVStore):
-    """Blocks in a folder, at most `max_bytes` of files, least recently used evicted first.
+    """Blocks in a folder, at most `max_bytes` of files.
 
     Args:
         path: the folder; made if it is not there.
@@ -53,6 +54,7 @@ class DiskStore(KVStore):
         read_only: never write: nothing is marked as used, damage is reported but not removed.
         direct: read past the page cache, where the file system can: for devices as fast as memory's copies, or
             folders that are read once and much larger than memory.
+        eviction: who goes first, see `eviction_of`; what other processes used is known by time alone.
         durable: fsync every block, so that it also survives a power failure. Without it a block survives the
             end of the process, `kill -9` included.
 
@@ -69,10 +71,11 @@ class DiskStore(KVStore):
         read_only: bool = False,
         durable: bool = True,
         direct: bool = False,
+        eviction: str = "lru",
     ) -> None:
         self._folder = Folder(Path(path), read_only, durable)
         self._files = BlockFiles(self._folder, direct=direct)
-        self._room = Room(self._folder, self._files, max_bytes)
+        self._room = Room(self._folder, self._files, max_bytes, eviction_of(eviction))
         self._manifests = ManifestFiles(self._folder)
         self._lock = threading.Lock()
         self._hits = self._misses = self._write_failures = self._damaged_manifests = 0
@@ -96,6 +99,9 @@ class DiskStore(KVStore):
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. A stat for a known block, reading the header for others."""
         headers = self._files.find(names)
+        for header in reversed(headers):
+            if header is not None:
+                self._room.used(header.name, len(header.entry.token_ids) / header.file_bytes)
         found = sum(header is not None for header in headers)
         with self._lock:
             self._hits += found

@@ -6,7 +6,6 @@ Keeps the very tensors it is given; knows nothing of files. Gone when the proces
 import logging
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from cacheblend.store.base import (
     check_manifest,
     head_range,
 )
+from cacheblend.store.eviction import eviction_of
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -49,7 +49,7 @@ class _Held:
 
 
 class MemoryStore(KVStore):
-    """Blocks in memory, at most `max_bytes` of records, least recently used evicted first.
+    """Blocks in memory, at most `max_bytes` of records.
 
     Beside whole blocks (`write`) it takes single layers (`offer`), which is how a tiered store fills it;
     a block is found once all its layers are there.
@@ -57,14 +57,16 @@ class MemoryStore(KVStore):
     Args:
         max_bytes: bound on the records' bytes; 4 GiB by default, or a quarter of the machine's memory where
             that is less. 0 holds nothing.
+        eviction: who goes first, see `eviction_of`.
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(self, max_bytes: int | None = None, *, eviction: str = "lru") -> None:
         self.max_bytes = default_memory_bytes() if max_bytes is None else max_bytes
         if self.max_bytes < 0:
             raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
         self._lock = threading.RLock()
-        self._held: OrderedDict[BlockName, _Held] = OrderedDict()  # least recently used first
+        self._held: dict[BlockName, _Held] = {}
+        self._eviction = eviction_of(eviction)
         self._bytes = 0
         self._pinned: set[BlockName] = set()
         self._manifests: dict[BlockName, ChunkManifest] = {}
@@ -78,7 +80,7 @@ class MemoryStore(KVStore):
             entries = [self._entry(name) for name in names]
             for name in reversed(names):
                 if name in self._held:
-                    self._held.move_to_end(name)
+                    self._use(name)
             found = sum(entry is not None for entry in entries)
             self._hits += found
             self._misses += len(entries) - found
@@ -117,7 +119,7 @@ class MemoryStore(KVStore):
         with self._lock:
             old = self._held.get(block.name)
             if old is not None and not old.missing:
-                self._held.move_to_end(block.name)
+                self._use(block.name)
                 return False
             if old is not None:
                 self._drop(block.name)
@@ -130,6 +132,7 @@ class MemoryStore(KVStore):
                 )
             records: list[torch.Tensor | None] = list(_own(block.records))
             self._held[block.name] = _Held(block.token_ids, block.parent, block.layout, records, need)
+            self._use(block.name)
             self._bytes += need
             return True
 
@@ -147,7 +150,7 @@ class MemoryStore(KVStore):
                 layers = len(entry.layout.layers)
                 held = _Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
                 self._held[name] = held
-            self._held.move_to_end(name)
+                self._use(name)
             if not self._make_room(record.nbytes, keep=name):
                 self._drop(name)
                 return False
@@ -169,25 +172,36 @@ class MemoryStore(KVStore):
         held = self._held.pop(name, None)
         if held is None:
             return 0
+        self._eviction.gone(name)
         self._bytes -= held.nbytes
         return held.nbytes
+
+    def _use(self, name: BlockName) -> None:
+        """Tells the policy. A token costs about as much to recompute wherever it stands."""
+        held = self._held[name]
+        tokens = len(held.token_ids)
+        self._eviction.used(name, tokens / max(1, held.layout.block_bytes(tokens)))
 
     def _make_room(self, need: int, keep: BlockName | None = None) -> bool:
         """Evicts until `need` more bytes fit; False, with nothing evicted, if they cannot."""
         excess = self._bytes + need - self.max_bytes
         victims = []
-        for name, held in self._held.items():
-            if excess <= 0:
-                break
+        for name in self._eviction.victims() if excess > 0 else ():
             if name not in self._pinned and name != keep:
                 victims.append(name)
-                excess -= held.nbytes
+                excess -= self._held[name].nbytes
+            if excess <= 0:
+                break
         if excess > 0:
             return False
         for name in victims:
-            self._evictions += not self._held[name].missing
-            self._drop(name)
+            self._evict(name)
         return True
+
+    def _evict(self, name: BlockName) -> int:
+        self._evictions += not self._held[name].missing
+        self._eviction.evicted(name)
+        return self._drop(name)
 
     # Pins and manifests
 
@@ -259,11 +273,10 @@ class MemoryStore(KVStore):
             raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
         freed = 0
         with self._lock:
-            for name in [name for name in self._held if name not in self._pinned]:
+            for name in [name for name in self._eviction.victims() if name not in self._pinned]:
                 if self._bytes <= max_bytes:
                     break
-                self._evictions += not self._held[name].missing
-                freed += self._drop(name)
+                freed += self._evict(name)
             for chunk_id, manifest in list(self._manifests.items()):
                 if not any(name in self._held for name in manifest.block_names):
                     del self._manifests[chunk_id]

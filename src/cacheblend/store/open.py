@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from cacheblend.core.errors import InvalidInputError
@@ -27,8 +27,8 @@ SUPPORTED = (
 
 _REDIS = ("redis", "rediss", "valkey")
 _OPTIONS = {
-    "memory": ("max_bytes",),
-    "file": ("max_bytes", "ram_bytes", "direct"),
+    "memory": ("max_bytes", "evict"),
+    "file": ("max_bytes", "ram_bytes", "direct", "evict"),
     **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "prefix", "timeout", "cluster")),
     "s3": ("max_bytes", "ram_bytes", "timeout", "endpoint", "region"),
 }
@@ -62,10 +62,10 @@ def open_store(
             ``"redis://host:port/database"`` (``rediss``, ``valkey``) for a server; ``"s3://bucket/folder"`` for a
             bucket. Several of these with commas between them stand behind each other, nearest first:
             ``"memory://?max_bytes=8GiB, file:///nvme?max_bytes=500GiB, s3://bucket/kv"``. A URL may carry options:
-            ``?max_bytes=200GiB&ram_bytes=4GiB``; for folders ``direct=true`` (read past the page cache); where
-            there is a network ``timeout`` (seconds that an answer may take); for servers ``prefix`` (of all keys)
-            and ``cluster=true``; for buckets ``endpoint`` and ``region`` (the keys are taken from AWS's usual
-            environment variables).
+            ``?max_bytes=200GiB&ram_bytes=4GiB``; for memory and folders ``evict=lru`` or ``worth`` (see `eviction`);
+            for folders ``direct=true`` (read past the page cache); where there is a network ``timeout`` (seconds that
+            an answer may take); for servers ``prefix`` (of all keys) and ``cluster=true``; for buckets ``endpoint``
+            and ``region`` (the keys are taken from AWS's usual environment variables).
         max_bytes: bound of the memory, folder or server; a server has none unless one is given. An argument goes
             before the URL's.
         ram_bytes: memory in front of a folder or server; 0 (the default) for none.
@@ -86,11 +86,13 @@ def open_store(
             raise InvalidInputError(f"a {place.scheme} store has no option {key!r}; it has {', '.join(allowed)}")
     sizes = {key: parse_bytes(options.pop(key)) for key in ("max_bytes", "ram_bytes") if key in options}
     bound, ram = sizes.get("max_bytes"), sizes.get("ram_bytes", 0)
+    eviction = options.pop("evict", "lru")
     if place.scheme == "memory":
-        return MemoryStore(bound)
+        return MemoryStore(bound, eviction=eviction)
     back: KVStore
     if place.scheme == "file":
-        back = _folders(place.path, DEFAULT_DISK_BYTES if bound is None else bound, read_only, _flag(options, "direct"))
+        kept = DEFAULT_DISK_BYTES if bound is None else bound
+        back = _folders(place.path, kept, read_only, _flag(options, "direct"), eviction)
     else:
         back = RemoteStore(_remote(place, options), bound, read_only=read_only)
     return TieredStore(MemoryStore(ram), back) if ram else back
@@ -120,13 +122,11 @@ def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str 
     return TieredStore(MemoryStore(ram), back) if ram else back
 
 
-def _folders(path: Path, max_bytes: int, read_only: bool, direct: bool) -> KVStore:
+def _folders(path: Path, max_bytes: int, read_only: bool, direct: bool, eviction: str) -> KVStore:
     """One folder, or several that share the load and the bound."""
+    options: dict[str, Any] = {"read_only": read_only, "direct": direct, "eviction": eviction}
     paths = [Path(part) for part in re.split(r":(?=[/~])", str(path))]
-    parts = {
-        str(each): DiskStore(_expanded(each), max_bytes=max_bytes // len(paths), read_only=read_only, direct=direct)
-        for each in paths
-    }
+    parts = {str(each): DiskStore(_expanded(each), max_bytes=max_bytes // len(paths), **options) for each in paths}
     if len(parts) < len(paths):
         raise InvalidInputError(f"the store {str(path)!r} names a folder twice")
     return StripedStore(dict(parts)) if len(parts) > 1 else next(iter(parts.values()))

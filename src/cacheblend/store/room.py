@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName
+from cacheblend.store.eviction import Eviction, LeastRecentlyUsed
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import BLOCK_SUFFIX, Folder
 from cacheblend.store.manifests import name_of_file, named_files
@@ -42,18 +43,22 @@ class Room:
         folder: the store's folder.
         files: told of what is evicted.
         max_bytes: bound on the block files' sizes; None for no bound but the disk's.
+        eviction: who goes first; by default what was not used for longest.
 
     Attributes:
         evictions: blocks evicted so far.
     """
 
-    def __init__(self, folder: Folder, files: BlockFiles, max_bytes: int | None) -> None:
+    def __init__(
+        self, folder: Folder, files: BlockFiles, max_bytes: int | None, eviction: Eviction | None = None
+    ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise InvalidInputError(f"max_bytes must be above 0 (or None for no bound), got {max_bytes}")
         self.max_bytes = max_bytes
         self.evictions = 0
         self._folder = folder
         self._files = files
+        self._eviction = eviction or LeastRecentlyUsed()
         self._lock = threading.RLock()
         self._total: int | None = None  # as last listed, with this process's writes since
         self._since_listed = 0
@@ -64,7 +69,7 @@ class Room:
         return set(named_files(str(self._folder.pins)))
 
     def listed(self) -> list[BlockFile]:
-        """All blocks of the folder, least recently used first."""
+        """All blocks of the folder, those to be evicted first in front."""
         pinned = self.pinned()
         blocks = []
         for shard in _entries(self._folder.blocks):
@@ -76,7 +81,13 @@ class Room:
                     status = file.stat(follow_symlinks=False)
                     used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
                     blocks.append(BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned))
-        return sorted(blocks)
+        with self._lock:
+            return sorted(blocks, key=lambda block: (*self._eviction.first(block.name, block.used_ns), block.name))
+
+    def used(self, name: BlockName, worth: float) -> None:
+        """Tells the policy that a block was found; see `Eviction.used`."""
+        with self._lock:
+            self._eviction.used(name, worth)
 
     @contextlib.contextmanager
     def reserved(self, need: int) -> Iterator[None]:
@@ -150,6 +161,7 @@ class Room:
                 if os.stat(path).st_mtime_ns != block.mtime_ns:
                     continue  # another process has used it since
                 os.unlink(path)
+                self._eviction.evicted(block.name)
                 self.evictions += 1
             self._files.forget(block.name)
             freed += block.nbytes

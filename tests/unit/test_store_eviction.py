@@ -1,0 +1,125 @@
+"""Which blocks go first: the policies by themselves, in stores, and against one that knows the future."""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName
+from cacheblend.store import DiskStore, MemoryStore, open_store
+from cacheblend.store.eviction import POLICIES, Eviction, belady, eviction_of
+from store_blocks import make_block
+
+
+def name_of(number: int) -> BlockName:
+    return BlockName(bytes([number]))
+
+
+def hits_of(policy: Eviction, uses: list[int], room: int, worth: dict[int, float] | None = None) -> int:
+    """A cache of equal blocks, by the policy."""
+    held: set[BlockName] = set()
+    hits = 0
+    for number in uses:
+        name = name_of(number)
+        hits += name in held
+        if name not in held and len(held) >= room:
+            victim = next(policy.victims())
+            policy.evicted(victim)
+            held.remove(victim)
+        held.add(name)
+        policy.used(name, (worth or {}).get(number, 1.0))
+    return hits
+
+
+def test_lru_lets_go_of_what_was_not_used_for_longest() -> None:
+    policy = eviction_of("lru")
+    for number in (1, 2, 3, 1):
+        policy.used(name_of(number), 1)
+    assert list(policy.victims()) == [name_of(2), name_of(3), name_of(1)]
+    policy.gone(name_of(3))
+    assert list(policy.victims()) == [name_of(2), name_of(1)]
+
+
+def test_worth_keeps_what_is_used_often_and_what_is_dear() -> None:
+    policy = eviction_of("worth")
+    for number in (1, 1, 1, 2, 3):
+        policy.used(name_of(number), 2.0 if number == 3 else 1.0)
+    assert list(policy.victims()) == [name_of(2), name_of(3), name_of(1)]
+    assert list(policy.victims()) == [name_of(2), name_of(3), name_of(1)]  # asking changes nothing
+
+
+def test_what_was_popular_once_grows_old() -> None:
+    policy = eviction_of("worth")
+    for _ in range(5):
+        policy.used(name_of(0), 1.0)
+    for number in range(1, 200):
+        policy.used(name_of(number), 1.0)
+        victim = next(policy.victims())
+        policy.evicted(victim)
+        if victim == name_of(0):
+            break
+    assert victim == name_of(0) and number < 20
+
+
+def test_a_scan_does_not_empty_a_cache_of_what_is_used_often() -> None:
+    rng = random.Random(0)
+    uses = []
+    for step in range(3000):
+        uses.append(rng.randrange(10) if step % 2 else 10 + step % 240)
+    lru, worth = (hits_of(eviction_of(name), uses, 12) for name in ("lru", "worth"))
+    assert worth > 1.1 * lru
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 6))
+def test_nobody_does_better_than_who_knows_the_future(name: str, uses: list[int], room: int) -> None:
+    best = belady([name_of(number) for number in uses], room)
+    assert hits_of(eviction_of(name), uses, room) <= best <= len(uses) - len(set(uses))
+    assert belady([name_of(number) for number in uses], 10) == len(uses) - len(set(uses))
+
+
+def brute_force(uses: list[int], room: int, at: int = 0, held: frozenset[int] = frozenset()) -> int:
+    if at == len(uses):
+        return 0
+    number = uses[at]
+    if number in held:
+        return 1 + brute_force(uses, room, at + 1, held)
+    choices = [brute_force(uses, room, at + 1, held)]  # it need not come in
+    if len(held) < room:
+        choices.append(brute_force(uses, room, at + 1, held | {number}))
+    choices += [brute_force(uses, room, at + 1, held - {victim} | {number}) for victim in held]
+    return max(choices)
+
+
+@given(st.lists(st.integers(0, 4), max_size=9), st.integers(1, 3))
+def test_belady_is_the_best_of_all(uses: list[int], room: int) -> None:
+    assert belady([name_of(number) for number in uses], room) == brute_force(uses, room)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_store_keeps_what_is_found_often(kind: str, tmp_path: Path) -> None:
+    often = make_block(0)
+    size = 12_000 if kind == "disk" else 3 * sum(record.nbytes for record in often.records) + 10
+    made = {
+        "memory": lambda policy: MemoryStore(size, eviction=policy),
+        "disk": lambda policy: DiskStore(tmp_path / policy, max_bytes=3 * size, durable=False, eviction=policy),
+    }[kind]
+    for policy, kept in (("lru", False), ("worth", True)):
+        with made(policy) as store:
+            store.write(often)
+            for _ in range(20):
+                store.find([often.name])
+            for seed in range(1, 13):
+                store.write(make_block(seed))
+                store.find([make_block(seed).name])
+            assert (store.find([often.name])[0] is not None) == kept
+
+
+def test_urls_and_unknown_policies(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/s?evict=worth&ram_bytes=1MiB") as store:
+        store.write(make_block(1))
+    with pytest.raises(InvalidInputError, match="no eviction policy is called 'fifo'; there are lru, worth"):
+        open_store("memory://?evict=fifo")
