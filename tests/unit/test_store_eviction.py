@@ -123,3 +123,15 @@ def test_urls_and_unknown_policies(tmp_path: Path) -> None:
         store.write(make_block(1))
     with pytest.raises(InvalidInputError, match="no eviction policy is called 'fifo'; there are lru, worth"):
         open_store("memory://?evict=fifo")
+
+
+def test_the_trace_of_real_requests() -> None:
+    trace = Path(__file__).parents[3] / "shared" / "data" / "ragpulse"
+    if not trace.is_dir():
+        pytest.skip("needs the RAGPulse trace in ../shared/data/ragpulse")
+    from cacheblend.bench.eviction import run
+
+    rates = run(trace, (0.05, 0.2, 1.0))["hit_rate"]
+    assert all(worth > lru for lru, worth in zip(rates["lru"][:2], rates["worth"][:2], strict=True))
+    assert all(best >= worth for best, worth in zip(rates["belady"], rates["worth"], strict=True))
+    assert len({each[-1] for each in rates.values()}) == 1  # all of it fits

@@ -241,6 +241,27 @@ def load(
     show(bench.table(result), result, json)
 
 
+@app.command()
+def evict(
+    trace: Annotated[Path, typer.Option("--trace", help="Folder of a RAGPulse trace.")],
+    size: Annotated[
+        list[float] | None, typer.Option("--size", help="Of the cache, of all distinct blocks, 0..1; several times.")
+    ] = None,
+    json: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw it here. Needs matplotlib.")] = None,
+) -> None:
+    """Hit rate by cache size on a trace of real requests: each eviction policy, and the best possible."""
+    check_outputs(json, plot)
+
+    from cacheblend.bench import eviction as bench
+
+    picture = None if plot is None else picture_file(plot)
+    result = bench.run(trace, tuple(sorted(size)) if size else bench.SHARES)
+    show(bench.table(result), result, json)
+    if picture is not None:
+        bench.plot(result, picture)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
