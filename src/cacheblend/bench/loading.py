@@ -63,6 +63,8 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
     """
     tell = progress or (lambda what: None)
     torch.set_grad_enabled(False)
+    if settings.prompt.threads is not None:
+        torch.set_num_threads(settings.prompt.threads)
     model, tokenizer, name = open_model(settings.prompt)
     tell("pipelined loading")
     pipeline, layout = _pipeline(settings.prompt, model, tokenizer)
@@ -97,7 +99,8 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
     """TTFT where loading takes as long as computing: arms in turns, each with its own throughput."""
     draw = random.Random(prompt.seed)
     with ExitStack() as stack:
-        slow = stack.enter_context(ThrottledStore(1e15, max_bytes=_ROOM))
+        slow = ThrottledStore(1e15, max_bytes=_ROOM)
+        stack.enter_context(slow)
         ahead, serial = (stack.enter_context(_engine(model, tokenizer, slow, n)) for n in (2, 0))
         chunks = open_chunks(prompt, ahead, draw)
         ahead.warm(chunks)

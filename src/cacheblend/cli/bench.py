@@ -242,6 +242,44 @@ def load(
 
 
 @app.command()
+def controller(
+    model: Folder = None,
+    shape: Shape = None,
+    chunk_tokens: ChunkTokens = 256,
+    chunks: Annotated[
+        list[int] | None,
+        typer.Option("--chunks", help="Of a context; several times. Default: 4 8 16.", rich_help_panel=WHAT),
+    ] = None,
+    ratio: Annotated[float, typer.Option("--ratio", "-r", help="The floor.", rich_help_panel=WHAT)] = 0.15,
+    runs: Runs = 3,
+    threads: Threads = None,
+    seed: Seed = 0,
+    json: JsonFile = None,
+) -> None:
+    """The loading controller against every fixed choice, over throttled devices and context lengths."""
+    check_outputs(json)
+
+    from cacheblend.cli.models import model_folder, quiet_transformers
+
+    quiet_transformers()
+    from cacheblend.bench import controlling as bench
+    from cacheblend.bench.ttft import TtftSettings
+
+    settings = TtftSettings(
+        model=None if model is None else str(model_folder(model)),
+        shape=shape,
+        chunk_tokens=chunk_tokens,
+        ratios=(ratio,),
+        runs=runs,
+        threads=threads,
+        seed=seed,
+    )
+    with progress("measuring", "cells", quiet=str(json) == "-") as advance:
+        result = bench.run(settings, tuple(chunks or (4, 8, 16)), advance)
+    show(bench.table(result), result, json)
+
+
+@app.command()
 def evict(
     trace: Annotated[Path, typer.Option("--trace", help="Folder of a RAGPulse trace.")],
     size: Annotated[

@@ -9,7 +9,7 @@ Knows names and numbers; the stores say what was used, and ask who goes.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from cacheblend.core.errors import InvalidInputError
@@ -120,7 +120,7 @@ class LeastWorth:
             heapq.heapify(self._heap)
 
 
-POLICIES = {"lru": LeastRecentlyUsed, "worth": LeastWorth}
+POLICIES: dict[str, Callable[[], Eviction]] = {"lru": LeastRecentlyUsed, "worth": LeastWorth}
 
 
 def eviction_of(name: str) -> Eviction:

@@ -1,0 +1,57 @@
+"""`bench load`, `bench controller` and `bench evict`: what they write, not how fast anything is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command_line import Run, runner
+from redis_server import needs_redis, redis_server
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(capsys, "bench")
+
+
+TINY = ("--shape", "tiny", "--chunk-tokens", 64, "--runs", 1)
+
+
+@needs_redis
+def test_load_writes_every_figure(run: Run, tmp_path: Path) -> None:
+    with redis_server() as server:
+        out = tmp_path / "load.json"
+        options = ("--chunks", 3, "--folder", tmp_path, "--redis", server.url, "--direct", "--json", out)
+        done = run("load", *TINY, *options)
+    assert done.code == 0, done.err
+    figures = json.loads(out.read_text())["figures"]
+    assert set(figures) == {
+        "pipelined_over_max",
+        "serial_over_max",
+        "disk_read_share",
+        "redis_read_share",
+        "int8_bytes",
+        "fp8_bytes",
+        "int4_bytes",
+    }
+    assert figures["int8_bytes"] <= 0.53 and figures["int4_bytes"] <= 0.3
+    assert "GB/s by layer" in done.err + done.out
+    assert list(tmp_path.iterdir()) == [out]  # nothing is left on the disk
+
+
+def test_controller_writes_a_grid(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "controller.json"
+    done = run("controller", *TINY, "--chunks", 2, "--chunks", 5, "--json", out)
+    assert done.code == 0, done.err
+    result = json.loads(out.read_text())
+    assert len(result["cells"]) == 10
+    assert set(result["figures"]) == {"controller_worst", "slow_device_over_full"}
+    assert all(cell["reason"] for cell in result["cells"])
+    fast, slow = result["cells"][0], result["cells"][4]
+    assert "stored blocks from throttled" in fast["reason"]
+    assert slow["load_over_prefill"] == 10
+
+
+def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:
+    assert "size" in run("evict", "--trace", tmp_path, "--size", 2).err
+    assert "model folder or a shape" in run("load").err
