@@ -17,13 +17,19 @@ needs_redis = pytest.mark.skipif(
 )
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class RedisServer:
     """One that can be killed and started anew on the same port."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = _free_port()
+        while self.port > 55_000:  # a cluster's nodes talk to each other 10,000 higher
+            self.port = _free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -126,3 +126,11 @@ def test_rows_that_failed_together_fail_all_their_passes_and_no_others() -> None
     assert [type(error) for error in ended] == [RuntimeError, RuntimeError, type(None)]
     assert torch.equal(passes[2].hidden, alone(2, 40))
     assert all(next(step, "closed") == "closed" for step in steps)
+
+
+@pytest.mark.parametrize("where", ["load", "attention"])
+def test_without_isolation_the_first_error_ends_all(where: str) -> None:
+    passes, join = [Pass(0, 5), Pass(7, 3, fails_at=where), Pass(2, 40)], Join()
+    with pytest.raises((OSError, RuntimeError)):
+        run_in_lockstep([each.steps() for each in passes], join, 10, isolate=False)
+    assert join.tiles == ([] if where == "load" else [[5, 3]])

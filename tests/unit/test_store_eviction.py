@@ -51,6 +51,14 @@ def test_worth_keeps_what_is_used_often_and_what_is_dear() -> None:
     assert list(policy.victims()) == [name_of(2), name_of(3), name_of(1)]  # asking changes nothing
 
 
+def test_a_name_that_went_and_came_back_is_there_once() -> None:
+    policy = eviction_of("worth")
+    policy.used(name_of(1), 1.0)
+    policy.gone(name_of(1))
+    policy.used(name_of(1), 1.0)
+    assert list(policy.victims()) == [name_of(1)]
+
+
 def test_what_was_popular_once_grows_old() -> None:
     policy = eviction_of("worth")
     for _ in range(5):

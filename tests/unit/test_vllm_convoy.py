@@ -68,14 +68,34 @@ def test_one_that_comes_late_does_not_hold_up_those_under_way() -> None:
     assert [names for _, names in steps] == ["a"] * LAYERS + ["b"] * LAYERS
 
 
-def test_one_that_starts_anew_catches_up() -> None:
+def test_one_that_starts_anew_does_not_hold_up_the_oldest() -> None:
     a, b = Job("a", 500, 10), Job("b", 500, 10)
     convoy = convoy_of(a, b)
     while a.layer < 4:
         for job in convoy.next():
             job.layer += 1
     b.layer = 0  # lost a block
-    assert [names for _, names in travel(convoy)] == ["b"] * 4 + ["ab"] * 2
+    assert [names for _, names in travel(convoy)] == ["a"] * 2 + ["b"] * LAYERS
+
+
+def test_the_oldest_that_starts_anew_meets_the_others_again() -> None:
+    a, b = Job("a", 500, 10), Job("b", 500, 10)
+    convoy = convoy_of(a, b)
+    while a.layer < 4:
+        for job in convoy.next():
+            job.layer += 1
+    a.layer = 0
+    assert [names for _, names in travel(convoy)] == ["a"] * 4 + ["ab"] * 2
+
+
+def test_one_that_has_more_rows_than_was_thought_waits_for_the_oldest() -> None:
+    steps = travel(convoy_of(Job("a", 500, 10), Job("b", 600, 99)))
+    assert steps == [
+        *((layer, "a") for layer in range(2)),
+        *((layer, "b") for layer in range(2)),
+        *((layer, "a") for layer in range(2, LAYERS)),
+        *((layer, "b") for layer in range(2, LAYERS)),
+    ]
 
 
 def test_one_that_is_given_up_is_gone_wherever_it_was() -> None:

@@ -24,6 +24,7 @@ from cacheblend.core.plan import BlendPlan, Source, Span
 
 MARGIN = 0.85
 _WEIGHT = 0.2  # of a new observation in the running averages
+_FARTHEST = 8.0  # that what is learnt may lie from the profile
 _FORGOTTEN = 0.02  # a request, of what was learnt of a tier that is not read
 _CHECK = 0.3  # of a layer's cost: norm and projections of a check
 
@@ -83,19 +84,15 @@ class MachineProfile:
             raise InvalidInputError("prefill times and overhead must be above 0, the time of a request 0 or more")
 
     def full_s(self, tokens: int) -> float:
-        """Seconds of a full prefill: between two measured lengths seconds per token change in proportion, and on the
-        same line behind the last."""
+        """Seconds of a full prefill: on straight lines between the measured lengths, and on from the last two."""
         if tokens <= 0:
             return 0.0
-        lengths = np.array([length for length, _ in self.prefill_s], dtype=float)
-        rates = np.array([seconds / length for length, seconds in self.prefill_s])
-        if tokens <= lengths[0]:
-            rate = rates[0]
-        else:
-            at = min(int(np.searchsorted(lengths, tokens)), len(lengths) - 1)
-            slope = (rates[at] - rates[at - 1]) / (lengths[at] - lengths[at - 1])
-            rate = max(rates[at - 1] + slope * (tokens - lengths[at - 1]), rates.min() / 4)
-        return float(tokens * rate)
+        lengths, seconds = (np.array(column, dtype=float) for column in zip(*self.prefill_s, strict=True))
+        seconds = np.maximum.accumulate(seconds)  # a longer one does not take less: that is noise
+        if tokens < lengths[0]:
+            return float(tokens / lengths[0] * seconds[0])
+        slope = (seconds[-1] - seconds[-2]) / (lengths[-1] - lengths[-2])
+        return float(np.interp(tokens, lengths, seconds) + max(0.0, tokens - lengths[-1]) * slope)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -134,6 +131,7 @@ class Decision:
         load_s, compute_s, ttft_s: expected.
         full_s: expected of a full prefill.
         reason: a line for people.
+        reused: rows that are loaded and not exact.
     """
 
     ratio: float
@@ -143,6 +141,7 @@ class Decision:
     ttft_s: float
     full_s: float
     reason: str
+    reused: int = 0
 
 
 class Controller:
@@ -195,7 +194,8 @@ class Controller:
             ratio = self._largest_hidden(plan, loaded, load)
             load, compute, ttft = self._expected(plan, loaded, ratio)
         left_out = frozenset(span.name for span in stored[count:]) - {span.name for span in stored[:count]}
-        return Decision(ratio, left_out, load, compute, ttft, full, self._reason(stored, count, ratio, load, compute))
+        reason = self._reason(stored, count, ratio, load, compute)
+        return Decision(ratio, left_out, load, compute, ttft, full, reason, loaded.reused)
 
     def learn(self, decision: Decision, plan: BlendPlan, compute_s: float, load_s: float) -> None:
         """Learns from a pass over a plan that was decided: its seconds of computing, and of loading all tiers together,
@@ -215,9 +215,13 @@ class Controller:
             compute_s: the pass without waiting.
             read_s: by tier, seconds that reading took, and those that the controller had expected.
         """
-        if decision.compute_s > self._profile.request_s and decision.load_s:
+        start = self._profile.overhead
+        if decision.reused and decision.compute_s > self._profile.request_s:
             factor = max(compute_s - self._profile.request_s, 1e-9) / (decision.compute_s - self._profile.request_s)
-            self._overhead *= 1 + _WEIGHT * (min(max(factor, 0.25), 4.0) - 1)
+            learnt = self._overhead * (1 + _WEIGHT * (min(max(factor, 0.25), 4.0) - 1))
+            self._overhead = min(max(learnt, start / _FARTHEST), start * _FARTHEST)
+        else:  # nothing was blended: it may pay again
+            self._overhead += (start - self._overhead) * _FORGOTTEN
         for tier, (taken, expected) in read_s.items():
             if expected > 0:
                 factor = min(max(taken / expected, 0.25), 4.0)

@@ -49,13 +49,16 @@ def run_alone(steps: LayerSteps) -> None:
         return
 
 
-def run_in_lockstep(passes: Sequence[LayerSteps], join: Join, tile_rows: int) -> list[Exception | None]:
+def run_in_lockstep(
+    passes: Sequence[LayerSteps], join: Join, tile_rows: int, *, isolate: bool = True
+) -> list[Exception | None]:
     """Passes through the layer that all of them stand in front of.
 
     Args:
         passes: of prompts that share the model, not the KV cache.
         join: the engine's.
         tile_rows: rows that go through a layer at once; a pass that has more by itself yields tiles of its own.
+        isolate: a pass that fails ends alone. Tensor-parallel ranks must not go on without it: False raises at once.
 
     Returns:
         What ended each pass, None where it is through. Rows that failed together fail all of their passes.
@@ -69,6 +72,8 @@ def run_in_lockstep(passes: Sequence[LayerSteps], join: Join, tile_rows: int) ->
         except StopIteration:
             pass
         except Exception as error:  # of one pass: the others go on
+            if not isolate:
+                raise
             ended[number] = error
 
     for number in range(len(passes)):
@@ -79,6 +84,8 @@ def run_in_lockstep(passes: Sequence[LayerSteps], join: Join, tile_rows: int) ->
         try:
             outputs = _run_together(tile, join) if len(tile) > 1 else [tile[0].run()]
         except Exception as error:
+            if not isolate:
+                raise
             for number in together:
                 passes[number].close()
                 ended[number] = error

@@ -127,6 +127,8 @@ class BucketObjects:
         found = []
         for meta in self._list("blocks"):
             name = _name(meta["path"])
+            if name is None:
+                continue
             written = meta["last_modified"].timestamp()
             with self._lock:
                 found.append(HeldBlock(name, int(meta["size"]), max(written, self._used.get(name, 0.0))))
@@ -144,7 +146,8 @@ class BucketObjects:
 
     def pinned(self) -> set[BlockName]:
         """See `Objects`."""
-        return {_name(meta["path"]) for meta in self._list("pins")}
+        names = [_name(meta["path"]) for meta in self._list("pins")]
+        return {name for name in names if name is not None}
 
     def put_manifest(self, name: BlockName, data: Bytes) -> None:
         """See `Objects`."""
@@ -152,7 +155,8 @@ class BucketObjects:
 
     def manifests(self) -> Mapping[BlockName, str]:
         """See `Objects`."""
-        return {_name(meta["path"]): f"{meta['e_tag']} {meta['last_modified']}" for meta in self._list("manifests")}
+        named = [(_name(meta["path"]), f"{meta['e_tag']} {meta['last_modified']}") for meta in self._list("manifests")]
+        return {name: mark for name, mark in named if name is not None}
 
     def read_manifests(self, names: Sequence[BlockName]) -> list[Bytes | None]:
         """See `Objects`."""
@@ -240,5 +244,9 @@ def _manifest(name: BlockName) -> str:
     return f"manifests/{name.hex()}"
 
 
-def _name(path: str) -> BlockName:
-    return BlockName(bytes.fromhex(path.rpartition("/")[2]))
+def _name(path: str) -> BlockName | None:
+    """The name that an object goes by; None of one that somebody else put there."""
+    try:
+        return BlockName(bytes.fromhex(path.rpartition("/")[2]))
+    except ValueError:
+        return None

@@ -119,13 +119,14 @@ class CascadeStore(KVStore):
             if where is None or not isinstance(record, torch.Tensor):
                 continue
             with self._lock:
-                self._gathered.setdefault(name, {})[layer] = record
-                self._gathered_bytes += record.nbytes
+                parts = self._gathered.setdefault(name, {})
+                self._gathered_bytes += record.nbytes - (parts[layer].nbytes if layer in parts else 0)
+                parts[layer] = record
                 whole = self._gathered.pop(name) if layer == len(where[1].layout.layers) - 1 else None
                 self._gathered_bytes -= sum(part.nbytes for part in whole.values()) if whole else 0
                 while self._gathered_bytes > _GATHERED_BYTES and self._gathered:
-                    _, parts = self._gathered.popitem(last=False)
-                    self._gathered_bytes -= sum(part.nbytes for part in parts.values())
+                    _, dropped = self._gathered.popitem(last=False)
+                    self._gathered_bytes -= sum(part.nbytes for part in dropped.values())
             if whole is not None:
                 self._promote(name, number, where[1], whole)
 

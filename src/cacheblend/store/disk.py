@@ -99,9 +99,7 @@ class DiskStore(KVStore):
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. A stat for a known block, reading the header for others."""
         headers = self._files.find(names)
-        for header in reversed(headers):
-            if header is not None:
-                self._room.used(header.name, len(header.entry.token_ids) / header.file_bytes)
+        self._room.used([(h.name, len(h.entry.token_ids) / h.file_bytes) for h in reversed(headers) if h is not None])
         found = sum(header is not None for header in headers)
         with self._lock:
             self._hits += found
@@ -124,6 +122,7 @@ class DiskStore(KVStore):
         try:
             with self._room.reserved(need):
                 self._publish(path, buffers, need)
+            self._room.used([(block.name, len(block.token_ids) / need)])
         except (StoreError, OSError) as error:
             with self._lock:
                 self._write_failures += 1
@@ -151,6 +150,7 @@ class DiskStore(KVStore):
         self._folder.require_writable()
         self.unpin([name])
         self._files.forget(name)
+        self._room.gone(name)
         return _unlink(self._folder.block_path(name))
 
     # Pins and manifests

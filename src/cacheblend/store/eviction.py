@@ -65,7 +65,7 @@ class LeastRecentlyUsed:
 
     def victims(self) -> Iterator[BlockName]:
         """See `Eviction`."""
-        yield from list(self._held)
+        yield from self._held
 
 
 class LeastWorth:
@@ -75,7 +75,8 @@ class LeastWorth:
         self._clock = 0.0
         self._counts: dict[BlockName, int] = {}
         self._values: dict[BlockName, float] = {}
-        self._heap: list[tuple[float, int, BlockName]] = []  # with values that are no longer true
+        self._heap: list[tuple[float, int, BlockName]] = []  # with entries that are no longer true
+        self._entry: dict[BlockName, int] = {}  # the tick of the true one
         self._tick = 0
 
     def used(self, name: BlockName, worth: float) -> None:
@@ -88,10 +89,11 @@ class LeastWorth:
         """See `Eviction`."""
         self._counts.pop(name, None)
         self._values.pop(name, None)
+        self._entry.pop(name, None)
 
     def first(self, name: BlockName, used: float) -> tuple[float, float]:
-        """See `Eviction`. A block that this process never used has no value but its age."""
-        return self._values.get(name, 0.0), used
+        """See `Eviction`. A block that this process never used is worth what was evicted last."""
+        return self._values.get(name, self._clock), used
 
     def evicted(self, name: BlockName) -> None:
         """See `Eviction`."""
@@ -103,8 +105,8 @@ class LeastWorth:
         seen: list[BlockName] = []
         try:
             while self._heap:
-                value, _, name = heapq.heappop(self._heap)
-                if self._values.get(name) == value:
+                _, tick, name = heapq.heappop(self._heap)
+                if self._entry.get(name) == tick:
                     seen.append(name)
                     yield name
         finally:
@@ -114,9 +116,10 @@ class LeastWorth:
 
     def _push(self, name: BlockName) -> None:
         self._tick += 1
+        self._entry[name] = self._tick
         heapq.heappush(self._heap, (self._values[name], self._tick, name))
         if len(self._heap) > 64 + 4 * len(self._values):
-            self._heap = [entry for entry in self._heap if self._values.get(entry[2]) == entry[0]]
+            self._heap = [entry for entry in self._heap if self._entry.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
 
 

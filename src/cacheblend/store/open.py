@@ -106,6 +106,11 @@ def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str 
     if in_front.scheme == "memory":
         if ram_bytes is not None:
             raise InvalidInputError("memory:// in front and ram_bytes are the same thing; keep one of the two")
+        others = set(in_front.options) - {"max_bytes"}
+        if others:
+            raise InvalidInputError(
+                f"memory:// in front of other stores has no option {min(others)!r}; it has max_bytes"
+            )
         ram_bytes = dict(in_front.options).get("max_bytes", str(default_memory_bytes()))
         urls = urls[1:]
     if any(_split(each).scheme == "memory" for each in urls):

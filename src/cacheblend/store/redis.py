@@ -11,6 +11,7 @@ header is written last, and its layers expire unless that happens: a writer that
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -47,6 +48,7 @@ class RedisObjects:
         scheme = parts.scheme.replace("valkey", "redis")
         self.place = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
         from redis.backoff import NoBackoff
+        from redis.exceptions import RedisClusterException
         from redis.retry import Retry
 
         options: dict[str, Any] = {
@@ -54,11 +56,14 @@ class RedisObjects:
             "socket_connect_timeout": timeout,
             "retry": Retry(NoBackoff(), 1),  # a connection that was closed while idle
         }
+        if cluster:
+            options["retry"] = Retry(NoBackoff(), 0)  # it tries each command of a lost node by itself
         kind = redis.RedisCluster if cluster else redis.Redis
-        self._no_answer = (redis.ConnectionError, redis.TimeoutError, OSError)
+        self._no_answer = (redis.ConnectionError, redis.TimeoutError, RedisClusterException, OSError)
         self._full, self._refused = redis.OutOfMemoryError, redis.RedisError
         self._prefix = prefix
-        self._client: Any = kind.from_url(urlunsplit((scheme, *parts[1:3], "", "")), **options)
+        self._open = partial(kind.from_url, urlunsplit((scheme, *parts[1:3], "", "")), **options)
+        self._client: Any = None  # a cluster's connects at once
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
@@ -195,7 +200,8 @@ class RedisObjects:
 
     def close(self) -> None:
         """See `Objects`."""
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
 
     # ---- the connection ---------------------------------------------------------------------------------
 
@@ -203,6 +209,8 @@ class RedisObjects:
         """The answers to the commands that `ask` puts into a pipeline; those behind the first `all_of` may fail."""
 
         def run() -> list[Any]:
+            if self._client is None:
+                self._client = self._open()
             with self._client.pipeline(transaction=False) as pipe:
                 ask(pipe)
                 answers: list[Any] = pipe.execute(raise_on_error=False)

@@ -123,8 +123,7 @@ class RemoteStore(KVStore):
                     return False
             header, *records = encode_block(block)
             self._make_room(len(header) + sum(len(record) for record in records), block.name)
-            with self._answering():
-                self._objects.put(block.name, header, records)
+            self._objects.put(block.name, header, records)  # one that is too slow to write may be read all the same
         return True
 
     def delete(self, name: BlockName) -> bool:
@@ -386,7 +385,7 @@ class RemoteStore(KVStore):
             stale = time.monotonic() > self._counted_at + _RECOUNT_S
             if stale or self._bytes + need > self.max_bytes:
                 with self._answering():
-                    _, self._bytes = self._evict(self.max_bytes - need, name)
+                    _, self._bytes = self._evict(self.max_bytes - need, name, slack=self.max_bytes // 64)
                 self._counted_at = time.monotonic()
             if self._bytes + need > self.max_bytes:
                 raise StoreFullError(
@@ -395,15 +394,18 @@ class RemoteStore(KVStore):
                 )
             self._bytes += need
 
-    def _evict(self, at_most: int, keep: BlockName | None) -> tuple[int, int]:
-        """(freed, left): removes what was not used for longest; nothing, if not enough of it can go."""
+    def _evict(self, at_most: int, keep: BlockName | None, slack: int = 0) -> tuple[int, int]:
+        """(freed, left): removes what was not used for longest; nothing, if not enough of it can go.
+
+        If anything has to go, `slack` bytes more go with it: not every write should have to list all.
+        """
         held = sorted(self._objects.held(), key=lambda block: block.used)
         total = sum(block.nbytes for block in held)
         pinned = self._objects.pinned() if total > at_most else set()
         victims: list[HeldBlock] = []
         excess = total - at_most
-        for block in held:
-            if excess <= 0:
+        for block in held if excess > 0 else ():
+            if excess <= -min(slack, max(0, at_most)):
                 break
             if block.name not in pinned and block.name != keep:
                 victims.append(block)

@@ -14,7 +14,7 @@ folder over its bound by at most 1/32, until its next listing.
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
@@ -60,6 +60,7 @@ class Room:
         self._files = files
         self._eviction = eviction or LeastRecentlyUsed()
         self._lock = threading.RLock()
+        self._using = threading.Lock()  # of the policy: a look-up does not wait for an eviction
         self._total: int | None = None  # as last listed, with this process's writes since
         self._since_listed = 0
         self._in_flight = 0
@@ -81,13 +82,19 @@ class Room:
                     status = file.stat(follow_symlinks=False)
                     used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
                     blocks.append(BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned))
-        with self._lock:
+        with self._using:
             return sorted(blocks, key=lambda block: (*self._eviction.first(block.name, block.used_ns), block.name))
 
-    def used(self, name: BlockName, worth: float) -> None:
-        """Tells the policy that a block was found; see `Eviction.used`."""
-        with self._lock:
-            self._eviction.used(name, worth)
+    def used(self, worths: Sequence[tuple[BlockName, float]]) -> None:
+        """Tells the policy which blocks were written or found, in this order; see `Eviction.used`."""
+        with self._using:
+            for name, worth in worths:
+                self._eviction.used(name, worth)
+
+    def gone(self, name: BlockName) -> None:
+        """Tells the policy that a block was removed."""
+        with self._using:
+            self._eviction.gone(name)
 
     @contextlib.contextmanager
     def reserved(self, need: int) -> Iterator[None]:
@@ -161,7 +168,8 @@ class Room:
                 if os.stat(path).st_mtime_ns != block.mtime_ns:
                     continue  # another process has used it since
                 os.unlink(path)
-                self._eviction.evicted(block.name)
+                with self._using:
+                    self._eviction.evicted(block.name)
                 self.evictions += 1
             self._files.forget(block.name)
             freed += block.nbytes

@@ -326,7 +326,8 @@ class BlendEngine:
         report = report_of(result, planned - started, time.perf_counter() - planned)
         if decision is not None and self.controller is not None:
             explain(report, result.plan, decision)
-            self.controller.learn(decision, result.plan, report.compute_s, report.load_s)
+            if not report.fallbacks:
+                self.controller.learn(decision, result.plan, report.compute_s, report.load_s)
         return result, report
 
     def load_prefix(self, plan: BlendPlan) -> DynamicCache:

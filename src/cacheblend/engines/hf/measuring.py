@@ -41,14 +41,15 @@ def measure_machine(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, ro
     tiers: dict[str, TierSpeed] = {}
     for store in tiers_of(engine.store):
         tier, speed = measure(store, engine.stored_layout, rounds=rounds)
-        tiers[tier] = speed
+        if tier not in tiers or speed.bytes_per_s < tiers[tier].bytes_per_s:  # of two disks the slower one counts
+            tiers[tier] = speed
     return replace(profile, tiers=tiers, overhead=_overhead(engine, profile, rng, fitting[-1], rounds))
 
 
 def _overhead(engine: BlendEngine, profile: MachineProfile, rng: random.Random, tokens: int, rounds: int) -> float:
     """How much longer a row-layer takes in a blend: one of stored chunks, at the floor, against the profile."""
     chunks = [chunk(_ids(engine, rng, _CHUNK)) for _ in range(max(1, (tokens - 64) // _CHUNK))]
-    stored = [manifest.chunk_id for manifest in engine.store.manifests()]
+    own = {bytes(each.token_ids) for each in chunks}
     engine.warm(chunks)
     try:
         rng.shuffle(chunks)
@@ -58,7 +59,7 @@ def _overhead(engine: BlendEngine, profile: MachineProfile, rng: random.Random, 
         return _seconds(engine, prompt, rounds) / expected
     finally:
         for manifest in engine.store.manifests():
-            if manifest.chunk_id not in stored:
+            if bytes(manifest.token_ids) in own:
                 engine.store.delete_manifest(manifest.chunk_id)
                 for name in manifest.block_names:
                     engine.store.delete(name)

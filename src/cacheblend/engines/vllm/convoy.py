@@ -1,9 +1,12 @@
 """Who goes through the next layer: jobs in the order they came, the first ones side by side.
 
-layer       0     1     2     3 ...
-job 1       |=====|=====|=-=-=-=-=>      goes first, alone, as long as its rows are many
-job 2       |=====|=====|=-=-=-=-=>      joins at the layer behind the last selection, as long as a tile has room
-job 3                                    waits: those in front of it are under way together
+    layer       0     1     2     3 ...
+    job 1       |=====|=====|=-=-=-=-=>      goes first, alone, as long as its rows are many
+    job 2       |=====|=====|=-=-=-=-=>      joins at the layer behind the last selection, as long as a tile has room
+    job 3                                    waits: those in front of it are under way together
+
+Nobody is held up by one who came later, but for the layers in front of the join layer: a job that has fallen behind (it
+has more rows than there is room for, or lost a block and began anew) waits until the oldest is through.
 """
 
 from collections import deque
@@ -65,10 +68,14 @@ class Convoy(Generic[Job]):
         """Jobs to advance by one layer, all in front of the same one; there must be a job."""
         if self._waiting and self._may_join():
             self._under_way.append(self._waiting.popleft())
-        behind = min(job.layer for job in self._under_way)
-        chosen: list[Job] = []
-        for job in self._under_way:
-            if job.layer == behind and (not chosen or self._count(chosen) + job.active_rows <= self._rows):
+        oldest, *others = self._under_way
+        if oldest.layer == self._join_layer:
+            for job in others:
+                if job.layer < self._join_layer:
+                    return [job]  # it catches up; what does not fit then waits for the oldest to end
+        chosen = [oldest]
+        for job in others:
+            if job.layer == oldest.layer and self._count(chosen) + job.active_rows <= self._rows:
                 chosen.append(job)
         return chosen
 

@@ -12,6 +12,7 @@ Every rank does the same rows in the same order; where ranks must agree (chosen 
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -176,7 +177,8 @@ class Worker:
         opened = [task for task in tasks if self._is_open(task)]
         runs = [task.run for task in opened if task.run is not None]
         rows = sum(run.active_rows for run in runs)
-        ended = run_in_lockstep([run.next_layer() for run in runs], join, self._tile_rows)
+        steps = [run.next_layer() for run in runs]
+        ended = run_in_lockstep(steps, join, self._tile_rows, isolate=self._over_ranks is None)
         for task, run, error in zip(opened, runs, ended, strict=True):
             if error is not None:
                 self._fail(task, error)
@@ -201,6 +203,7 @@ class Worker:
         if self._over_ranks is not None:
             raise error  # ranks that are out of step cannot be brought together again
         logger.error("a blend failed and is left to vLLM", exc_info=error)
+        traceback.clear_frames(error.__traceback__)  # which would keep its tensors
         self._give_up(task, type(error).__name__)
 
     def _start(self, task: _Task) -> None:
