@@ -485,7 +485,7 @@ BAD = [
     (["warm", "-m", "{model}", "-s", "{tmp}/s", "-d", "{data}", "--block-size", "0"], "at least 1, got 0"),
     (["ask", "-m", "{model}", "-s", "memory"], "no question"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-r", "1.5"], "0..1, got 1.5"),
-    (["ask", "-m", "{model}", "-s", "s3://x", "-q", "?"], "s3"),
+    (["ask", "-m", "{model}", "-s", "gs://x", "-q", "?"], "gs"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--selector", "best"], "'best'"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "--check-layer", "9"], "check layer 9"),
     (["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-r", "0.5", "-r", "0.2"], "2 --ratio need as many"),

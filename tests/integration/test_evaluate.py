@@ -251,7 +251,7 @@ def test_a_small_store_is_filled_again_and_again(model: Path) -> None:
     rows = [QuestionRow("When?", tuple(Text(text, "") for text in texts[i : i + 2])) for i in range(0, 12, 2)]
     with BlendEngine.from_pretrained(model, device="cpu") as engine:
         needed = max(len(PromptLayout().prompt(engine, [Passage(t.text) for t in r.passages], "When?")) for r in rows)
-        bytes_per_token = engine.survey.layout.bytes_per_token
+        bytes_per_token = engine.survey.layout.block_bytes(1)
     with (
         MemoryStore(5 * needed * bytes_per_token) as store,
         BlendEngine.from_pretrained(model, device="cpu", store=store) as engine,

@@ -19,6 +19,8 @@ RUNNING_FIELDS = frozenset(
     [
         "anchor",
         "block_size",
+        "codec",
+        "machine",
         "salt",
         "tile_rows",
         "read_ahead",
