@@ -47,9 +47,7 @@ def test_controller_writes_a_grid(run: Run, tmp_path: Path) -> None:
     assert len(result["cells"]) == 10
     assert set(result["figures"]) == {"controller_worst", "slow_device_over_full"}
     assert all(cell["reason"] for cell in result["cells"])
-    fast, slow = result["cells"][0], result["cells"][4]
-    assert "stored blocks from throttled" in fast["reason"]
-    assert slow["load_over_prefill"] == 10
+    assert [cell["load_over_prefill"] for cell in result["cells"]] == [0.1, 0.3, 1.0, 3.0, 10.0] * 2
 
 
 def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:

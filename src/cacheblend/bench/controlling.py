@@ -34,6 +34,7 @@ _UNTHROTTLED = 1e15
 Progress = Callable[[int, int], None]
 
 
+@torch.no_grad()
 def run(
     settings: TtftSettings, lengths: tuple[int, ...] = (4, 8, 16), progress: Progress | None = None
 ) -> dict[str, Any]:
@@ -47,7 +48,6 @@ def run(
     Raises:
         InvalidInputError: the model cannot be opened.
     """
-    torch.set_grad_enabled(False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model, tokenizer, name = open_model(settings)

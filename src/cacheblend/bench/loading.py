@@ -54,6 +54,7 @@ class LoadSettings:
     direct: bool = False
 
 
+@torch.no_grad()
 def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, Any]:
     """All of it; `figures` beside the raw numbers.
 
@@ -62,7 +63,6 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
         StoreError: disk or server cannot be used.
     """
     tell = progress or (lambda what: None)
-    torch.set_grad_enabled(False)
     if settings.prompt.threads is not None:
         torch.set_num_threads(settings.prompt.threads)
     model, tokenizer, name = open_model(settings.prompt)
