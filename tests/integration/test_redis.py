@@ -1,8 +1,10 @@
 """A store in a real Redis: prompts through it, and what goes wrong with servers."""
 
+import dataclasses
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis as client
@@ -11,6 +13,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.engines.hf import SamplingParams, warming
 from cacheblend.store import KVStore, open_store, remote
+from cacheblend.store.record_file import encode_block
 from families import tiny_model
 from parity.scenes import RAG, A, assert_same, greedy, open_engine
 from redis_server import RedisServer, needs_redis, redis_server
@@ -84,6 +87,7 @@ def test_a_server_that_comes_back_empty_is_filled_anew(server: RedisServer, no_p
     with open_store(server.url) as store, open_engine(tiny_model("llama"), [A], store=store, capture=True) as engine:
         server.kill()
         engine.generate(RAG, FOUR)
+        assert engine.flush(timeout=60)  # its writes fail
         server.start()
         assert engine.generate(RAG, FOUR).report.missed_tokens > 0
         assert engine.flush(timeout=60)
@@ -115,6 +119,28 @@ def test_a_server_that_hangs_is_given_up_in_time(server: RedisServer) -> None:
         started = time.monotonic()
         assert store.find([block.name]) == [None]
         assert time.monotonic() - started < 2
+
+
+def test_a_block_that_another_process_wrote_anew_is_read_and_not_damaged(server: RedisServer) -> None:
+    block = make_block(1)
+    anew = dataclasses.replace(block, records=[record.clone().fill_(3) for record in block.records])
+    with open_store(server.url) as store, open_store(server.url) as another:
+        store.write(block)
+        assert holds(store, block)  # its header is remembered
+        another.delete(block.name)
+        another.write(anew)
+        assert torch.equal(store.read(block.name, 1), anew.records[1])
+        assert store.stats().damaged == 0
+        assert holds(store, anew)
+
+
+def test_writers_side_by_side_keep_the_bound(server: RedisServer) -> None:
+    one = make_block(0, tokens=64)
+    size = sum(len(part) for part in encode_block(one))
+    with open_store(f"{server.url}?max_bytes={4 * size}") as store, ThreadPoolExecutor(8) as pool:
+        written = list(pool.map(lambda seed: store.write(make_block(seed, tokens=64)), range(40)))
+        assert all(written)
+        assert store.stats().bytes <= 4 * size
 
 
 @pytest.mark.parametrize("what", ["flipped", "cut", "another block's", "header flipped"])

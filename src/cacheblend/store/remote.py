@@ -12,7 +12,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,7 +22,6 @@ from cacheblend.core.errors import (
     BlockLostError,
     InvalidInputError,
     StoreError,
-    StoreFullError,
     StoreReadOnlyError,
     StoreUnreachableError,
 )
@@ -39,17 +38,23 @@ from cacheblend.store.base import (
     head_range,
 )
 from cacheblend.store.manifests import decode_manifest, encode_manifest
-from cacheblend.store.objects import Bytes, HeldBlock, Objects, Range
+from cacheblend.store.objects import Bytes, Objects, Range
 from cacheblend.store.record_file import BlockHeader, DamagedError, check_heads, decode_header, encode_block
+from cacheblend.store.remote_room import RemoteRoom
 
 PAUSE_S = 5.0
 """For so long nobody asks a place that did not answer."""
 
 _KNOWN = 65_536  # headers that are remembered
-_RECOUNT_S = 30.0  # others write, too
 logger = logging.getLogger(LOGGER_NAME)
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to a record
 T = TypeVar("T")
+
+
+class _Gone(NamedTuple):
+    """A record that is not there, though its block's header may be."""
+
+    header_held: bool
 
 
 class RemoteStore(KVStore):
@@ -62,13 +67,13 @@ class RemoteStore(KVStore):
     """
 
     def __init__(self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False) -> None:
-        self._objects, self.max_bytes, self.read_only = objects, max_bytes, read_only
+        self._objects, self.read_only = objects, read_only
+        self._room = RemoteRoom(objects, max_bytes, self._drop)
         self._known: OrderedDict[BlockName, BlockHeader] = OrderedDict()
         self._manifests: dict[BlockName, tuple[str, ChunkManifest]] = {}
-        self._lock, self._room = threading.Lock(), threading.Lock()
-        self._bytes, self._counted_at = 0, -_RECOUNT_S
+        self._lock = threading.Lock()
         self._resume_at = 0.0
-        self._hits = self._misses = self._evictions = self._damaged = self._write_failures = 0
+        self._hits = self._misses = self._damaged = self._write_failures = 0
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
@@ -100,18 +105,23 @@ class RemoteStore(KVStore):
         self, names: Sequence[BlockName], layer: int, heads: slice | None = None
     ) -> list[torch.Tensor | BlockLostError]:
         """See `KVStore.read_many`. One round trip."""
+        wanted = list(dict.fromkeys(names))
+        with self._lock:
+            remembered = [name for name in wanted if name in self._known]
         try:
-            headers = self._headers(names, names)
-            ranges = [None if header is None else _range(header, layer, heads) for header in headers]
-            with self._answering():
-                parts = iter(self._objects.records([each for each in ranges if each is not None]))
+            found = self._records(wanted, layer, heads)
+            suspect = [name for name in remembered if isinstance(found[name], DamagedError)]
+            if suspect:  # somebody else may have written it anew since its header was read
+                with self._lock:
+                    for name in suspect:
+                        self._known.pop(name, None)
+                found |= self._records(suspect, layer, heads)
         except StoreError as error:
             return [BlockLostError([name], str(error)) for name in names]
-        found: list[torch.Tensor | BlockLostError] = []
-        for name, header, wanted in zip(names, headers, ranges, strict=True):
-            data = None if wanted is None else next(parts)
-            found.append(self._record(name, header, wanted, data))
-        return found
+        given = {
+            name: part if isinstance(part, torch.Tensor) else self._lost(name, part) for name, part in found.items()
+        }
+        return [given[name] for name in names]
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`."""
@@ -122,8 +132,8 @@ class RemoteStore(KVStore):
                 if self._objects.use([block.name])[0]:
                     return False
             header, *records = encode_block(block)
-            self._make_room(len(header) + sum(len(record) for record in records), block.name)
-            self._objects.put(block.name, header, records)  # one that is too slow to write may be read all the same
+            with self._room.reserved(len(header) + sum(len(record) for record in records), block.name, self._answering):
+                self._objects.put(block.name, header, records)  # one that is too slow to write may be read all the same
         return True
 
     def delete(self, name: BlockName) -> bool:
@@ -189,12 +199,12 @@ class RemoteStore(KVStore):
             tier=self._objects.tier,
             blocks=len(held),
             bytes=sum(block.nbytes for block in held),
-            max_bytes=self.max_bytes,
+            max_bytes=self._room.max_bytes,
             chunks=chunks,
             pinned=sum(block.name in pinned for block in held),
             hits=self._hits,
             misses=self._misses,
-            evictions=self._evictions,
+            evictions=self._room.evictions,
             damaged=self._damaged,
             write_failures=self._write_failures,
         )
@@ -225,8 +235,8 @@ class RemoteStore(KVStore):
         self._require_writable()
         if max_bytes < 0:
             raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
-        with self._answering(), self._room:
-            freed, _ = self._evict(max_bytes, None)
+        with self._answering():
+            freed = self._room.shrink(max_bytes)
             held = {block.name for block in self._objects.held()}
             for manifest in self.manifests():
                 if held.isdisjoint(manifest.block_names):
@@ -306,23 +316,31 @@ class RemoteStore(KVStore):
     def _entry(self, header: BlockHeader) -> BlockEntry:
         return replace(header.entry, tier=self._objects.tier)
 
-    def _record(
-        self, name: BlockName, header: BlockHeader | None, wanted: Range | None, data: Bytes | None
-    ) -> torch.Tensor | BlockLostError:
-        """Checked bytes as a tensor that shares them."""
-        if header is None or wanted is None or data is None:
-            self._forget(name, held=header is not None)
-            return BlockLostError([name], f"{name.hex()} is not in {self._objects.place} (never written, or evicted)")
-        head_bytes = header.geometry.head_bytes[wanted.layer]
-        try:
-            if len(data) != wanted.stop - wanted.start:
-                raise DamagedError(f"layer {wanted.layer} has {len(data)} bytes, not {wanted.stop - wanted.start}")
-            check_heads(header, wanted.layer, wanted.start // head_bytes, memoryview(data))
-        except DamagedError as error:
-            return self._damage(name, str(error))
-        layout = header.geometry.layout
-        rest = layout.record_shape(wanted.layer, len(header.entry.token_ids))[1:]
-        return torch.frombuffer(data, dtype=torch.uint8).view(layout.record_dtype).view(-1, *rest)
+    def _records(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None
+    ) -> dict[BlockName, torch.Tensor | DamagedError | _Gone]:
+        """What is there of a layer, each block by itself."""
+        headers = self._headers(names, names)
+        ranges = [None if header is None else _range(header, layer, heads) for header in headers]
+        with self._answering():
+            parts = iter(self._objects.records([each for each in ranges if each is not None]))
+        found: dict[BlockName, torch.Tensor | DamagedError | _Gone] = {}
+        for name, header, wanted in zip(names, headers, ranges, strict=True):
+            data = None if wanted is None else next(parts)
+            if header is None or wanted is None or data is None:
+                found[name] = _Gone(header_held=header is not None)
+                continue
+            try:
+                found[name] = _checked(header, wanted, data)
+            except DamagedError as error:
+                found[name] = error
+        return found
+
+    def _lost(self, name: BlockName, found: DamagedError | _Gone) -> BlockLostError:
+        if isinstance(found, DamagedError):
+            return self._damage(name, str(found))
+        self._forget(name, held=found.header_held)
+        return BlockLostError([name], f"{name.hex()} is not in {self._objects.place} (never written, or evicted)")
 
     def _forget(self, name: BlockName, *, held: bool) -> None:
         """A block that is gone, or of which a piece is, which makes the rest of it useless."""
@@ -371,58 +389,22 @@ class RemoteStore(KVStore):
             self._manifests = listed
         return {name: manifest for name, (_, manifest) in listed.items()}
 
-    # ---- room -------------------------------------------------------------------------------------------
-
-    def _make_room(self, need: int, name: BlockName) -> None:
-        """Evicts until `need` more bytes fit, and counts them as taken.
-
-        Raises:
-            StoreFullError: they cannot fit.
-        """
-        if self.max_bytes is None:
-            return
-        with self._room:
-            stale = time.monotonic() > self._counted_at + _RECOUNT_S
-            if stale or self._bytes + need > self.max_bytes:
-                with self._answering():
-                    _, self._bytes = self._evict(self.max_bytes - need, name, slack=self.max_bytes // 64)
-                self._counted_at = time.monotonic()
-            if self._bytes + need > self.max_bytes:
-                raise StoreFullError(
-                    f"block {name.hex()} needs {need} bytes; {self._objects.place} is bounded to {self.max_bytes} "
-                    "bytes and what it holds is pinned: raise max_bytes or unpin"
-                )
-            self._bytes += need
-
-    def _evict(self, at_most: int, keep: BlockName | None, slack: int = 0) -> tuple[int, int]:
-        """(freed, left): removes what was not used for longest; nothing, if not enough of it can go.
-
-        If anything has to go, `slack` bytes more go with it: not every write should have to list all.
-        """
-        held = sorted(self._objects.held(), key=lambda block: block.used)
-        total = sum(block.nbytes for block in held)
-        pinned = self._objects.pinned() if total > at_most else set()
-        victims: list[HeldBlock] = []
-        excess = total - at_most
-        for block in held if excess > 0 else ():
-            if excess <= -min(slack, max(0, at_most)):
-                break
-            if block.name not in pinned and block.name != keep:
-                victims.append(block)
-                excess -= block.nbytes
-        if keep is not None and excess > 0:
-            return 0, total
-        gone = self._drop([block.name for block in victims])
-        with self._lock:
-            self._evictions += sum(gone)
-        freed = sum(block.nbytes for block, was in zip(victims, gone, strict=True) if was)
-        return freed, total - sum(block.nbytes for block in victims)
-
     def _drop(self, names: Sequence[BlockName]) -> list[bool]:
         with self._lock:
             for name in names:
                 self._known.pop(name, None)
         return self._objects.delete(names) if names else []
+
+
+def _checked(header: BlockHeader, wanted: Range, data: Bytes) -> torch.Tensor:
+    """Bytes as a tensor that shares them; `DamagedError` if they are not what the header says."""
+    head_bytes = header.geometry.head_bytes[wanted.layer]
+    if len(data) != wanted.stop - wanted.start:
+        raise DamagedError(f"layer {wanted.layer} has {len(data)} bytes, not {wanted.stop - wanted.start}")
+    check_heads(header, wanted.layer, wanted.start // head_bytes, memoryview(data))
+    layout = header.geometry.layout
+    rest = layout.record_shape(wanted.layer, len(header.entry.token_ids))[1:]
+    return torch.frombuffer(data, dtype=torch.uint8).view(layout.record_dtype).view(-1, *rest)
 
 
 def _range(header: BlockHeader, layer: int, heads: slice | None) -> Range:
