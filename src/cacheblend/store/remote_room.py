@@ -26,7 +26,7 @@ class RemoteRoom:
         self, objects: Objects, max_bytes: int | None, drop: Callable[[Sequence[BlockName]], list[bool]]
     ) -> None:
         self._objects, self.max_bytes, self._drop = objects, max_bytes, drop
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._bytes, self._counted_at = 0, -_RECOUNT_S
         self._under_way = 0
         self.evictions = 0
@@ -49,6 +49,8 @@ class RemoteRoom:
             yield
             return
         with self._lock:
+            while self._under_way and self._under_way + need > self.max_bytes:
+                self._lock.wait()  # what others are writing cannot be evicted yet
             self._make_room(need, name, self.max_bytes, answering)
             self._under_way += need
         written = 0
@@ -59,6 +61,7 @@ class RemoteRoom:
             with self._lock:
                 self._under_way -= need
                 self._bytes += written
+                self._lock.notify_all()
 
     def shrink(self, max_bytes: int) -> int:
         """Evicts until at most so many bytes are held, or only pinned blocks; the bytes freed."""
