@@ -53,3 +53,13 @@ def test_controller_writes_a_grid(run: Run, tmp_path: Path) -> None:
 def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:
     assert "size" in run("evict", "--trace", tmp_path, "--size", 2).err
     assert "model folder or a shape" in run("load").err
+
+
+def test_store_writes_every_figure_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "store.json"
+    done = run("store", "--blocks", 200, "--folder", tmp_path, "--json", out)
+    assert done.code == 0, done.err
+    result = json.loads(out.read_text())
+    assert set(result["figures"]) == {"lookup_us", "open_s", "bytes_per_block"}
+    assert len(result["first_s"]) == len(result["again_s"]) == 200
+    assert list(tmp_path.iterdir()) == [out]

@@ -205,14 +205,15 @@ def _fill(store: KVStore, layout: KVLayout, tokens: int) -> tuple[list[BlockName
     """Random blocks of so many tokens together: their names, and the bytes of their records."""
     root, names = root_name("bench", "load"), []
     for number in range(-(-tokens // _BLOCK)):
-        block = _random_block(layout, number, _BLOCK, root)
+        block = random_block(layout, number, _BLOCK, root)
         store.write(block)
         names.append(block.name)
     store.find(names)
     return names, len(names) * layout.block_bytes(_BLOCK)
 
 
-def _random_block(layout: KVLayout, number: int, tokens: int, root: BlockName) -> Block:
+def random_block(layout: KVLayout, number: int, tokens: int, root: BlockName) -> Block:
+    """A block of random numbers, another for each `number`."""
     ids = as_token_ids([number, *range(tokens - 1)])
     records = [
         layout.encode(torch.randn(shape.kv_heads, 2, tokens, shape.head_dim).to(layout.dtype))
@@ -274,7 +275,7 @@ def _codec_bytes(codec: str) -> float:
     raw = KVLayout((LayerShape(2, 64),) * 24, torch.bfloat16)
     sizes = []
     for layout in (replace(raw, codec=codec), raw):
-        parts = encode_block(_random_block(layout, 0, _BLOCK, root_name("bench", "codec")))
+        parts = encode_block(random_block(layout, 0, _BLOCK, root_name("bench", "codec")))
         sizes.append(sum(len(part) for part in parts))
     return sizes[0] / sizes[1]
 

@@ -242,6 +242,22 @@ def load(
 
 
 @app.command()
+def store(
+    blocks: Annotated[int, typer.Option("--blocks", help="Of the store; 8 KiB of disk each.")] = 1_000_000,
+    folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """A disk store of very many blocks: look-ups, opening, memory."""
+    check_outputs(json)
+
+    from cacheblend.bench import lookup as bench
+
+    with progress("filling", "blocks", quiet=str(json) == "-") as advance:
+        result = bench.run(blocks, folder, min(2000, blocks), advance)
+    show(bench.line(result), result, json)
+
+
+@app.command()
 def controller(
     model: Folder = None,
     shape: Shape = None,

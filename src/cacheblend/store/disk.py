@@ -75,7 +75,9 @@ class DiskStore(KVStore):
     ) -> None:
         self._folder = Folder(Path(path), read_only, durable)
         self._files = BlockFiles(self._folder, direct=direct)
-        self._room = Room(self._folder, self._files, max_bytes, eviction_of(eviction))
+        policy = eviction_of(eviction)
+        # Files have times, which all processes see: nothing need be remembered for recency.
+        self._room = Room(self._folder, self._files, max_bytes, None if eviction == "lru" else policy)
         self._manifests = ManifestFiles(self._folder)
         self._lock = threading.Lock()
         self._hits = self._misses = self._write_failures = self._damaged_manifests = 0
@@ -244,14 +246,17 @@ class DiskStore(KVStore):
     def stats(self) -> StoreStats:
         """See `KVStore.stats`."""
         with self._reading():
-            blocks, chunks = self._room.listed(), len(self._manifests.names())
+            count = nbytes = pinned = 0
+            for block in self._room.blocks():
+                count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
+            chunks = len(self._manifests.names())
         return StoreStats(
             tier="disk",
-            blocks=len(blocks),
-            bytes=sum(block.nbytes for block in blocks),
+            blocks=count,
+            bytes=nbytes,
             max_bytes=self._room.max_bytes,
             chunks=chunks,
-            pinned=sum(block.pinned for block in blocks),
+            pinned=pinned,
             hits=self._hits,
             misses=self._misses,
             evictions=self._room.evictions,
@@ -262,7 +267,7 @@ class DiskStore(KVStore):
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
         with self._reading():
-            names, chunk_ids = [block.name for block in self._room.listed()], self._manifests.names()
+            names, chunk_ids = [block.name for block in self._room.blocks()], self._manifests.names()
         found: list[Damage] = []
         for done, name in enumerate(names, start=1):
             damage = self._files.verify(name)
@@ -281,7 +286,7 @@ class DiskStore(KVStore):
             raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
         try:
             freed = self._room.shrink(max_bytes)
-            held = {block.name for block in self._room.listed()}
+            held = {block.name for block in self._room.blocks()}
             for manifest in self.manifests():
                 if held.isdisjoint(manifest.block_names):
                     self._manifests.remove(manifest.chunk_id)

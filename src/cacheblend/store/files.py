@@ -231,11 +231,10 @@ class BlockFiles:
             self._known.pop(name, None)
             self._drop_fd(name)
 
-    def forget_all_but(self, present: set[BlockName]) -> None:
-        """Drops what is remembered of blocks that are gone; their open files take disk space."""
+    def known(self) -> set[BlockName]:
+        """Blocks of which something is remembered."""
         with self._lock:
-            for name in [name for name in self._known if name not in present]:
-                self.forget(name)
+            return set(self._known)
 
     def _drop_fd(self, name: BlockName) -> None:
         known = self._open.pop(name, None)

@@ -12,6 +12,7 @@ folder over its bound by at most 1/32, until its next listing.
 # ruff: noqa: PTH108, PTH116
 
 import contextlib
+import heapq
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.eviction import Eviction, LeastRecentlyUsed
+from cacheblend.store.eviction import Eviction
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import BLOCK_SUFFIX, Folder
 from cacheblend.store.manifests import name_of_file, named_files
@@ -43,7 +44,7 @@ class Room:
         folder: the store's folder.
         files: told of what is evicted.
         max_bytes: bound on the block files' sizes; None for no bound but the disk's.
-        eviction: who goes first; by default what was not used for longest.
+        eviction: who goes first; None: what was not used for longest, as the files' times have it.
 
     Attributes:
         evictions: blocks evicted so far.
@@ -58,7 +59,7 @@ class Room:
         self.evictions = 0
         self._folder = folder
         self._files = files
-        self._eviction = eviction or LeastRecentlyUsed()
+        self._eviction = eviction
         self._lock = threading.RLock()
         self._using = threading.Lock()  # of the policy: a look-up does not wait for an eviction
         self._total: int | None = None  # as last listed, with this process's writes since
@@ -69,32 +70,30 @@ class Room:
         """Names that are pinned."""
         return set(named_files(str(self._folder.pins)))
 
-    def listed(self) -> list[BlockFile]:
-        """All blocks of the folder, those to be evicted first in front."""
+    def blocks(self) -> Iterator[BlockFile]:
+        """All blocks of the folder, in no order."""
         pinned = self.pinned()
-        blocks = []
-        for shard in _entries(self._folder.blocks):
-            for file in _entries(shard.path):
-                name = name_of_file(file.name, BLOCK_SUFFIX)
-                if name is None:
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    status = file.stat(follow_symlinks=False)
-                    used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
-                    blocks.append(BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned))
-        with self._using:
-            return sorted(blocks, key=lambda block: (*self._eviction.first(block.name, block.used_ns), block.name))
+        for file in self._files_of_blocks():
+            name = name_of_file(file.name, BLOCK_SUFFIX)
+            if name is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat(follow_symlinks=False)
+                used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
+                yield BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned)
 
     def used(self, worths: Sequence[tuple[BlockName, float]]) -> None:
         """Tells the policy which blocks were written or found, in this order; see `Eviction.used`."""
-        with self._using:
-            for name, worth in worths:
-                self._eviction.used(name, worth)
+        if self._eviction is not None:
+            with self._using:
+                for name, worth in worths:
+                    self._eviction.used(name, worth)
 
     def gone(self, name: BlockName) -> None:
         """Tells the policy that a block was removed."""
-        with self._using:
-            self._eviction.gone(name)
+        if self._eviction is not None:
+            with self._using:
+                self._eviction.gone(name)
 
     @contextlib.contextmanager
     def reserved(self, need: int) -> Iterator[None]:
@@ -127,54 +126,88 @@ class Room:
         if not stale and self._total is not None and self._total <= limit:
             return
         with self._folder.evicting():
-            blocks = self.listed()
-            total = sum(block.nbytes for block in blocks)
-            kept = sum(block.nbytes for block in blocks if block.pinned)
+            total, kept = self._count()
             if kept > limit:
                 raise StoreFullError(
                     f"{need} more bytes do not fit: {kept} of at most {max_bytes} bytes in "
                     f"{self._folder.path} are pinned: unpin something, or raise max_bytes"
                 )
             if total > limit:  # a little more than needed, so that not every write lists the folder
-                total -= self._evict(blocks, total - max(0, limit - max_bytes // 64))
+                total -= self._evict(total - max(0, limit - max_bytes // 64))
             self._total = total
             self._since_listed = 0
+
+    def _count(self) -> tuple[int, int]:
+        """(bytes of all blocks, of those that are pinned); of a million blocks within seconds, and without memory."""
+        pinned = {f"{name.hex()}{BLOCK_SUFFIX}" for name in self.pinned()}
+        total = kept = 0
+        for file in self._files_of_blocks():
+            if file.name.endswith(BLOCK_SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    size = file.stat(follow_symlinks=False).st_size
+                    total += size
+                    kept += size if pinned and file.name in pinned else 0
+        return total, kept
 
     def free(self, need: int) -> int:
         """Evicts blocks of `need` bytes or more together, the bound notwithstanding; the bytes freed."""
         self._files.close_idle(0)  # a deleted file takes space for as long as it is open
         with self._lock, self._folder.evicting():
-            freed = self._evict(self.listed(), need)
+            freed = self._evict(need)
             self._total = None
             return freed
 
     def shrink(self, max_bytes: int) -> int:
         """Evicts until at most `max_bytes` are held, pinned blocks apart; the bytes freed."""
         with self._lock, self._folder.evicting():
-            blocks = self.listed()
             self._total = None
-            return self._evict(blocks, sum(block.nbytes for block in blocks) - max_bytes)
+            return self._evict(self._count()[0] - max_bytes)
 
-    def _evict(self, blocks: list[BlockFile], surplus: int) -> int:
+    def _evict(self, surplus: int) -> int:
         """Removes unpinned blocks in order until `surplus` bytes are freed; the bytes freed."""
         freed = 0
-        for block in blocks:
+        for block in self._victims(surplus):
             if freed >= surplus:
                 break
-            if block.pinned:
-                continue
             path = self._folder.block_path(block.name)
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_mtime_ns != block.mtime_ns:
                     continue  # another process has used it since
                 os.unlink(path)
-                with self._using:
-                    self._eviction.evicted(block.name)
+                if self._eviction is not None:
+                    with self._using:
+                        self._eviction.evicted(block.name)
                 self.evictions += 1
             self._files.forget(block.name)
             freed += block.nbytes
-        self._files.forget_all_but({block.name for block in blocks})
         return freed
+
+    def _victims(self, surplus: int) -> list[BlockFile]:
+        """Those to go first in front, with twice the bytes: some may turn out to be in use. Keeps no others."""
+        chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last to go on top
+        nbytes, gone = 0, self._files.known()
+        for block in self.blocks() if surplus > 0 else ():
+            gone.discard(block.name)
+            if block.pinned:
+                continue
+            heapq.heappush(chosen, (tuple(-part for part in self._order(block)), block))
+            nbytes += block.nbytes
+            while nbytes - chosen[0][1].nbytes >= 2 * surplus:
+                nbytes -= heapq.heappop(chosen)[1].nbytes
+        for name in gone if surplus > 0 else ():
+            self._files.forget(name)  # others removed it, and its open file takes space
+        return [block for _, block in sorted(chosen, reverse=True)]
+
+    def _order(self, block: BlockFile) -> tuple[float, ...]:
+        """The smallest goes first."""
+        if self._eviction is None:
+            return (block.used_ns,)
+        with self._using:
+            return self._eviction.first(block.name, block.used_ns)
+
+    def _files_of_blocks(self) -> Iterator["os.DirEntry[str]"]:
+        for shard in _entries(self._folder.blocks):
+            yield from _entries(shard.path)
 
 
 def _entries(folder: str | os.PathLike[str]) -> list["os.DirEntry[str]"]:
