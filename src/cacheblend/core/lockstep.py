@@ -10,6 +10,7 @@ weights have to be read anyway.
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -35,8 +36,17 @@ class LayerRows:
 LayerSteps = Generator[LayerRows, torch.Tensor, None]
 """A pass on its way through one layer: it yields rows and is sent the layer's output for them, until it is through."""
 
-Join = Callable[[Sequence[LayerRows]], LayerWalk]
-"""An engine's: a walk whose rows 0, 1, ... are those of several prompts in front of the same layer, in order."""
+
+class RunsLayer(Protocol):
+    """What is left of a walk where rows of several prompts stand in front of a layer."""
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """See `LayerWalk.run`; rows 0, 1, ... are those of the prompts, in order."""
+        ...
+
+
+Join = Callable[[Sequence[LayerRows]], RunsLayer]
+"""An engine's: puts rows of several prompts side by side in front of the same layer."""
 
 
 def run_alone(steps: LayerSteps) -> None:

@@ -140,6 +140,7 @@ class ModelView:
         self.layers_path = _find_layers(model)
         self.model: PreTrainedModel = _twin(model, {})
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
+        self._layers_give_tuples = False
 
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """The first layer's input [1, n, width] and how each layer would be called.
@@ -157,14 +158,21 @@ class ModelView:
             )
         return shell.first_hidden, shell.calls
 
-    def close(self, output: Any, token_id: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """The layer's output [n, width] for hidden states [n, width]."""
+        out = self.layers[index](hidden[None], *call.args, **call.kwargs)
+        self._layers_give_tuples = isinstance(out, tuple)
+        output: torch.Tensor = out[0] if self._layers_give_tuples else out
+        return output[0]
+
+    def close(self, hidden: torch.Tensor, token_id: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Logits [vocab] of one row: the model's own norm and head.
 
         Args:
-            output: what the last layer gives back for this row: [1, 1, width], or a tuple of it.
+            hidden: what the last layer gave for this row, [1, width].
             token_id, position: the row's, [1] each.
         """
-        shell = _Shell(self, output)
+        shell = _Shell(self, (hidden[None],) if self._layers_give_tuples else hidden[None])
         out = shell.model(input_ids=token_id[None], position_ids=position[None], use_cache=False)
         logits: torch.Tensor = out.logits[0, -1]
         return logits

@@ -1,13 +1,15 @@
 """Walks a transformers model's own layers on any subset of a prompt's rows (fills `core.walk.LayerWalk`)."""
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
 from cacheblend.core.attention import AttentionSpec
+from cacheblend.core.lockstep import LayerRows
 from cacheblend.core.walk import Attend
-from cacheblend.engines.hf.view import LayerMask, ModelView
+from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView
 
 
 class _ProjectedError(Exception):
@@ -24,6 +26,13 @@ def _stop_at_attention(
     raise _ProjectedError(keys, values)
 
 
+@dataclass(frozen=True)
+class OfRows:
+    """An argument of which each row has its own part, [1, rows, ...]."""
+
+    part: torch.Tensor
+
+
 class HfWalk:
     """One prompt's walk. Row i has `token_ids[i]` and stands at `positions[i]`.
 
@@ -34,15 +43,14 @@ class HfWalk:
     """
 
     def __init__(self, view: ModelView, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        self._view, self._token_ids, self._positions = view, token_ids, positions
+        self.view, self._token_ids, self._positions = view, token_ids, positions
         self._first_hidden: torch.Tensor | None
         self._first_hidden, self._calls = view.open(token_ids, positions)
-        self._layers_give_tuples = False
 
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return len(self._view.layers)
+        return len(self.view.layers)
 
     @property
     def calls(self) -> list[Any]:
@@ -66,25 +74,55 @@ class HfWalk:
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output [n, width]."""
+        return self.view.run_layer(layer, hidden, side_by_side([self.arguments(layer, rows)], attend))
+
+    def arguments(self, layer: int, rows: torch.Tensor) -> LayerCall:
+        """What the layer is called with for these rows, apart from their hidden states: what each row has its own of
+        is `OfRows`."""
         call = self._calls[layer]
-        args = [self._of_rows(value, rows, attend) for value in call.args]
-        kwargs = {name: self._of_rows(value, rows, attend) for name, value in call.kwargs.items()}
-        out = self._view.layers[layer](hidden[None], *args, **kwargs)
-        self._layers_give_tuples = isinstance(out, tuple)
-        output: torch.Tensor = out[0] if self._layers_give_tuples else out
-        return output[0]
+        return LayerCall(self._of_rows(call.args, rows), {k: self._of_rows(v, rows) for k, v in call.kwargs.items()})
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[vocab] of the last row, given its final hidden state [1, width]."""
-        output = (hidden[None],) if self._layers_give_tuples else hidden[None]
-        return self._view.close(output, self._token_ids[-1:], self._positions[-1:])
+        return self.view.close(hidden, self._token_ids[-1:], self._positions[-1:])
 
-    def _of_rows(self, value: Any, rows: torch.Tensor, attend: Attend) -> Any:
+    def _of_rows(self, value: Any, rows: torch.Tensor) -> Any:
         """The part of a layer's argument that belongs to these rows: tensors [1, rows, ...] are indexed."""
-        if isinstance(value, LayerMask):
-            return replace(value, attend=attend)
         if isinstance(value, tuple):
-            return tuple(self._of_rows(part, rows, attend) for part in value)
+            return tuple(self._of_rows(part, rows) for part in value)
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, len(self._token_ids)):
-            return value if len(rows) == value.shape[1] else value.index_select(1, rows)
+            return OfRows(value if len(rows) == value.shape[1] else value.index_select(1, rows))
         return value
+
+
+def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:
+    """A call of a layer for the rows of several prompts, in order, of which each has its `HfWalk.arguments`."""
+    names = calls[0].kwargs
+    return LayerCall(
+        _merged([call.args for call in calls], attend),
+        {name: _merged([call.kwargs[name] for call in calls], attend) for name in names},
+    )
+
+
+def _merged(values: Sequence[Any], attend: Attend) -> Any:
+    first = values[0]
+    if isinstance(first, OfRows):
+        return first.part if len(values) == 1 else torch.cat([value.part for value in values], dim=1)
+    if isinstance(first, LayerMask):
+        return replace(first, attend=attend)
+    if isinstance(first, tuple):
+        return tuple(_merged(parts, attend) for parts in zip(*values, strict=True))
+    return first
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows of several prompts in front of the same layer (fills `core.lockstep.RunsLayer`)."""
+
+    calls: Sequence[LayerRows]
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The layer's output [n, width]; rows 0, 1, ... are those of the calls, in order."""
+        walks = [cast(HfWalk, call.walk) for call in self.calls]
+        arguments = [walk.arguments(layer, call.rows) for walk, call in zip(walks, self.calls, strict=True)]
+        return walks[0].view.run_layer(layer, hidden, side_by_side(arguments, attend))

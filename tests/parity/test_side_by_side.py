@@ -1,0 +1,45 @@
+"""Real passes of several prompts through the layers side by side: each gets what it gets alone."""
+
+import pytest
+import torch
+
+from cacheblend.core.fusor import FusedPrefill
+from cacheblend.core.lockstep import run_in_lockstep
+from cacheblend.core.prompt import Prompt
+from cacheblend.core.selection import Hkvd
+from cacheblend.engines.hf.walk import JoinedRows
+from parity.scenes import (
+    DIVERSE,
+    FAMILIES,
+    QUESTION,
+    RAG,
+    SYSTEM,
+    UNSEEN,
+    A,
+    B,
+    C,
+    assert_same,
+    finish,
+    stepper,
+    warm_engine,
+)
+
+PROMPTS = (RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
+
+
+def advance_together(passes: list[FusedPrefill], tile_rows: int) -> None:
+    while not passes[0].done:
+        assert run_in_lockstep([each.next_layer() for each in passes], JoinedRows, tile_rows) == [None] * len(passes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "tile_rows"), [*((f, 1000) for f in FAMILIES), *((f, 40) for f in DIVERSE)])
+def test_each_gets_what_it_gets_alone(family: str, tile_rows: int) -> None:
+    engine, selector = warm_engine(family), Hkvd(ratios=(0.3,))
+    alone = [finish(stepper(engine, prompt, selector)) for prompt in PROMPTS]
+    together = [stepper(engine, prompt, selector) for prompt in PROMPTS]
+    advance_together(together, tile_rows)
+    for one, other in zip(together, alone, strict=True):
+        result = one.result()
+        assert (result.recomputed_tokens, result.row_layers) == (other.recomputed_tokens, other.row_layers)
+        assert_same(result, other.logits, other.kv, 1e-5)
