@@ -118,6 +118,18 @@ def test_what_the_cpu_stored_serves_the_device(family: str) -> None:
     assert_as_reference(outcome, blend(on_device(family), RAG, SELECTORS["hkvd"]), FP32)
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_layers_that_are_sent_beside_computing_are_those_that_are_sent_in_line(codec: str) -> None:
+    """Many passes over one store, so that memory given back by one is what the next is sent to."""
+    model = on_device("llama", torch.bfloat16)
+    with MemoryStore() as store, open_engine(model, store=store, codec=codec, read_ahead=0) as in_line:
+        expected = run(in_line, RAG, SELECTORS["hkvd"]).result
+        with open_engine(model, [], store=store, codec=codec, read_ahead=2) as beside:
+            for _ in range(20):
+                result = run(beside, RAG, SELECTORS["hkvd"]).result
+                assert_same(result, expected.logits, expected.kv, 0.0)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_chunks_are_what_a_plain_prefill_gives(family: str) -> None:
     model = on_device(family)

@@ -9,7 +9,7 @@ from cacheblend.core.controller import MachineProfile, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.machine import read_machine, write_machine
-from cacheblend.store import MemoryStore
+from cacheblend.store import MemoryStore, TieredStore
 from cacheblend.store.throttled import ThrottledStore
 from command_line import runner
 from families import tiny_model
@@ -69,6 +69,17 @@ def test_what_is_left_out_is_not_captured_again(machine: str) -> None:
         assert engine.flush(timeout=60)
         assert len(engine.store.manifests()) == 3
         assert engine.store.stats().blocks <= blocks + 1  # the system prompt, which is exact
+
+
+def test_what_is_left_out_comes_nearer_behind_the_request(machine: str) -> None:
+    store = TieredStore(MemoryStore(), ThrottledStore(1e9, tier="slow"))
+    with open_engine(tiny_model("llama"), store=store, machine=machine) as engine:
+        store.front.prune(0)
+        stored = len(A) + len(B) + len(C)
+        assert engine.generate(RAG, FOUR).report.left_out_tokens == stored
+        assert engine.flush(timeout=60)
+        report = engine.generate(RAG, FOUR).report
+        assert (report.left_out_tokens, report.hit_tokens["memory"]) == (0, stored)
 
 
 def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:

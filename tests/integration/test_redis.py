@@ -13,6 +13,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.engines.hf import SamplingParams, warming
 from cacheblend.store import KVStore, open_store, remote
+from cacheblend.store import redis as redis_objects
 from cacheblend.store.record_file import encode_block
 from families import tiny_model
 from parity.scenes import RAG, A, assert_same, greedy, open_engine
@@ -186,6 +187,23 @@ def test_verify_finds_what_is_damaged(server: RedisServer) -> None:
             ("manifest", blocks[2].name, True),
         }
         assert store.verify() == []
+
+
+def test_blocks_that_the_server_evicted_are_not_counted_and_taken_off_its_lists(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_objects, "_PUBLISHED_S", 0.0)
+    raw = client.Redis(port=server.port)
+    with open_store(server.url) as store:
+        for seed in range(5):
+            store.write(make_block(seed))
+        gone = [make_block(seed).name.hex() for seed in (1, 3)]
+        for digits in gone:
+            raw.delete(*raw.keys(f"cacheblend:{{{digits}}}:*"))  # type: ignore[misc]
+        assert store.stats().blocks == 3
+        store.prune(1 << 30)
+        listed = [raw.hkeys("cacheblend:sizes"), raw.zrange("cacheblend:used", 0, -1)]
+        assert all(len(names) == 3 and not set(gone) & {n.decode() for n in names} for names in listed)  # type: ignore[arg-type, union-attr]
 
 
 def test_a_layer_that_the_server_evicted_is_a_lost_block_not_damage(server: RedisServer) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -52,21 +53,23 @@ def redis() -> str:
     return server.url
 
 
-def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24) -> KVStore:
+def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24, ttl: float | None = None) -> KVStore:
     if kind == "memory":
-        return MemoryStore(max_bytes)
+        return MemoryStore(max_bytes, ttl=ttl)
     if "redis" in kind:
-        back = RemoteStore(RedisObjects(redis(), prefix=str(path)), max_bytes)
+        back = RemoteStore(RedisObjects(redis(), prefix=str(path)), max_bytes, ttl=ttl)
         return back if kind == "redis" else TieredStore(MemoryStore(1 << 20), back)
     if kind == "s3":
         url = f"s3://{BUCKET}{path}"
-        return RemoteStore(BucketObjects(url, options=bucket().options), max_bytes)
+        return RemoteStore(BucketObjects(url, options=bucket().options), max_bytes, ttl=ttl)
     if kind == "striped":
         folders = [path / name for name in "abc"]
-        return StripedStore({str(each): DiskStore(each, max_bytes=max_bytes, durable=False) for each in folders})
+        options = {"max_bytes": max_bytes, "durable": False, "ttl": ttl}
+        return StripedStore({str(each): DiskStore(each, **options) for each in folders})  # type: ignore[arg-type]
     if kind == "cascade":
-        return CascadeStore([DiskStore(path / each, max_bytes=max_bytes, durable=False) for each in ("near", "far")])
-    disk = DiskStore(path, max_bytes=max_bytes, durable=False, direct=kind == "direct")
+        options = {"max_bytes": max_bytes, "durable": False, "ttl": ttl}
+        return CascadeStore([DiskStore(path / each, **options) for each in ("near", "far")])  # type: ignore[arg-type]
+    disk = DiskStore(path, max_bytes=max_bytes, durable=False, direct=kind == "direct", ttl=ttl)
     if kind in ("disk", "direct"):
         return disk
     return TieredStore(MemoryStore(0 if "without" in kind else 1 << 20), disk)
@@ -76,6 +79,28 @@ def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24) -> KVStore:
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
     with open_kind(request.param, tmp_path / "store") as opened:
         yield opened
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_nobody_uses_in_its_time_to_live_is_gone(kind: str, tmp_path: Path) -> None:
+    ttl = 4.0 if kind == "s3" else 0.8  # a bucket tells times in whole seconds
+    used, unused, pinned, new = (make_block(seed) for seed in range(4))
+    with open_kind(kind, tmp_path / "store", ttl=ttl) as store:
+        store.pin([pinned.name])
+        for block in (used, unused, pinned):
+            store.write(block)
+        store.flush()
+        time.sleep(0.6 * ttl)
+        assert holds(store, used)
+        time.sleep(0.6 * ttl)
+        assert store.find([unused.name, used.name])[0] is None
+        assert holds(store, used) and holds(store, pinned)
+        assert store.write(unused)  # it may come back
+        time.sleep(1.2 * ttl)
+        store.write(new)
+        store.flush()
+        assert [entry is not None for entry in store.find([used.name, unused.name, new.name])] == [False, False, True]
+        assert store.stats().blocks == 2  # the one that is pinned as well
 
 
 @st.composite

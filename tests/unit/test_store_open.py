@@ -6,6 +6,7 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store, parse_bytes
+from cacheblend.store.expiry import parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,19 @@ from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store, pa
 )
 def test_sizes(text: str | int, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30d", 2592000), ("12h", 43200), ("1.5m", 90), ("90 s", 90), ("3600", 3600)]
+)
+def test_times_to_live(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "d", "-1", "0", "0s", "3 days", "nan", "inf"])
+def test_what_is_no_time_to_live(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="not a time to live"):
+        open_store(f"memory://?ttl={text}")
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 gigs", "8Gi B", "1e9"])

@@ -4,9 +4,9 @@ The loader owns the request's KV cache: one pair of buffers a layer, as long as 
 loaded (keys already re-positioned); the fusor writes the fresh rows over it. Knows plans, block sources and
 rotations; knows neither engines nor files.
 
-Records are read ahead by a thread; they are put in place by the caller's own thread. A second thread that runs
-tensor operations would bring a second team of workers to the same cores, and each would wait for the other: on two
-cores that made a whole prefill 1.8 times slower.
+Records are read ahead by a thread, and sent on to the device (`staging`); they are put in place by the caller's own
+thread. A second thread that runs tensor operations would bring a second team of workers to the same cores, and each
+would wait for the other: on two cores that made a whole prefill 1.8 times slower.
 """
 
 import time
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,10 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan import BlendPlan, Source, Span
 from cacheblend.core.rope import KeyRotation, Turn, reposition_keys, turn_by
+from cacheblend.core.staging import Staging
 
 ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
+AHEAD_BYTES = 1 << 30  # of records that are read ahead, a layer at least
 
 
 class LayerKV(NamedTuple):
@@ -40,14 +42,23 @@ class LayerKV(NamedTuple):
 
 
 class Records(NamedTuple):
-    """One layer's records as they are stored, read and not yet in place."""
+    """One layer's records as they are stored, read, on the device or on their way there, and not yet in place.
 
-    by_span: list[tuple[Span, torch.Tensor]]
+    Attributes:
+        spans: what stands where.
+        by_name: their records.
+        sent: see `Staging`.
+        read_s: seconds that reading took.
+    """
+
+    spans: list[Span]
+    by_name: dict[BlockName, torch.Tensor]
+    sent: Any
     read_s: float
 
 
 class LayerLoader:
-    """One request's layers, loaded in order, at most `read_ahead` ahead of the furthest one asked for.
+    """One request's layers, loaded in order, at most `read_ahead` (or `AHEAD_BYTES`) ahead of the furthest asked for.
 
     Args:
         plan: what to load.
@@ -77,8 +88,9 @@ class LayerLoader:
         self._plan, self._source, self._layout, self._rotations = plan, source, layout, rotations
         self._stored = replace(layout, codec=codec)
         self._first_reused_layer, self._device, self._heads = first_reused_layer, torch.device(device), heads
-        self._read_ahead = read_ahead
+        self._staging = Staging(self._device)
         self._spans = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
+        self._read_ahead = min(read_ahead, self._layers_of(AHEAD_BYTES))
         self._runs = _moved_runs(self._spans)
         self._turns: dict[tuple[int, int], Turn] = {}
         self._pending: dict[int, Future[Records]] = {}
@@ -133,6 +145,12 @@ class LayerLoader:
             self._thread.shutdown(wait=True)
             self._thread = None
 
+    def _layers_of(self, nbytes: int) -> int:
+        """So many layers of what is loaded take at most this many bytes; one layer may take more."""
+        tokens = {span.name: span.record_tokens or len(span) for span in self._spans}
+        whole = sum(self._stored.block_bytes(count) for count in tokens.values())
+        return max(1, nbytes * len(self._layout.layers) // max(1, whole))
+
     def _schedule(self, index: int) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-loader")
@@ -156,15 +174,17 @@ class LayerLoader:
         if lost:
             *_, reason = (error.reason for error in lost.values())
             raise BlockLostError(list(lost), f"layer {index}: {reason}")
-        return Records([(span, records[span.name]) for span in spans], time.perf_counter() - started)
+        on_device, sent = self._staging.send(list(records.values()))
+        return Records(spans, dict(zip(records, on_device, strict=True)), sent, time.perf_counter() - started)
 
     def _place(self, index: int, records: Records) -> LayerKV:
         started = time.perf_counter()
         shape = self._layout.layers[index]
         size = (shape.kv_heads, len(self._plan), shape.head_dim)
         kv = LayerKV(*(torch.zeros(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
-        for span, stored in records.by_span:
-            record = self._decoded(index, span, stored)
+        self._staging.receive(list(records.by_name.values()), records.sent)
+        for span in records.spans:
+            record = self._decoded(index, span, records.by_name[span.name])
             rows = slice(span.record_start, span.record_start + len(span))
             kv.keys[:, span.start : span.stop] = record[:, 0, rows]
             kv.values[:, span.start : span.stop] = record[:, 1, rows]

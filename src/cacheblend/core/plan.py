@@ -80,12 +80,14 @@ class BlendPlan:
         anchor_ids: tokens in front of each chunk in its chain.
         anchor_name: name of that chain.
         spans: all blocks in order, without gaps.
+        left_out: stored blocks that are computed all the same, since that is sooner.
     """
 
     prompt: Prompt
     anchor_ids: TokenIds
     anchor_name: BlockName
     spans: tuple[Span, ...]
+    left_out: frozenset[BlockName] = frozenset()
 
     def __len__(self) -> int:
         return self.spans[-1].stop
@@ -103,7 +105,7 @@ class BlendPlan:
     @property
     def publishable(self) -> list[Span]:
         """Spans that are computed here and may be stored as they come out: only exact KV stands in front of them."""
-        return [span for span in self.spans if span.source is Source.TEXT and span.storable]
+        return [s for s in self.spans if s.source is Source.TEXT and s.storable and s.name not in self.left_out]
 
     @cached_property
     def candidate_rows(self) -> npt.NDArray[np.int64]:
@@ -145,7 +147,7 @@ class BlendPlan:
         missed: dict[BlockName, Segment] = {}
         for span in self.spans:
             segment = self.prompt.segments[span.segment]
-            if span.source is Source.MISS and segment.found_in is None:
+            if span.source is Source.MISS and segment.found_in is None and span.name not in self.left_out:
                 missed.setdefault(block_name(self.anchor_name, segment.token_ids), segment)
         return list(missed.values())
 
@@ -171,7 +173,7 @@ class BlendPlan:
             moved = stop - first.start
             cut = replace(first, start=stop, stored_start=first.stored_start + moved)
             spans.append(replace(cut, chunk_offset=cut.chunk_offset + moved, record_start=cut.record_start + moved))
-        return BlendPlan(self.prompt, self.anchor_ids, self.anchor_name, (*spans, *rest))
+        return replace(self, spans=(*spans, *rest))
 
     def without(self, lost: Iterable[BlockName] | Literal["all"]) -> "BlendPlan":
         """The plan after blocks were lost: their rows are misses, or text.
@@ -188,7 +190,11 @@ class BlendPlan:
             if span.source is Source.PREFIX and not in_prefix:
                 span = replace(span, source=Source.LOADED)
             spans.append(span)
-        return BlendPlan(self.prompt, self.anchor_ids, self.anchor_name, tuple(spans))
+        return replace(self, spans=tuple(spans))
+
+    def leaving_out(self, names: frozenset[BlockName]) -> "BlendPlan":
+        """The plan that computes these blocks instead of loading them. They are stored: nothing of them was missed."""
+        return replace(self.without(names), left_out=names)
 
 
 AnchorRule = Literal["none", "bos", "system"]

@@ -111,6 +111,10 @@ class KVStore(BlockSource):
         """
         return [_read_or_error(self, name, layer, heads) for name in names]
 
+    def bring_nearer(self, names: Sequence[BlockName]) -> None:
+        """A hint that these blocks will be read, where what was read is kept nearer; blocks that are lost are left."""
+        return
+
     @abstractmethod
     def write(self, block: Block) -> bool:
         """Holds the block from now on; True if it was new, False if it was held already (marks it as used).
@@ -240,6 +244,14 @@ class KVStore(BlockSource):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def read_all(store: KVStore, names: Sequence[BlockName]) -> None:
+    """Finds these blocks and reads every layer of them, a block after the other; what is lost is left."""
+    for name, entry in zip(names, store.find(names), strict=True):
+        for layer in range(len(entry.layout.layers) if entry else 0):
+            if isinstance(store.read_many([name], layer)[0], BlockLostError):
+                break
 
 
 def _read_or_error(store: KVStore, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | BlockLostError:

@@ -8,6 +8,7 @@ An object appears whole or not at all. A bucket does not know when an object was
 it was written, or when this process last found it.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from cacheblend.core.naming import BlockName
 from cacheblend.store.objects import Bytes, HeldBlock, Range
 
 AT_ONCE = 32  # requests under way
+UPLOAD_S = 60.0  # that writing an object may take: nobody waits for it
 _FIRST_READ = 32 << 10  # covers most headers
 _LONGEST_HEADER = 64 << 20
 _TICK_S = 1e-6  # between blocks of one call, so that the first is used last
@@ -32,7 +34,7 @@ class BucketObjects:
 
     Args:
         url: ``s3://bucket/folder``.
-        timeout: seconds that a request may take.
+        timeout: seconds that a request may take; writing a block may take `UPLOAD_S`, if that is more.
         options: obstore's for S3 (``endpoint``, ``region``, ``access_key_id``, ...); what is missing is taken from
             the usual environment variables, as AWS's own tools do.
 
@@ -50,21 +52,17 @@ class BucketObjects:
         except ImportError as error:
             raise InvalidInputError("a store in a bucket needs obstore: pip install 'cacheblend[s3]'") from error
         self.place = url
-        limit, settings = (
-            timedelta(seconds=timeout),
-            cast(Any, {"virtual_hosted_style_request": False, **(options or {})}),
-        )
+        settings = cast(Any, {"virtual_hosted_style_request": False, **(options or {})})
+        plain = (options or {}).get("endpoint", "").startswith("http://")
+
+        def opened(seconds: float) -> Any:
+            limits = {"timeout": timedelta(seconds=seconds), "connect_timeout": timedelta(seconds=timeout)}
+            retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=seconds)}
+            client = cast(Any, {**limits, "allow_http": plain})
+            return S3Store.from_url(url, config=settings, client_options=client, retry_config=cast(Any, retries))
+
         try:
-            self._bucket: Any = S3Store.from_url(
-                url,
-                config=settings,
-                client_options={
-                    "timeout": limit,
-                    "connect_timeout": limit,
-                    "allow_http": (options or {}).get("endpoint", "").startswith("http://"),
-                },
-                retry_config={"max_retries": 2, "retry_timeout": limit},
-            )
+            self._bucket, self._uploads = opened(timeout), opened(max(timeout, UPLOAD_S))
         except exceptions.BaseError as error:
             raise InvalidInputError(f"the bucket {url!r} cannot be opened: {error}") from error
         self._obstore: Any = obstore
@@ -77,11 +75,15 @@ class BucketObjects:
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
-    def use(self, names: Sequence[BlockName]) -> list[bool]:
+    def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
         """See `Objects`."""
-        there = [found is not None for found in self._each(names, lambda name: self._head(_block(name)))]
+        found = self._each(names, lambda name: self._head(_block(name)))
         now = time.time()
         with self._lock:
+            there = [
+                meta is not None and max(meta["last_modified"].timestamp(), self._used.get(name, 0.0)) >= since
+                for name, meta in zip(names, found, strict=True)
+            ]
             for at, (name, held) in reversed(list(enumerate(zip(names, there, strict=True)))):
                 if held:
                     self._used[name] = now - at * _TICK_S
@@ -122,7 +124,7 @@ class BucketObjects:
                 self._used.pop(name, None)
         return there
 
-    def held(self) -> list[HeldBlock]:
+    def held(self, *, tidy: bool = False) -> list[HeldBlock]:
         """See `Objects`."""
         found = []
         for meta in self._list("blocks"):
@@ -132,6 +134,8 @@ class BucketObjects:
             written = meta["last_modified"].timestamp()
             with self._lock:
                 found.append(HeldBlock(name, int(meta["size"]), max(written, self._used.get(name, 0.0))))
+        with self._lock:
+            self._used = {block.name: self._used[block.name] for block in found if block.name in self._used}
         return found
 
     # ---- pins and manifests -----------------------------------------------------------------------------
@@ -198,7 +202,7 @@ class BucketObjects:
         return self._if_there(lambda: memoryview(self._obstore.get(self._bucket, path).bytes()))
 
     def _put(self, path: str, data: bytes) -> None:
-        self._ask(lambda: self._obstore.put(self._bucket, path, data))
+        self._ask(lambda: self._obstore.put(self._uploads, path, data))
 
     def _delete(self, paths: Sequence[str]) -> None:
         if paths:

@@ -20,7 +20,7 @@ import torch
 from cacheblend.core.blocks import Block, BlockEntry, ChunkManifest
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.base import LOGGER_NAME, Damage, KVStore, Progress, StoreStats
+from cacheblend.store.base import LOGGER_NAME, Damage, KVStore, Progress, StoreStats, read_all
 from cacheblend.store.writer import WriteBehind
 
 _FOUND = 65_536  # blocks of which it is remembered where they are
@@ -96,6 +96,10 @@ class CascadeStore(KVStore):
             if number and heads is None:
                 self._gather(number, layer, {name: read[name] for name in wanted})
         return [read[name] for name in names]
+
+    def bring_nearer(self, names: Sequence[BlockName]) -> None:
+        """See `KVStore.bring_nearer`."""
+        read_all(self, names)
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. To the nearest store; to the others behind."""

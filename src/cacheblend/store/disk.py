@@ -30,6 +30,7 @@ from cacheblend.store.base import (
     check_manifest,
 )
 from cacheblend.store.eviction import eviction_of
+from cacheblend.store.expiry import Expiry
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import Folder, is_full, store_error, sync_folder, unreadable
 from cacheblend.store.manifests import ManifestFiles
@@ -55,6 +56,7 @@ class DiskStore(KVStore):
         direct: read past the page cache, where the file system can: for devices as fast as memory's copies, or
             folders that are read once and much larger than memory.
         eviction: who goes first, see `eviction_of`; what other processes used is known by time alone.
+        ttl: seconds without use behind which an unpinned block is gone; None: for ever.
         durable: fsync every block, so that it also survives a power failure. Without it a block survives the
             end of the process, `kill -9` included.
 
@@ -72,12 +74,13 @@ class DiskStore(KVStore):
         durable: bool = True,
         direct: bool = False,
         eviction: str = "lru",
+        ttl: float | None = None,
     ) -> None:
-        self._folder = Folder(Path(path), read_only, durable)
-        self._files = BlockFiles(self._folder, direct=direct)
+        self._folder, expiry = Folder(Path(path), read_only, durable), Expiry(ttl)
+        self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
         policy = eviction_of(eviction)
         # Files have times, which all processes see: nothing need be remembered for recency.
-        self._room = Room(self._folder, self._files, max_bytes, None if eviction == "lru" else policy)
+        self._room = Room(self._folder, self._files, max_bytes, None if eviction == "lru" else policy, expiry)
         self._manifests = ManifestFiles(self._folder)
         self._lock = threading.Lock()
         self._hits = self._misses = self._write_failures = self._damaged_manifests = 0

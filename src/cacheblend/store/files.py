@@ -8,7 +8,7 @@ process replaces or deletes is read whole as it was, or not at all.
 """
 
 # System calls on strings, since this is the hot path:
-# ruff: noqa: PTH108, PTH116
+# ruff: noqa: PTH108, PTH110, PTH116
 
 import contextlib
 import errno
@@ -25,6 +25,7 @@ import torch
 from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.store.base import LOGGER_NAME, Damage
+from cacheblend.store.expiry import Expiry
 from cacheblend.store.folder import Folder
 from cacheblend.store.reading import Known, Stamp, read_header, read_record, stamp_of
 from cacheblend.store.record_file import BlockHeader, DamagedError
@@ -43,15 +44,24 @@ class BlockFiles:
         max_known: headers to remember (about 4 KB each).
         max_open: descriptors to keep; by default 512, or a quarter of what the process may have.
         direct: read past the page cache, where the file system can.
+        expiry: of unpinned blocks.
 
     Attributes:
         damaged: blocks found damaged so far.
     """
 
     def __init__(
-        self, folder: Folder, max_known: int = 16384, max_open: int | None = None, *, direct: bool = False
+        self,
+        folder: Folder,
+        max_known: int = 16384,
+        max_open: int | None = None,
+        *,
+        direct: bool = False,
+        expiry: Expiry | None = None,
     ) -> None:
         self._folder, self._direct = folder, direct
+        self._expiry = expiry or Expiry(None)
+        self._touch_every_ns = min(_TOUCH_EVERY_NS, int(1e9 * self._expiry.interval))
         self._max_known = max_known
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = max(1, min(512, limit // 4)) if max_open is None else max_open
@@ -70,10 +80,12 @@ class BlockFiles:
         # From the last to the first, so that of one call's blocks the first are evicted last.
         for index in range(len(names) - 1, -1, -1):
             known = self._current(names[index])
-            if known is not None:
+            if known is not None and self._has_expired(known, now):
+                self._remove(known)
+            elif known is not None:
                 headers[index] = known.header
                 known.used_ns = now - 1000 * index
-                if known.used_ns - known.stamp[2] > _TOUCH_EVERY_NS and not self._folder.read_only:
+                if known.used_ns - known.stamp[2] > self._touch_every_ns and not self._folder.read_only:
                     self._touch(known)
         return headers
 
@@ -93,6 +105,18 @@ class BlockFiles:
                 return known
         except BlockLostError:
             return None
+
+    def _has_expired(self, known: Known, now: int) -> bool:
+        used = max(known.stamp[2], known.used_ns)
+        return used < 1e9 * self._expiry.since(now / 1e9) and not os.path.exists(self._folder.pins / known.name.hex())
+
+    def _remove(self, known: Known) -> None:
+        """An expired block, unless somebody has used it this very moment."""
+        self.forget(known.name)
+        if not self._folder.read_only:
+            with contextlib.suppress(OSError):
+                if stamp_of(os.stat(known.path)) == known.stamp:
+                    os.unlink(known.path)
 
     def _touch(self, known: Known) -> None:
         """Tells other processes, at most once a minute, that the block is used."""

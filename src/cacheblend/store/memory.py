@@ -6,6 +6,7 @@ Keeps the very tensors it is given; knows nothing of files. Gone when the proces
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from cacheblend.store.base import (
     head_range,
 )
 from cacheblend.store.eviction import eviction_of
+from cacheblend.store.expiry import Expiry
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -46,6 +48,7 @@ class _Held:
     records: list[torch.Tensor | None]
     nbytes: int = 0
     missing: int = 0
+    used: float = 0.0
 
 
 class MemoryStore(KVStore):
@@ -58,15 +61,17 @@ class MemoryStore(KVStore):
         max_bytes: bound on the records' bytes; 4 GiB by default, or a quarter of the machine's memory where
             that is less. 0 holds nothing.
         eviction: who goes first, see `eviction_of`.
+        ttl: seconds without use behind which an unpinned block is gone; None: for ever.
     """
 
-    def __init__(self, max_bytes: int | None = None, *, eviction: str = "lru") -> None:
+    def __init__(self, max_bytes: int | None = None, *, eviction: str = "lru", ttl: float | None = None) -> None:
         self.max_bytes = default_memory_bytes() if max_bytes is None else max_bytes
         if self.max_bytes < 0:
             raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
         self._lock = threading.RLock()
         self._held: dict[BlockName, _Held] = {}
         self._eviction = eviction_of(eviction)
+        self._expiry = Expiry(ttl)
         self._bytes = 0
         self._pinned: set[BlockName] = set()
         self._manifests: dict[BlockName, ChunkManifest] = {}
@@ -77,9 +82,10 @@ class MemoryStore(KVStore):
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. Of one call's blocks the first are evicted last."""
         with self._lock:
+            self._expire()
             entries = [self._entry(name) for name in names]
             for name in reversed(names):
-                if name in self._held:
+                if name in self._held and not self._has_expired(name, self._held[name]):
                     self._use(name)
             found = sum(entry is not None for entry in entries)
             self._hits += found
@@ -88,7 +94,7 @@ class MemoryStore(KVStore):
 
     def _entry(self, name: BlockName) -> BlockEntry | None:
         held = self._held.get(name)
-        if held is None or held.missing:
+        if held is None or held.missing or self._has_expired(name, held):
             return None
         return BlockEntry(held.token_ids, held.layout, "memory", held.parent)
 
@@ -117,8 +123,9 @@ class MemoryStore(KVStore):
         """See `KVStore.write`. Copies only records that are part of a larger tensor or not contiguous."""
         check_block(block)
         with self._lock:
+            self._expire()
             old = self._held.get(block.name)
-            if old is not None and not old.missing:
+            if old is not None and not old.missing and not self._has_expired(block.name, old):
                 self._use(block.name)
                 return False
             if old is not None:
@@ -179,8 +186,18 @@ class MemoryStore(KVStore):
     def _use(self, name: BlockName) -> None:
         """Tells the policy. A token costs about as much to recompute wherever it stands."""
         held = self._held[name]
+        held.used = time.monotonic()
         tokens = len(held.token_ids)
         self._eviction.used(name, tokens / max(1, held.layout.block_bytes(tokens)))
+
+    def _has_expired(self, name: BlockName, held: _Held) -> bool:
+        return held.used < self._expiry.since(time.monotonic()) and name not in self._pinned
+
+    def _expire(self) -> None:
+        """Removes, now and then, what nobody has asked for."""
+        if self._expiry.is_due(time.monotonic()):
+            for name in [name for name, held in self._held.items() if self._has_expired(name, held)]:
+                self._evict(name)
 
     def _make_room(self, need: int, keep: BlockName | None = None) -> bool:
         """Evicts until `need` more bytes fit; False, with nothing evicted, if they cannot."""

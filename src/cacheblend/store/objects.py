@@ -8,6 +8,7 @@ Implementations know how to move these; `RemoteStore` knows what they mean. Each
 are under way together. All of them raise `StoreUnreachableError` where the other side does not answer in time.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -62,8 +63,9 @@ class Objects(Protocol):
         """The place for people, without passwords."""
         ...
 
-    def use(self, names: Sequence[BlockName]) -> list[bool]:
-        """Whether the blocks are held; marks those as used, the first one last."""
+    def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
+        """Whether the blocks are held and were used at `since` (by `HeldBlock.used`'s clock) or later; marks those as
+        used, the first one last."""
         ...
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
@@ -82,8 +84,8 @@ class Objects(Protocol):
         """Removes blocks; whether they were held."""
         ...
 
-    def held(self) -> list[HeldBlock]:
-        """All blocks."""
+    def held(self, *, tidy: bool = False) -> list[HeldBlock]:
+        """All blocks; `tidy`: takes those off its lists that went without its doing."""
         ...
 
     def pin(self, names: Iterable[BlockName]) -> None:

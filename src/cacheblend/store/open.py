@@ -13,6 +13,7 @@ from cacheblend.store.base import KVStore
 from cacheblend.store.bucket import BucketObjects
 from cacheblend.store.cascade import CascadeStore, close_all
 from cacheblend.store.disk import DEFAULT_DISK_BYTES, DiskStore
+from cacheblend.store.expiry import parse_seconds
 from cacheblend.store.memory import MemoryStore, default_memory_bytes
 from cacheblend.store.objects import Objects
 from cacheblend.store.redis import RedisObjects
@@ -27,10 +28,10 @@ SUPPORTED = (
 
 _REDIS = ("redis", "rediss", "valkey")
 _OPTIONS = {
-    "memory": ("max_bytes", "evict"),
-    "file": ("max_bytes", "ram_bytes", "direct", "evict"),
-    **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "prefix", "timeout", "cluster")),
-    "s3": ("max_bytes", "ram_bytes", "timeout", "endpoint", "region"),
+    "memory": ("max_bytes", "ttl", "evict"),
+    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict"),
+    **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster")),
+    "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region"),
 }
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -62,10 +63,11 @@ def open_store(
             ``"redis://host:port/database"`` (``rediss``, ``valkey``) for a server; ``"s3://bucket/folder"`` for a
             bucket. Several of these with commas between them stand behind each other, nearest first:
             ``"memory://?max_bytes=8GiB, file:///nvme?max_bytes=500GiB, s3://bucket/kv"``. A URL may carry options:
-            ``?max_bytes=200GiB&ram_bytes=4GiB``; for memory and folders ``evict=lru`` or ``worth`` (see `eviction`);
-            for folders ``direct=true`` (read past the page cache); where there is a network ``timeout`` (seconds that
-            an answer may take); for servers ``prefix`` (of all keys) and ``cluster=true``; for buckets ``endpoint``
-            and ``region`` (the keys are taken from AWS's usual environment variables).
+            ``?max_bytes=200GiB&ram_bytes=4GiB``; ``ttl=30d`` (what nobody used for so long is gone, unless pinned);
+            for memory and folders ``evict=lru`` or ``worth`` (see `eviction`); for folders ``direct=true`` (read past
+            the page cache); where there is a network ``timeout`` (seconds that an answer may take); for servers
+            ``prefix`` (of all keys) and ``cluster=true``; for buckets ``endpoint`` and ``region`` (the keys are taken
+            from AWS's usual environment variables).
         max_bytes: bound of the memory, folder or server; a server has none unless one is given. An argument goes
             before the URL's.
         ram_bytes: memory in front of a folder or server; 0 (the default) for none.
@@ -86,15 +88,17 @@ def open_store(
             raise InvalidInputError(f"a {place.scheme} store has no option {key!r}; it has {', '.join(allowed)}")
     sizes = {key: parse_bytes(options.pop(key)) for key in ("max_bytes", "ram_bytes") if key in options}
     bound, ram = sizes.get("max_bytes"), sizes.get("ram_bytes", 0)
-    eviction = options.pop("evict", "lru")
+    eviction, ttl = options.pop("evict", "lru"), options.pop("ttl", None)
+    kept_s = None if ttl is None else parse_seconds(ttl)
     if place.scheme == "memory":
-        return MemoryStore(bound, eviction=eviction)
+        return MemoryStore(bound, eviction=eviction, ttl=kept_s)
     back: KVStore
     if place.scheme == "file":
         kept = DEFAULT_DISK_BYTES if bound is None else bound
-        back = _folders(place.path, kept, read_only, _flag(options, "direct"), eviction)
+        direct = _flag(options, "direct")
+        back = _folders(place.path, kept, read_only=read_only, direct=direct, eviction=eviction, ttl=kept_s)
     else:
-        back = RemoteStore(_remote(place, options), bound, read_only=read_only)
+        back = RemoteStore(_remote(place, options), bound, read_only=read_only, ttl=kept_s)
     return TieredStore(MemoryStore(ram), back) if ram else back
 
 
@@ -127,9 +131,8 @@ def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str 
     return TieredStore(MemoryStore(ram), back) if ram else back
 
 
-def _folders(path: Path, max_bytes: int, read_only: bool, direct: bool, eviction: str) -> KVStore:
+def _folders(path: Path, max_bytes: int, **options: Any) -> KVStore:
     """One folder, or several that share the load and the bound."""
-    options: dict[str, Any] = {"read_only": read_only, "direct": direct, "eviction": eviction}
     paths = [Path(part) for part in re.split(r":(?=[/~])", str(path))]
     parts = {str(each): DiskStore(_expanded(each), max_bytes=max_bytes // len(paths), **options) for each in paths}
     if len(parts) < len(paths):

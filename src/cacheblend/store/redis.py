@@ -9,6 +9,7 @@ Names are written as hexadecimal digits; those in braces keep a block's values o
 header is written last, and its layers expire unless that happens: a writer that dies leaves nothing.
 """
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,8 @@ from cacheblend.core.naming import BlockName
 from cacheblend.store.objects import Bytes, HeldBlock, Range
 from cacheblend.store.remote import in_time
 
+_AT_ONCE = 10_000  # commands of a pipeline
+_PUBLISHED_S = 60.0
 _HALF_WRITTEN_S = 3600  # what a writer that died leaves, expires
 _TICK_S = 1e-6  # between blocks of one call, so that the first is used last
 
@@ -67,10 +70,16 @@ class RedisObjects:
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
-    def use(self, names: Sequence[BlockName]) -> list[bool]:
+    def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
         """See `Objects`. A server without memory left takes no note of the time, and serves on."""
         now = time.time()
-        used = {name.hex(): now - at * _TICK_S for at, name in enumerate(dict.fromkeys(names))}
+        if since > -math.inf:
+            digits = [name.hex() for name in names]
+            times = self._together(lambda pipe: pipe.zmscore(self._key("used"), digits))[0] if names else []
+            fresh = {name for name, when in zip(names, times, strict=True) if when is not None and when >= since}
+        else:
+            fresh = set(names)
+        used = {name.hex(): now - at * _TICK_S for at, name in enumerate(dict.fromkeys(names)) if name in fresh}
 
         def ask(pipe: Any) -> None:
             for name in names:
@@ -78,7 +87,8 @@ class RedisObjects:
             if used:
                 pipe.zadd(self._key("used"), used, xx=True)
 
-        return [bool(there) for there in self._together(ask, all_of=len(names))[: len(names)]]
+        there = self._together(ask, all_of=len(names))[: len(names)]
+        return [bool(held) and name in fresh for name, held in zip(names, there, strict=True)]
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
         """See `Objects`."""
@@ -132,16 +142,30 @@ class RedisObjects:
 
         return [bool(was) for was in self._together(remove)[: len(names)]]
 
-    def held(self) -> list[HeldBlock]:
-        """See `Objects`."""
+    def held(self, *, tidy: bool = False) -> list[HeldBlock]:
+        """See `Objects`. A server that evicts by itself does not tell."""
         sizes, used = self._together(
             lambda pipe: (pipe.hgetall(self._key("sizes")), pipe.zrange(self._key("used"), 0, -1, withscores=True))
         )
         when = dict(used)
-        return [
+        blocks = [
             HeldBlock(_name(digits), int(size.split()[0]), float(when.get(digits, 0.0)))
             for digits, size in sizes.items()
         ]
+        there = self._exist([block.name for block in blocks])
+        published = time.time() - _PUBLISHED_S  # a block is listed a moment before it can be found
+        gone = [block.name for block, held in zip(blocks, there, strict=True) if not held and block.used < published]
+        if gone and tidy:
+            self.delete(gone)
+        return [block for block, held in zip(blocks, there, strict=True) if held]
+
+    def _exist(self, names: Sequence[BlockName]) -> list[bool]:
+        found: list[bool] = []
+        for start in range(0, len(names), _AT_ONCE):
+            part = names[start : start + _AT_ONCE]
+            asked = self._together(lambda pipe, part=part: [pipe.exists(self._piece(name, "h")) for name in part])
+            found += [bool(there) for there in asked]
+        return found
 
     # ---- pins and manifests -----------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ not failed, and for some seconds nobody waits for it again.
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import warnings
@@ -37,6 +38,7 @@ from cacheblend.store.base import (
     check_manifest,
     head_range,
 )
+from cacheblend.store.expiry import Expiry
 from cacheblend.store.manifests import decode_manifest, encode_manifest
 from cacheblend.store.objects import Bytes, Objects, Range
 from cacheblend.store.record_file import BlockHeader, DamagedError, check_heads, decode_header, encode_block
@@ -64,10 +66,14 @@ class RemoteStore(KVStore):
         objects: where.
         max_bytes: bound on the blocks of all who write there; None leaves it to the other side.
         read_only: never write.
+        ttl: seconds without use behind which an unpinned block is gone; None: for ever.
     """
 
-    def __init__(self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False) -> None:
+    def __init__(
+        self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False, ttl: float | None = None
+    ) -> None:
         self._objects, self.read_only = objects, read_only
+        self._expiry = Expiry(ttl)
         self._room = RemoteRoom(objects, max_bytes, self._drop)
         self._known: OrderedDict[BlockName, BlockHeader] = OrderedDict()
         self._manifests: dict[BlockName, tuple[str, ChunkManifest]] = {}
@@ -82,7 +88,7 @@ class RemoteStore(KVStore):
         headers: list[BlockHeader | None] = [None] * len(names)
         try:
             with self._answering():
-                held = self._objects.use(names)
+                held = self._used(names)
             headers = self._headers([name for name, there in zip(names, held, strict=True) if there], names)
         except StoreUnreachableError:
             pass  # said already
@@ -129,12 +135,25 @@ class RemoteStore(KVStore):
         check_block(block)
         with self._counting_failures():
             with self._answering():
-                if self._objects.use([block.name])[0]:
+                if self._used([block.name])[0]:
                     return False
+                now = time.time()
+                if self._expiry.is_due(now):
+                    self._room.expire(self._expiry.since(now))
             header, *records = encode_block(block)
             with self._room.reserved(len(header) + sum(len(record) for record in records), block.name, self._answering):
                 self._objects.put(block.name, header, records)  # one that is too slow to write may be read all the same
         return True
+
+    def _used(self, names: Sequence[BlockName]) -> list[bool]:
+        """Which are held; an expired one is, if it is pinned."""
+        since = self._expiry.since(time.time())
+        held = self._objects.use(names, since)
+        gone = [name for name, there in zip(names, held, strict=True) if not there]
+        if since == -math.inf or not gone or not (pinned := self._objects.pinned().intersection(gone)):
+            return held
+        kept = dict(zip(pinned, self._objects.use(list(pinned)), strict=True))
+        return [there or kept.get(name, False) for name, there in zip(names, held, strict=True)]
 
     def delete(self, name: BlockName) -> bool:
         """See `KVStore.delete`."""
@@ -237,7 +256,7 @@ class RemoteStore(KVStore):
             raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
         with self._answering():
             freed = self._room.shrink(max_bytes)
-            held = {block.name for block in self._objects.held()}
+            held = {block.name for block in self._objects.held(tidy=True)}
             for manifest in self.manifests():
                 if held.isdisjoint(manifest.block_names):
                     self._objects.delete_manifest(manifest.chunk_id)

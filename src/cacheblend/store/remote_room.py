@@ -69,6 +69,15 @@ class RemoteRoom:
             freed, _ = self._evict(max_bytes, None)
         return freed
 
+    def expire(self, since: float) -> None:
+        """Removes unpinned blocks that were not used since then."""
+        with self._lock:
+            pinned = self._objects.pinned()
+            old = [block for block in self._objects.held(tidy=True) if block.used < since and block.name not in pinned]
+            gone = self._drop([block.name for block in old])
+            self.evictions += sum(gone)
+            self._bytes -= sum(block.nbytes for block, was in zip(old, gone, strict=True) if was)
+
     def _make_room(
         self, need: int, name: BlockName, bound: int, answering: Callable[[], AbstractContextManager[None]]
     ) -> None:
@@ -88,7 +97,7 @@ class RemoteRoom:
 
         If anything has to go, `slack` bytes more go with it: not every write should have to list all.
         """
-        held = sorted(self._objects.held(), key=lambda block: block.used)
+        held = sorted(self._objects.held(tidy=True), key=lambda block: block.used)
         total = sum(block.nbytes for block in held)
         pinned = self._objects.pinned() if total > at_most else set()
         victims: list[HeldBlock] = []

@@ -15,12 +15,14 @@ import contextlib
 import heapq
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.store.eviction import Eviction
+from cacheblend.store.expiry import Expiry
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import BLOCK_SUFFIX, Folder
 from cacheblend.store.manifests import name_of_file, named_files
@@ -44,6 +46,7 @@ class Room:
         folder: the store's folder.
         files: told of what is evicted.
         max_bytes: bound on the block files' sizes; None for no bound but the disk's.
+        expiry: of unpinned blocks.
         eviction: who goes first; None: what was not used for longest, as the files' times have it.
 
     Attributes:
@@ -51,7 +54,12 @@ class Room:
     """
 
     def __init__(
-        self, folder: Folder, files: BlockFiles, max_bytes: int | None, eviction: Eviction | None = None
+        self,
+        folder: Folder,
+        files: BlockFiles,
+        max_bytes: int | None,
+        eviction: Eviction | None = None,
+        expiry: Expiry | None = None,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise InvalidInputError(f"max_bytes must be above 0 (or None for no bound), got {max_bytes}")
@@ -59,7 +67,7 @@ class Room:
         self.evictions = 0
         self._folder = folder
         self._files = files
-        self._eviction = eviction
+        self._eviction, self._expiry = eviction, expiry or Expiry(None)
         self._lock = threading.RLock()
         self._using = threading.Lock()  # of the policy: a look-up does not wait for an eviction
         self._total: int | None = None  # as last listed, with this process's writes since
@@ -103,6 +111,8 @@ class Room:
             StoreFullError: there is no room, and nothing unpinned left to evict.
         """
         with self._lock:
+            if self._expiry.is_due(time.time()):
+                self._expire()
             if self.max_bytes is not None:
                 self._admit(need, self.max_bytes)
             self._in_flight += need
@@ -169,18 +179,30 @@ class Room:
         for block in self._victims(surplus):
             if freed >= surplus:
                 break
-            path = self._folder.block_path(block.name)
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_mtime_ns != block.mtime_ns:
-                    continue  # another process has used it since
-                os.unlink(path)
-                if self._eviction is not None:
-                    with self._using:
-                        self._eviction.evicted(block.name)
-                self.evictions += 1
-            self._files.forget(block.name)
-            freed += block.nbytes
+            freed += self._remove(block)
         return freed
+
+    def _remove(self, block: BlockFile) -> int:
+        """Removes a block that was listed; the bytes freed."""
+        path = self._folder.block_path(block.name)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_mtime_ns != block.mtime_ns:
+                return 0  # another process has used it since
+            os.unlink(path)
+            if self._eviction is not None:
+                with self._using:
+                    self._eviction.evicted(block.name)
+            self.evictions += 1
+        self._files.forget(block.name)
+        return block.nbytes
+
+    def _expire(self) -> None:
+        """Removes what nobody has asked for in its time to live."""
+        since = 1e9 * self._expiry.since(time.time())
+        with self._folder.evicting():
+            freed = sum(self._remove(block) for block in self.blocks() if block.used_ns < since and not block.pinned)
+            if self._total is not None:
+                self._total -= freed
 
     def _victims(self, surplus: int) -> list[BlockFile]:
         """Those to go first in front, with twice the bytes: some may turn out to be in use. Keeps no others."""

@@ -14,7 +14,7 @@ import torch
 from cacheblend.core.blocks import Block, BlockEntry, ChunkManifest
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.base import Damage, KVStore, Progress, StoreStats, head_range
+from cacheblend.store.base import Damage, KVStore, Progress, StoreStats, head_range, read_all
 from cacheblend.store.memory import MemoryStore
 
 _ENTRIES = 16384  # blocks found in the back whose reads can still gather in front
@@ -88,6 +88,10 @@ class TieredStore(KVStore):
             if isinstance(read, torch.Tensor):
                 self._promote(name, layer, read)
         return [found[name] for name in names]
+
+    def bring_nearer(self, names: Sequence[BlockName]) -> None:
+        """See `KVStore.bring_nearer`."""
+        read_all(self, names)
 
     def _promote(self, name: BlockName, layer: int, record: torch.Tensor) -> None:
         """Keeps a whole record in front."""

@@ -309,7 +309,7 @@ class BlendEngine:
         decision = None
         if self.controller is not None and ratio is None and selector is None:
             decision = self.controller.decide(plan)
-            plan = plan.without(decision.left_out)
+            plan = plan.leaving_out(decision.left_out)
             ratio = decision.ratio if decision.ratio > floor_of(self.config) else None
         selector = selector or self.settings.selector(ratio)
         check_selector(selector, len(self.survey.layout.layers))

@@ -70,7 +70,7 @@ class Request:
 
 def explain(report: BlendReport, plan: BlendPlan, decision: Decision) -> None:
     """Puts into a report what the loading controller decided: what it left out was not missed."""
-    left_out = sum(len(s) for s in plan.spans if s.source is Source.MISS and s.name in decision.left_out)
+    left_out = sum(len(s) for s in plan.spans if s.source is Source.MISS and s.name in plan.left_out)
     report.left_out_tokens, report.decision = left_out, decision.reason
     report.missed_tokens -= left_out
 

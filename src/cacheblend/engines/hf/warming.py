@@ -92,7 +92,13 @@ class ChunkWarmer:
         return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
 
     def behind(self, planner: Planner, result: Prefill) -> None:
-        """Behind a request: its exact blocks are written as they are, its missed chunks computed alone, later."""
+        """Behind a request: its exact blocks are written as they are, its missed chunks computed alone, later.
+
+        What was left where it lies, since loading it takes long, is brought nearer: it is asked for.
+        """
+        left_out = result.plan.left_out
+        if left_out:
+            self._background.submit(left_out, partial(self._store.bring_nearer, sorted(left_out)))
         if not self._config.capture or time.monotonic() < self._resume_at:
             return
         for block in publish(result.plan, result.kv):

@@ -1,0 +1,153 @@
+"""What compressing stored KV does to answers: `python benchmarks/codecs.py --json FILE`.
+
+The suite's kind of questions on the model that ships, blended as its profile has it, once for each codec: how often the
+first token and the whole answer are those of uncompressed KV, how far the first token's distribution moves, and the
+share of right answers. Full reuse beside it, where nothing is recomputed that compression could have harmed.
+"""
+
+import argparse
+import json
+import statistics
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from cacheblend.core.codec import CODECS
+from cacheblend.core.selection import NoRows
+from cacheblend.engines import environment
+from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf.arms import agreement, finish, full_recompute, fused
+from cacheblend.evaluation.runner import Settings
+from cacheblend.evaluation.scorers import ExactMatch, best
+from cacheblend.nano import model_path
+from cacheblend.nano.questions import draw_questions
+from cacheblend.nano.scenes import CATEGORIES
+
+SEED = 5  # of draws that nothing was trained, tuned or gated on
+TOKENS = 8
+
+
+def measure(engines: dict[str, BlendEngine], per_category: int) -> list[dict[str, Any]]:
+    """A line a question and arm."""
+    plain = engines["raw"]
+    selectors = {"blend": plain.settings.selector(), "reuse": NoRows()}
+    layout, params = Settings().template.layout, SamplingParams(max_tokens=TOKENS)
+    found = []
+    for number, row in enumerate(draw_questions(SEED, per_category)):
+        passages = [Passage(text.text, text.title) for text in row.passages]
+        prompt = plain.prompt(layout.prompt(plain, passages, row.question))
+        for how, selector in selectors.items():
+            wanted = None
+            for codec, engine in engines.items():
+                engine.warm(prompt.chunks)
+                first = fused(engine, prompt, selector)
+                logits = first.logits
+                answer, ids = finish(engine, prompt, first, params)
+                wanted = wanted or (logits, ids)
+                close = agreement(logits, wanted[0])
+                found.append(
+                    {
+                        "row": number,
+                        "category": row.category,
+                        "how": how,
+                        "codec": codec,
+                        "top_1": close.top_1,
+                        "kl": close.kl,
+                        "same_answer": ids == wanted[1],
+                        "right": best(ExactMatch(), answer, row.answers),
+                    }
+                )
+        full = finish(plain, prompt, full_recompute(plain, prompt), params)[0]
+        found.append({"row": number, "how": "full", "codec": "raw", "right": best(ExactMatch(), full, row.answers)})
+        plain.store.prune(1 << 28)
+    return found
+
+
+def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each way and codec, in %, KL in nats."""
+    found = []
+    for how in ("blend", "reuse"):
+        for codec in CODECS:
+            of = [line for line in lines if (line["how"], line["codec"]) == (how, codec)]
+            found.append(
+                {
+                    "how": how,
+                    "codec": codec,
+                    "questions": len(of),
+                    "top_1": 100 * statistics.mean(line["top_1"] for line in of),
+                    "kl": statistics.mean(line["kl"] for line in of),
+                    "same_answer": 100 * statistics.mean(line["same_answer"] for line in of),
+                    "right": 100 * statistics.mean(line["right"] for line in of),
+                }
+            )
+    return found
+
+
+def table(rows: list[dict[str, Any]], full: float) -> Table:
+    out = Table(
+        title=f"{rows[0]['questions']} questions; full recompute is right in {full:.1f} %",
+        title_justify="left",
+        caption="1st, answer: % the same as with uncompressed KV; KL of the first token, nats; right: % exact match",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+    )
+    for column in ("", "codec", "1st", "KL", "answer", "right"):
+        out.add_column(column, justify="left" if column in ("", "codec") else "right", no_wrap=True)
+    for row in rows:
+        out.add_row(
+            row["how"],
+            row["codec"],
+            f"{row['top_1']:.1f}",
+            f"{row['kl']:.2g}",
+            f"{row['same_answer']:.1f}",
+            f"{row['right']:.1f}",
+        )
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--per-category", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.per_category < 1:
+        parser.error("--per-category must be at least 1")
+    with ExitStack() as stack:
+        plain = stack.enter_context(BlendEngine.from_pretrained(model_path(), store="memory"))
+        engines = {"raw": plain}
+        for codec in CODECS:
+            if codec != "raw":
+                config = replace(plain.config, codec=codec)
+                engine = BlendEngine(
+                    plain.model, plain.tokenizer, store=plain.store, config=config, fingerprint=plain.fingerprint
+                )
+                engines[codec] = stack.enter_context(engine)
+        lines = measure(engines, options.per_category)
+        profile = plain.settings.selector()
+    rows = summary(lines)
+    full = 100 * statistics.mean(line["right"] for line in lines if line["how"] == "full")
+    figures = {f"{row['codec']}_top_1": row["top_1"] for row in rows if row["how"] == "blend" and row["codec"] != "raw"}
+    Console().print(table(rows, full))
+    if options.json is not None:
+        result = {
+            "figures": figures,
+            "full_right": full,
+            "arms": rows,
+            "selector": repr(profile),
+            "seed": SEED,
+            "categories": list(CATEGORIES),
+            "machine": environment.machine(),
+            "versions": environment.versions(),
+            "commit": environment.commit(),
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

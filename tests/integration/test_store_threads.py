@@ -1,0 +1,130 @@
+"""Sixteen threads on one store that is too small for what they write: what is read is right, what is pinned stays,
+and the bound holds."""
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cacheblend.core.errors import StoreFullError
+from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
+from cacheblend.store.record_file import encode_block
+from redis_server import needs_redis, redis_server
+from store_blocks import make_block, same_bits
+
+THREADS, HELD, WRITTEN, PINNED = 16, 12, 60, 3
+SECONDS = float(os.environ.get("CACHEBLEND_THREADS_S", "5"))
+"""60 in CI, where nobody waits for it."""
+
+
+class Load:
+    """What the threads do, and what they saw that must not be."""
+
+    def __init__(self, store: KVStore, bound: int) -> None:
+        self.store, self.bound = store, bound
+        self.blocks = [make_block(seed, tokens=9) for seed in range(WRITTEN)]
+        self.pinned = self.blocks[:PINNED]
+        one = self.blocks[0]
+        self.file_bytes = sum(len(part) for part in encode_block(one))
+        self.record_bytes = one.layout.block_bytes(len(one.token_ids))
+        self.wrong: list[str] = []
+        self.done: Counter[str] = Counter()
+        self._stop = threading.Event()
+
+    def run(self, seconds: float) -> None:
+        self.store.pin([block.name for block in self.pinned])
+        for block in self.pinned:
+            self.store.write(block)
+        threads = [threading.Thread(target=self._guarded, args=(seed,)) for seed in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.wrong:
+            held = self.store.stats()
+            for tier in held.tiers or (held,):
+                one = self.record_bytes if tier.tier == "memory" else self.file_bytes
+                if tier.bytes > (tier.max_bytes or 0) + one:
+                    self.wrong.append(f"{tier.tier} has {tier.bytes} bytes, its bound is {tier.max_bytes}")
+            self.done["looked"] += 1
+            time.sleep(0.01)
+        self._stop.set()
+        for thread in threads:
+            thread.join()
+
+    def _guarded(self, seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while not self._stop.is_set() and not self.wrong:
+                self._step(rng)
+        except Exception as error:
+            self.wrong.append(f"{type(error).__name__}: {error}")
+
+    def _step(self, rng: random.Random) -> None:
+        what, block = rng.random(), rng.choice(self.blocks)
+        if what < 0.35:
+            try:
+                self.done["new" if self.store.write(block) else "held"] += 1
+            except StoreFullError:
+                self.done["full"] += 1  # what others write just now takes the room
+        elif what < 0.9:
+            self._read(rng.choice([block, *self.pinned]), rng)
+        elif what < 0.97 and block not in self.pinned:
+            self.done["deleted"] += self.store.delete(block.name)
+        elif what > 0.995:
+            self.store.prune(self.bound // 2)
+            self.done["pruned"] += 1
+
+    def _read(self, block: object, rng: random.Random) -> None:
+        block = next(each for each in self.blocks if each is block)
+        (entry,) = self.store.find([block.name])
+        if entry is None:
+            if block in self.pinned:
+                self.wrong.append("a pinned block is gone")
+            self.done["missed"] += 1
+            return
+        layer = rng.randrange(len(block.records))
+        (record,) = self.store.read_many([block.name], layer)
+        if isinstance(record, Exception):
+            if block in self.pinned:
+                self.wrong.append(f"a pinned block cannot be read: {record}")
+            self.done["lost meanwhile"] += 1
+        elif not same_bits(record, block.records[layer]):
+            self.wrong.append(f"wrong bytes of {block.name.hex()}")
+        else:
+            self.done["read"] += 1
+
+
+def check(store: KVStore, bound: int, capsys: pytest.CaptureFixture[str]) -> None:
+    load = Load(store, bound)
+    load.run(SECONDS)
+    with capsys.disabled():
+        print(f"\n{THREADS} threads, {SECONDS:g} s: {dict(load.done)}")
+    assert load.wrong == []
+    assert store.stats().damaged == 0
+    assert min(load.done[what] for what in ("new", "read", "missed", "deleted")) > 10
+
+
+def bound_of(blocks: int) -> int:
+    return blocks * sum(len(part) for part in encode_block(make_block(0, tokens=9)))
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "tiered"])
+def test_sixteen_threads(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bound = bound_of(HELD)
+    store: KVStore = MemoryStore(bound // 4)  # it counts records without their headers
+    if kind != "memory":
+        disk = DiskStore(tmp_path, max_bytes=bound, durable=False)
+        store = disk if kind == "disk" else TieredStore(MemoryStore(bound // 8), disk)
+    with store:
+        check(store, bound, capsys)
+
+
+@needs_redis
+def test_sixteen_threads_on_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    bound = bound_of(HELD)
+    with redis_server() as server, open_store(f"{server.url}?max_bytes={bound}") as store:
+        check(store, bound, capsys)
