@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from cacheblend.cli import ask, bench, bench_vllm, demo, doctor, evaluate, inspect, plan, profile, store, warm
+from cacheblend.cli import ask, bench, bench_vllm, demo, doctor, evaluate, inspect, plan, profile, serve, store, warm
 from cacheblend.cli.output import error_text, print_error
 
 ERROR = 2
@@ -33,6 +33,8 @@ app.command("warm", rich_help_panel=DAILY)(warm.warm)
 app.command("profile", rich_help_panel=DAILY)(profile.profile)
 app.command("plan", rich_help_panel=MEASURE)(plan.plan)
 app.command("ask", rich_help_panel=DAILY)(ask.ask)
+app.command("serve", rich_help_panel=DAILY)(serve.serve)
+app.add_typer(serve.keys_app, name="keys", rich_help_panel=DAILY)
 app.add_typer(store.app, name="store", rich_help_panel=DAILY)
 app.command("evaluate", rich_help_panel=MEASURE)(evaluate.evaluate)
 app.command("inspect", rich_help_panel=MEASURE)(inspect.inspect)

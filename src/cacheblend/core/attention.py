@@ -78,6 +78,28 @@ def attend_rows(
     return route(query, keys, values, positions, at, spec)
 
 
+def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Let the last row of a sequence attend to all its keys, as decoding does.
+
+    Args:
+        query: [heads, head_dim].
+        keys, values: [kv_heads, length, head_dim]; the row's own are the last.
+        spec: scaling, and what the layer adds to causality.
+
+    Returns:
+        [heads, head_dim] in the query's dtype.
+    """
+    heads, head_dim = query.shape
+    kv_heads, length, _ = keys.shape
+    if spec.softcap is not None or spec.sinks is not None:
+        positions = torch.tensor([length - 1], device=query.device)
+        return attend_rows(query[:, None], keys, values, positions, spec)[0]
+    seen = slice(_first_key(length - 1, spec.window), length)
+    folded = query.view(1, kv_heads, heads // kv_heads, head_dim)  # the heads of a KV head as its rows
+    mixed = F.scaled_dot_product_attention(folded, keys[None, :, seen], values[None, :, seen], scale=spec.scaling)
+    return mixed.view(heads, head_dim)
+
+
 def _check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
     fits = (
         query.dim() == keys.dim() == 3

@@ -397,17 +397,3 @@ class PrefillRun:
         self._pass = FusedPrefill(
             plan, self._open_walk(plan), self._loader, self._selector, work=self._work, **self._options
         )
-
-
-def prefill(
-    plan: BlendPlan,
-    open_walk: Callable[[BlendPlan], LayerWalk],
-    open_loader: Callable[[BlendPlan, int], LayerLoader],
-    selector: Selector,
-    **options: Any,
-) -> Prefill:
-    """All of a `PrefillRun` at once; the same arguments."""
-    with PrefillRun(plan, open_walk, open_loader, selector, **options) as run:
-        while not run.advance():
-            pass
-        return run.result()

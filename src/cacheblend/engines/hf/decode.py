@@ -75,29 +75,24 @@ class SamplingParams:
         return LogitsProcessorList(chosen)
 
 
-class Decoding:
-    """One sequence: the next token at each `step`.
+class Draws:
+    """One answer's tokens, drawn one by one from logits that somebody computes.
 
     Args:
-        model: the loaded model.
-        kv: the prompt's KV cache, or transformers' own, filled. A list is moved into one behind the first token,
-            and emptied.
         prompt_ids: [tokens] int64 on the model's device.
         logits: [vocab] of the prompt's last position.
         params: how to draw.
         eos_ids: ids that end the model's answers.
+
+    Attributes:
+        logits: [vocab] that the last token was drawn from; before the first, those it will be drawn from.
+        finish_reason: ``stop`` or ``length`` behind the last token.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        kv: list[LayerKV] | DynamicCache,
-        prompt_ids: torch.Tensor,
-        logits: torch.Tensor,
-        params: SamplingParams,
-        eos_ids: Sequence[int],
+        self, prompt_ids: torch.Tensor, logits: torch.Tensor, params: SamplingParams, eos_ids: Sequence[int]
     ) -> None:
-        self._model, self._kv, self._params, self._logits = model, kv, params, logits
+        self.logits, self._params = logits, params
         self._processors = params.processors()
         self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         self._generator = torch.Generator(device=logits.device)
@@ -109,42 +104,92 @@ class Decoding:
         self._prompt_length = len(prompt_ids)
         self.finish_reason: str | None = None
 
+    def __len__(self) -> int:
+        """Tokens of prompt and answer."""
+        return self._ids.shape[1]
+
     @property
     def token_ids(self) -> list[int]:
         """The answer so far."""
         return [int(i) for i in self._ids[0, self._prompt_length :]]
 
     @property
-    def logits(self) -> torch.Tensor:
-        """[vocab] that the last token was drawn from; before the first, those it will be drawn from."""
-        return self._logits
+    def last_id(self) -> torch.Tensor:
+        """[1] the last token of prompt and answer."""
+        return self._ids[0, -1:]
 
-    @torch.no_grad()
-    def step(self) -> int:
-        """Draws the next token; sets `finish_reason` to ``stop`` or ``length`` behind the last one."""
-        if self._ids.shape[1] > self._prompt_length:
-            self._logits = self._forward(self._ids[:, -1:])
-        token = self._draw(self._logits)
+    @property
+    def has_begun(self) -> bool:
+        """A token was drawn: the next one needs logits of its own."""
+        return len(self) > self._prompt_length
+
+    def draw(self) -> int:
+        """The next token, from `logits`."""
+        scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
+        if self._params.temperature == 0:
+            token = scores.argmax()
+        else:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
         self._ids = torch.cat([self._ids, token[None, None]], dim=1)
         if int(token) in self._stops:
             self.finish_reason = "stop"
-        elif self._ids.shape[1] - self._prompt_length >= self._params.max_tokens:
+        elif len(self) - self._prompt_length >= self._params.max_tokens:
             self.finish_reason = "length"
         return int(token)
 
-    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+
+class Decoding:
+    """One sequence by transformers' own forward and cache: the next token at each `step`.
+
+    Args:
+        model: the loaded model.
+        kv: the prompt's KV cache, or transformers' own, filled. A list is moved into one behind the first token,
+            and emptied.
+        prompt_ids, logits, params, eos_ids: see `Draws`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: list[LayerKV] | DynamicCache,
+        prompt_ids: torch.Tensor,
+        logits: torch.Tensor,
+        params: SamplingParams,
+        eos_ids: Sequence[int],
+    ) -> None:
+        self._model, self._kv = model, kv
+        self._draws = Draws(prompt_ids, logits, params, eos_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer so far."""
+        return self._draws.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """See `Draws`."""
+        return self._draws.finish_reason
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """See `Draws`."""
+        return self._draws.logits
+
+    @torch.no_grad()
+    def step(self) -> int:
+        """Draws the next token; sets `finish_reason` behind the last one."""
+        if self._draws.has_begun:
+            self._draws.logits = self._forward()
+        return self._draws.draw()
+
+    def _forward(self) -> torch.Tensor:
         if not isinstance(self._kv, DynamicCache):
             self._kv = fill_cache(self._model, self._kv)
-        position = torch.tensor([[self._ids.shape[1] - 1]], device=ids.device)
-        out = self._model(input_ids=ids, position_ids=position, past_key_values=self._kv, use_cache=True)
+        last = self._draws.last_id
+        position = torch.tensor([[len(self._draws) - 1]], device=last.device)
+        out = self._model(input_ids=last[None], position_ids=position, past_key_values=self._kv, use_cache=True)
         logits: torch.Tensor = out.logits[0, -1]
         return logits
-
-    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self._processors(self._ids, logits[None].float())[0]
-        if self._params.temperature == 0:
-            return scores.argmax()
-        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
 
 
 def fill_cache(model: PreTrainedModel, kv: list[LayerKV]) -> DynamicCache:

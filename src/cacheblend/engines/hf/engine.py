@@ -19,17 +19,18 @@ from transformers import DynamicCache, PreTrainedModel
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.controller import Controller
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.fusor import Prefill, check_selector, prefill
+from cacheblend.core.fusor import Prefill, PrefillRun, check_selector
 from cacheblend.core.loader import LayerKV, LayerLoader
 from cacheblend.core.plan import Anchor, BlendPlan, Planner
 from cacheblend.core.prompt import Prompt, Segment, chunk
 from cacheblend.core.report import BlendReport
-from cacheblend.core.selection import Selector
+from cacheblend.core.selection import NoRows, Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
 from cacheblend.engines.hf.opening import open_folder
-from cacheblend.engines.hf.request import Answer, Delta, Request, explain, report_of
+from cacheblend.engines.hf.prefilling import Mode, Prefilling, plan_in_mode
+from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.tokens import Content, Message, Passage, PromptBuilder
 from cacheblend.engines.hf.view import ModelView
@@ -84,13 +85,10 @@ class BlendEngine:
         self._sentence_end_ids = None if sentence_end_ids is None else np.array(sentence_end_ids, dtype=np.int64)
         if selector.question_rows:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
-        dtype = str(self.survey.layout.dtype).removeprefix("torch.")
         self.fingerprint = fingerprint or fingerprint_model(model)
-        codec, salt = self.config.codec, self.config.salt
-        self.planner = Planner.of_model(
-            self.fingerprint, dtype, self._anchor(bos_id), self.config.block_size, codec=codec, salt=salt
-        )
-        self.stored_layout = replace(self.survey.layout, codec=codec)
+        self._chunk_anchor = self._anchor(bos_id)
+        self.planner = self.planner_of("")
+        self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         self.controller: Controller | None = None
         if self.config.machine is not None:
             machine = read_machine(self.config.machine, self.fingerprint, self.stored_layout)
@@ -141,6 +139,14 @@ class BlendEngine:
         )
         engine.settings = settings
         return engine
+
+    def planner_of(self, tenant: str) -> Planner:
+        """The planner of one tenant: what one stored no other finds. The engine's own is that of the tenant ``""``."""
+        config, dtype = self.config, str(self.survey.layout.dtype).removeprefix("torch.")
+        salt = f"{config.salt}\x1f{tenant}" if tenant else config.salt
+        return Planner.of_model(
+            self.fingerprint, dtype, self._chunk_anchor, config.block_size, codec=config.codec, salt=salt
+        )
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
@@ -197,6 +203,7 @@ class BlendEngine:
         *,
         behind: PromptLike | None = None,
         progress: Progress | None = None,
+        tenant: str = "",
     ) -> WarmReport:
         """Stores the KV of passages ahead of their use, each computed alone behind its anchor.
 
@@ -204,14 +211,16 @@ class BlendEngine:
             chunks: passages; those that the store holds are not computed again.
             behind: the plain text in front of the first chunk, for the anchor rule ``system``.
             progress: called with (chunks done, chunks in all).
+            tenant: for whom, see `planner_of`.
 
         Raises:
             InvalidInputError: an empty chunk, one longer than the context, or ids outside the vocabulary.
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
         segments = [self._segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
-        anchor = self.planner.anchor.segments(None if behind is None else self.prompt(behind))
-        return self._warmer.warm(self.planner, anchor, segments, progress)
+        planner = self.planner_of(tenant) if tenant else self.planner
+        anchor = planner.anchor.segments(None if behind is None else self.prompt(behind))
+        return self._warmer.warm(planner, anchor, segments, progress)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until missed chunks are captured and stored; False if that took longer than `timeout` seconds."""
@@ -295,40 +304,51 @@ class BlendEngine:
 
     @torch.no_grad()
     def prefill(
-        self, prompt: Prompt, *, ratio: float | None = None, selector: Selector | None = None
+        self, prompt: Prompt, *, ratio: float | None = None, selector: Selector | None = None, mode: Mode = "blend"
     ) -> tuple[Prefill, BlendReport]:
-        """Plan, load, fuse: first logits, KV cache and report. Stores nothing.
+        """Plan, load, fuse: first logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
+        with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode) as prefilling:
+            while not prefilling.advance():
+                pass
+            return prefilling.result()
+
+    def open_prefill(
+        self,
+        prompt: Prompt,
+        *,
+        ratio: float | None = None,
+        selector: Selector | None = None,
+        mode: Mode = "blend",
+        tenant: str = "",
+    ) -> Prefilling:
+        """A prompt's prefill, planned and not begun; close it, or use `with`.
 
         Args:
             prompt: checked by `prompt`.
             ratio: overrides the configured recompute ratio.
             selector: overrides the configured selector.
+            mode: see `Mode`.
+            tenant: whose chunks are used, see `planner_of`.
         """
         started = time.perf_counter()
-        plan = self.planner.plan(prompt, self.store)
+        planner = self.planner_of(tenant) if tenant else self.planner
+        plan = plan_in_mode(planner.plan(prompt, self.store), mode)
         decision = None
-        if self.controller is not None and ratio is None and selector is None:
+        if self.controller is not None and ratio is None and selector is None and mode == "blend":
             decision = self.controller.decide(plan)
             plan = plan.leaving_out(decision.left_out)
             ratio = decision.ratio if decision.ratio > floor_of(self.config) else None
-        selector = selector or self.settings.selector(ratio)
-        check_selector(selector, len(self.survey.layout.layers))
-        planned = time.perf_counter()
-        result = prefill(
+        chosen = NoRows() if mode == "reuse" else selector or self.settings.selector(ratio)
+        check_selector(chosen, len(self.survey.layout.layers))
+        run = PrefillRun(
             plan,
             self._walk,
             self._loader,
-            selector,
+            chosen,
             tile_rows=self.config.tile_rows,
-            sentence_end_ids=self.sentence_end_ids() if selector.question_rows else None,
+            sentence_end_ids=self.sentence_end_ids() if chosen.question_rows else None,
         )
-        self.synchronize()
-        report = report_of(result, planned - started, time.perf_counter() - planned)
-        if decision is not None and self.controller is not None:
-            explain(report, result.plan, decision)
-            if not report.fallbacks:
-                self.controller.learn(decision, result.plan, report.compute_s, report.load_s)
-        return result, report
+        return Prefilling(run, self.synchronize, started, self.controller, decision)
 
     def load_prefix(self, plan: BlendPlan) -> DynamicCache:
         """transformers' cache with the plan's exact prefix, and nothing behind it: prefix caching without blending.
@@ -342,6 +362,18 @@ class BlendEngine:
                 keys, values = loader.layer(layer)
                 kv.append(LayerKV(keys[:, : plan.prefix_length], values[:, : plan.prefix_length]))
         return fill_cache(self.model, kv)
+
+    def begin_request(self) -> None:
+        """Until `end_request` no background work is begun."""
+        self._background.begin_request()
+
+    def end_request(self) -> None:
+        """One for each `begin_request`."""
+        self._background.end_request()
+
+    def keep(self, result: Prefill, tenant: str = "") -> None:
+        """Behind a prefill's first token: what it computed exactly, and what it missed, is stored for the tenant."""
+        self._warmer.behind(self.planner_of(tenant) if tenant else self.planner, result)
 
     # ---- inside -----------------------------------------------------------------------------------------
 
@@ -383,10 +415,9 @@ class BlendEngine:
         return replace(params, max_tokens=min(params.max_tokens, room))
 
     def _settle(self, request: Request) -> None:
-        """Behind the first token: what this request computed exactly, and what it missed, is stored."""
         result, request.to_capture = request.to_capture, None
         if result is not None:
-            self._warmer.behind(self.planner, result)
+            self.keep(result)
 
     def synchronize(self) -> None:
         """Waits for the device, so that a clock read behind it tells the truth."""

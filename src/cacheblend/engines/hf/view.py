@@ -147,15 +147,21 @@ class ModelView:
 
         Args:
             token_ids: [n] int64 on the model's device.
-            positions: [n] int64.
+            positions: [n] int64. Rows that do not follow each other are handed to the model as sequences of one row:
+                it would take them for packed sequences and mask one from the other.
         """
-        shell = _Shell(self, None)
+        shell, apart = _Shell(self, None), bool((positions.diff() != 1).any())
+        ids, places = (part[:, None] if apart else part[None] for part in (token_ids, positions))
         with contextlib.suppress(_AllLayersSeenError):
-            shell.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            shell.model(input_ids=ids, position_ids=places, use_cache=False)
         if shell.first_hidden is None or len(shell.calls) != len(self.layers):
             raise ModelNotBlendableError(
                 f"{type(self.model).__name__} called {len(shell.calls)} of its {len(self.layers)} decoder layers"
             )
+        if apart:
+            count = len(token_ids)
+            calls = [LayerCall(*(_in_one_row(part, count) for part in (c.args, c.kwargs))) for c in shell.calls]
+            return shell.first_hidden.transpose(0, 1), calls
         return shell.first_hidden, shell.calls
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
@@ -165,17 +171,28 @@ class ModelView:
         output: torch.Tensor = out[0] if self._layers_give_tuples else out
         return output[0]
 
-    def close(self, hidden: torch.Tensor, token_id: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Logits [vocab] of one row: the model's own norm and head.
+    def close(self, hidden: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab]: the model's own norm and head.
 
         Args:
-            hidden: what the last layer gave for this row, [1, width].
-            token_id, position: the row's, [1] each.
+            hidden: what the last layer gave for these rows, [n, width].
+            token_ids, positions: the rows', [n] each.
         """
-        shell = _Shell(self, (hidden[None],) if self._layers_give_tuples else hidden[None])
-        out = shell.model(input_ids=token_id[None], position_ids=position[None], use_cache=False)
-        logits: torch.Tensor = out.logits[0, -1]
+        shell = _Shell(self, (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
+        out = shell.model(input_ids=token_ids[:, None], position_ids=positions[:, None], use_cache=False)
+        logits: torch.Tensor = out.logits[:, 0]
         return logits
+
+
+def _in_one_row(value: Any, count: int) -> Any:
+    """What a layer was handed for sequences of one row each, [count, 1, ...], as for one sequence: [1, count, ...]."""
+    if isinstance(value, tuple):
+        return tuple(_in_one_row(part, count) for part in value)
+    if isinstance(value, dict):
+        return {name: _in_one_row(part, count) for name, part in value.items()}
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (count, 1):
+        return value.transpose(0, 1)
+    return value
 
 
 def _find_layers(model: PreTrainedModel) -> str:

@@ -39,7 +39,7 @@ class HfWalk:
     Args:
         view: of the model.
         token_ids: [rows] int64 on the model's device.
-        positions: [rows] int64, ascending.
+        positions: [rows] int64.
     """
 
     def __init__(self, view: ModelView, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -84,7 +84,11 @@ class HfWalk:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[vocab] of the last row, given its final hidden state [1, width]."""
-        return self.view.close(hidden, self._token_ids[-1:], self._positions[-1:])
+        return self.view.close(hidden, self._token_ids[-1:], self._positions[-1:])[0]
+
+    def logits_of_all(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of all rows, [rows, vocab], given their final hidden states."""
+        return self.view.close(hidden, self._token_ids, self._positions)
 
     def _of_rows(self, value: Any, rows: torch.Tensor) -> Any:
         """The part of a layer's argument that belongs to these rows: tensors [1, rows, ...] are indexed."""

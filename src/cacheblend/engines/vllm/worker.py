@@ -24,6 +24,7 @@ import torch
 
 from cacheblend.core.blocks import Block, BlockEntry, BlockSource
 from cacheblend.core.capture import ChunkJob, blocks_of, manifest_of
+from cacheblend.core.convoy import Convoy
 from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.fusor import OnLayer, PrefillRun
 from cacheblend.core.loader import LayerKV, LayerLoader
@@ -33,7 +34,6 @@ from cacheblend.core.plan import BlendPlan, Planner
 from cacheblend.core.prompt import Prompt, text
 from cacheblend.core.selection import NoRows, Selector
 from cacheblend.engines.vllm import compat
-from cacheblend.engines.vllm.convoy import Convoy
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel

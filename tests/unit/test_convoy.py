@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.engines.vllm.convoy import ROWS_TOGETHER, Convoy
+from cacheblend.core.convoy import ROWS_TOGETHER, Convoy
 
 LAYERS = 6
 

@@ -1,0 +1,392 @@
+"""Many requests on one engine: prefills side by side, answers decoded together, in one thread.
+
+    submit ─> waiting (bounded) ─> prefilling (a convoy, some row-layers a round) ─> answering (a token a round) ─> done
+                   │ cancelled, too late ──────────────────────────────────────────────────────────────────────> done
+
+A round computes a slice of the prefills and one token of every answer, so that answers go on while prompts are read.
+Knows the engine; knows nothing of HTTP.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from cacheblend.core.convoy import Convoy
+from cacheblend.core.errors import CacheBlendError
+from cacheblend.core.fusor import Prefill
+from cacheblend.core.lockstep import run_in_lockstep
+from cacheblend.core.prompt import Prompt
+from cacheblend.core.report import BlendReport
+from cacheblend.core.selection import Selector
+from cacheblend.engines.hf.decode import Draws, SamplingParams, TextStream
+from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.prefilling import Mode, Prefilling
+from cacheblend.engines.hf.together import Answering, draw_next
+from cacheblend.engines.hf.walk import JoinedRows
+
+logger = logging.getLogger("cacheblend.engine")
+
+
+class QueueFullError(CacheBlendError):
+    """As many requests wait as may.
+
+    Attributes:
+        retry_after_s: when there may be room.
+    """
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} requests wait, which is all that may; ask again in {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s
+
+
+class TooLateError(CacheBlendError):
+    """A request's time was over before its answer was."""
+
+
+class ClosedError(CacheBlendError):
+    """The scheduler takes no more requests."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is under way at once.
+
+    Attributes:
+        active: requests that are prefilled or answered.
+        waiting: requests behind them.
+        row_layers: of prefills between two tokens of the answers under way.
+    """
+
+    active: int = 8
+    waiting: int = 64
+    row_layers: int = 8192
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request.
+
+    Attributes:
+        prompt: checked by the engine.
+        params: of each answer.
+        choices: answers; the seed of each is the one behind that of the one before it.
+        mode, ratio, selector: see `BlendEngine.open_prefill`.
+        deadline: by `time.monotonic`; None: none.
+        logprobs: so many of the likeliest tokens are told with each token; None: none.
+        tenant: see `BlendEngine.planner_of`.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    choices: int = 1
+    mode: Mode = "blend"
+    ratio: float | None = None
+    selector: Selector | None = None
+    deadline: float | None = None
+    logprobs: int | None = None
+    tenant: str = ""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A token of one choice.
+
+    Attributes:
+        choice: from 0.
+        text: new and certain; may be empty.
+        token_id: of the token; None behind the last one, where held back text comes.
+        logprob: of the token, before any penalty or temperature; None where none were asked for.
+        top: (token id, log-probability) of the likeliest.
+        finish_reason: of the choice, with its last text.
+    """
+
+    choice: int
+    text: str
+    token_id: int | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class DoneEvent:
+    """The last event of a request.
+
+    Attributes:
+        report: of the request; None where it failed before its first token.
+        error: why it failed; None where it did not.
+    """
+
+    report: BlendReport | None
+    error: Exception | None = None
+
+
+Event = TokenEvent | DoneEvent
+
+
+@dataclass
+class _Choice:
+    answering: Answering
+    stream: TextStream
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that was submitted.
+
+    Attributes:
+        ask: the request.
+        on_event: called with each of its events, from the scheduler's thread; must not block.
+        submitted: by `time.perf_counter`.
+    """
+
+    ask: Ask
+    on_event: Callable[[Event], None]
+    submitted: float
+    cancelled: bool = False
+    prefilling: Prefilling | None = None
+    choices: list[_Choice] = field(default_factory=list)
+    report: BlendReport | None = None
+    captured: Prefill | None = None
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. It is given up before the next round."""
+        self.cancelled = True
+
+    @property
+    def layer(self) -> int:
+        """See `Traveller`."""
+        return 0 if self.prefilling is None else self.prefilling.layer
+
+    @property
+    def active_rows(self) -> int:
+        """See `Traveller`."""
+        return 0 if self.prefilling is None else self.prefilling.active_rows
+
+
+class Scheduler:
+    """Works requests off until it is closed; close it before the engine.
+
+    Args:
+        engine: nobody else should prefill on it meanwhile.
+        limits: what is under way at once.
+    """
+
+    def __init__(self, engine: BlendEngine, limits: Limits | None = None) -> None:
+        self._engine, self._limits = engine, limits or Limits()
+        last_check = max(engine.config.make_selector().check_layers, default=0)
+        self._convoy: Convoy[Ticket] = Convoy(last_check + 1, engine.config.tile_rows)
+        self._waiting: deque[Ticket] = deque()
+        self._answering: list[Ticket] = []
+        self._changed = threading.Condition()
+        self._closed = self._draining = False
+        self._recent_s = 1.0  # that a request took, a running average
+        self._thread = threading.Thread(target=self._work, name="cacheblend-scheduler", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread ----------------------------------------------------------------------------------
+
+    def submit(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """Queues a request; its events end with a `DoneEvent`.
+
+        Raises:
+            QueueFullError: as many wait as may.
+            ClosedError: the scheduler is being closed.
+        """
+        with self._changed:
+            if self._draining:
+                raise ClosedError("the server is shutting down")
+            if len(self._waiting) >= self._limits.waiting:
+                each = self._recent_s / self._limits.active
+                raise QueueFullError(len(self._waiting), max(1.0, each * len(self._waiting)))
+            ticket = Ticket(ask, on_event, time.perf_counter())
+            self._waiting.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> int:
+        """Requests that are prefilled or answered."""
+        return len(self._answering) + sum(1 for _ in self._convoy)
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Takes no more requests, waits for those it has, and gives up what is not done in time."""
+        end = time.monotonic() + timeout
+        with self._changed:
+            self._draining = True
+            self._changed.notify_all()
+            while self._has_work and time.monotonic() < end:
+                self._changed.wait(min(0.1, max(0.0, end - time.monotonic())))
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ---- the thread -------------------------------------------------------------------------------------
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._convoy or self._answering)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._has_work and not self._closed:
+                    self._changed.notify_all()  # for who drains
+                    self._changed.wait()
+                if self._closed:
+                    break
+            try:
+                self._round()
+            except Exception as error:  # of the scheduler itself: no request may wait for ever
+                logger.exception("the scheduler failed; its requests end")
+                self._give_up_all(error)
+        self._give_up_all(ClosedError("the server was shut down"))
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for ticket in list(self._all()):
+            if ticket.cancelled:
+                self._end(ticket, None)
+            elif ticket.ask.deadline is not None and time.monotonic() > ticket.ask.deadline:
+                self._end(ticket, TooLateError("the request's time was over"))
+        self._admit()
+        self._prefill()
+        self._decode()
+
+    def _all(self) -> Iterator[Ticket]:
+        with self._changed:
+            waiting = list(self._waiting)
+        yield from (*waiting, *self._convoy, *self._answering)
+
+    def _admit(self) -> None:
+        while self.active < self._limits.active:
+            with self._changed:
+                if not self._waiting:
+                    return
+                ticket = self._waiting.popleft()
+            self._engine.begin_request()
+            ask = ticket.ask
+            try:
+                ticket.prefilling = self._engine.open_prefill(
+                    ask.prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant
+                )
+            except Exception as error:
+                self._end(ticket, error)
+                continue
+            self._convoy.add(ticket)
+
+    def _prefill(self) -> None:
+        """Layers of the prompts at hand: a slice where answers wait for their next token, else until one is ready."""
+        left = self._limits.row_layers
+        while self._convoy and left > 0:
+            tickets = self._convoy.next()
+            opened = [ticket.prefilling for ticket in tickets if ticket.prefilling is not None]
+            left -= max(1, sum(each.active_rows for each in opened))
+            ended = run_in_lockstep([each.next_layer() for each in opened], JoinedRows, self._engine.config.tile_rows)
+            for ticket, error in zip(tickets, ended, strict=True):
+                if error is not None:
+                    self._end(ticket, error)
+                elif ticket.prefilling is not None and ticket.prefilling.done:
+                    self._begin_answer(ticket, ticket.prefilling)
+            if any(not ticket.choices[0].answering.draws.has_begun for ticket in self._answering):
+                return  # a first token is ready: it does not wait for other prompts
+
+    def _begin_answer(self, ticket: Ticket, prefilling: Prefilling) -> None:
+        self._convoy.remove(ticket)
+        engine, ask = self._engine, ticket.ask
+        try:
+            result, ticket.report = prefilling.result()
+        except Exception as error:
+            self._end(ticket, error)
+            return
+        finally:
+            prefilling.close()
+        ticket.report.ttft_s = time.perf_counter() - ticket.submitted
+        ids, decode = engine.ids_of(ask.prompt), engine.builder.decode if engine.builder else _no_text
+        for number in range(ask.choices):
+            seed = None if ask.params.seed is None else ask.params.seed + number
+            draws = Draws(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids)
+            stream = TextStream(decode, ask.params.stop)
+            ticket.choices.append(_Choice(Answering(draws, list(result.kv)), stream))
+        ticket.captured = result
+        self._answering.append(ticket)
+
+    def _decode(self) -> None:
+        """A token of every answer."""
+        going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
+        if not going:
+            return
+        tokens = draw_next(self._engine.view, [choice.answering for _, _, choice in going])
+        for (ticket, number, choice), token in zip(going, tokens, strict=True):
+            self._tell(ticket, number, choice, token)
+        for ticket in list(self._answering):
+            if ticket.captured is not None and ticket.choices[0].answering.position >= len(ticket.ask.prompt):
+                self._engine.keep(ticket.captured, ticket.ask.tenant)  # its first token is out
+                ticket.captured = None
+            if all(choice.finish_reason for choice in ticket.choices):
+                self._end(ticket, None)
+
+    def _tell(self, ticket: Ticket, number: int, choice: _Choice, token: int) -> None:
+        draws = choice.answering.draws
+        text = choice.stream.push(token)
+        reason = "stop" if choice.stream.stopped else draws.finish_reason
+        if reason is not None:
+            text += choice.stream.finish()
+            choice.finish_reason = reason
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        if ticket.ask.logprobs is not None:
+            logprob, top = _log_probabilities(draws.logits, token, ticket.ask.logprobs)
+        ticket.on_event(TokenEvent(number, text, token, logprob, top, reason))
+
+    # ---- endings ----------------------------------------------------------------------------------------
+
+    def _end(self, ticket: Ticket, error: Exception | None) -> None:
+        with self._changed:
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+                was_admitted = False
+            else:
+                was_admitted = True
+        self._convoy.remove(ticket)
+        if ticket in self._answering:
+            self._answering.remove(ticket)
+        if ticket.prefilling is not None:
+            ticket.prefilling.close()
+        if was_admitted:
+            self._engine.end_request()
+        took = time.perf_counter() - ticket.submitted
+        self._recent_s += 0.1 * (took - self._recent_s)
+        if ticket.report is not None:
+            ticket.report.total_s = took
+            ticket.report.generated_tokens = sum(len(each.answering.draws.token_ids) for each in ticket.choices)
+        ticket.choices = []
+        try:
+            ticket.on_event(DoneEvent(ticket.report, error))
+        except Exception:
+            logger.exception("a request's end could not be told")
+
+    def _give_up_all(self, error: Exception) -> None:
+        for ticket in list(self._all()):
+            self._end(ticket, error)
+
+
+def _log_probabilities(logits: torch.Tensor, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    whole = logits.float().log_softmax(-1)
+    values, ids = whole.topk(min(count, len(whole)))
+    return float(whole[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def _no_text(ids: Sequence[int]) -> str:
+    return ""

@@ -1,0 +1,130 @@
+"""The chunk API: what ingestion calls when a document is indexed."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import Depends, FastAPI
+from starlette.concurrency import run_in_threadpool
+
+from cacheblend.core.blocks import ChunkManifest
+from cacheblend.core.capture import ChunkJob, manifest_of
+from cacheblend.core.naming import BlockName
+from cacheblend.core.prompt import chunk
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.serve.errors import ApiError
+from cacheblend.serve.keys import ApiKey
+from cacheblend.serve.schemas import WarmRequest
+from cacheblend.serve.tenants import tenant_of
+
+if TYPE_CHECKING:
+    from cacheblend.serve.app import Server
+
+
+def add_routes(app: FastAPI, server: "Server") -> None:
+    """The routes under ``/v1/chunks``."""
+    key_of = Annotated[ApiKey, Depends(server.key_of)]
+
+    @app.post("/v1/chunks")
+    async def warm(asked: WarmRequest, key: key_of) -> dict[str, Any]:
+        return await run_in_threadpool(_warm, server, asked, key)
+
+    @app.get("/v1/chunks")
+    async def listed(key: key_of) -> dict[str, Any]:
+        return await run_in_threadpool(_listed, server, key)
+
+    @app.delete("/v1/chunks/{chunk_id}")
+    async def delete(chunk_id: str, key: key_of) -> dict[str, Any]:
+        return await run_in_threadpool(_delete, server, key, chunk_id)
+
+    @app.post("/v1/chunks/{chunk_id}/pin")
+    async def pin(chunk_id: str, key: key_of) -> dict[str, Any]:
+        return await run_in_threadpool(_pin, server, key, chunk_id)
+
+    @app.delete("/v1/chunks/{chunk_id}/pin")
+    async def unpin(chunk_id: str, key: key_of) -> dict[str, Any]:
+        return await run_in_threadpool(_unpin, server, key, chunk_id)
+
+
+def _warm(server: "Server", asked: WarmRequest, key: ApiKey) -> dict[str, Any]:
+    engine, tenants = server.engine, server.tenants
+    builder = engine.builder
+    if builder is None:
+        raise ApiError(400, "this server has no tokenizer")
+    tenants.seen(key, asked.salt)
+    segments = [chunk(builder.encode(each.text), each.title) for each in asked.chunks]
+    if any(len(segment) == 0 for segment in segments):
+        raise ApiError(400, "a chunk without a token cannot be stored", param="chunks")
+    if not tenants.has_room(key, sum(map(len, segments))):
+        raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
+    tenant = tenant_of(key, asked.salt)
+    with server.warming():
+        engine.warm(segments, tenant=tenant)
+    found = [_manifest(engine, tenant, segment) for segment in segments]
+    if asked.pin:
+        _pin_all(server, key, found)
+    return {"object": "list", "data": [_told(server, manifest) for manifest in found]}
+
+
+def _manifest(engine: BlendEngine, tenant: str, segment: Any) -> ChunkManifest:
+    planner = engine.planner_of(tenant)
+    anchor = tuple(planner.anchor.segments(None)) if planner.anchor.rule != "system" else ()
+    return manifest_of(ChunkJob(anchor, segment.token_ids, segment.label), planner, engine.name)
+
+
+def _listed(server: "Server", key: ApiKey) -> dict[str, Any]:
+    return {"object": "list", "data": [_told(server, manifest) for manifest in server.tenants.manifests(key)]}
+
+
+def _told(server: "Server", manifest: ChunkManifest) -> dict[str, Any]:
+    """A chunk as clients know it. Its text is not told."""
+    entries = server.engine.store.find(manifest.block_names)
+    held = [entry for entry in entries if entry is not None]
+    return {
+        "id": manifest.chunk_id.hex(),
+        "object": "chunk",
+        "title": manifest.label,
+        "tokens": len(manifest.token_ids),
+        "bytes": sum(entry.layout.block_bytes(len(entry.token_ids)) for entry in held),
+        "held": len(held) == len(entries),
+        "pinned": manifest.chunk_id in server.engine.store.pinned(),
+    }
+
+
+def _found(server: "Server", key: ApiKey, chunk_id: str) -> ChunkManifest:
+    """The chunk; another tenant's is as little there as one that never was."""
+    try:
+        name = BlockName(bytes.fromhex(chunk_id))
+    except ValueError:
+        name = BlockName(b"")
+    manifest = server.tenants.manifest(key, name)
+    if manifest is None:
+        raise ApiError(404, f"there is no chunk {chunk_id[:80]!r}", code="chunk_not_found")
+    return manifest
+
+
+def _delete(server: "Server", key: ApiKey, chunk_id: str) -> dict[str, Any]:
+    manifest = _found(server, key, chunk_id)
+    store = server.engine.store
+    kept = {name for other in server.tenants.manifests(key) if other is not manifest for name in other.block_names}
+    for name in manifest.block_names:
+        if name not in kept or name == manifest.chunk_id:
+            store.delete(name)
+    store.delete_manifest(manifest.chunk_id)
+    return {"id": chunk_id, "object": "chunk", "deleted": True}
+
+
+def _pin(server: "Server", key: ApiKey, chunk_id: str) -> dict[str, Any]:
+    manifest = _found(server, key, chunk_id)
+    _pin_all(server, key, [manifest])
+    return {"id": chunk_id, "object": "chunk", "pinned": True}
+
+
+def _pin_all(server: "Server", key: ApiKey, manifests: list[ChunkManifest]) -> None:
+    if not server.tenants.may_pin(key, manifests):
+        raise ApiError(403, f"this key may pin {server.tenants.pin_bytes} bytes; unpin chunks first", code="quota")
+    server.engine.store.pin(name for manifest in manifests for name in manifest.block_names)
+
+
+def _unpin(server: "Server", key: ApiKey, chunk_id: str) -> dict[str, Any]:
+    manifest = _found(server, key, chunk_id)
+    server.engine.store.unpin(manifest.block_names)
+    return {"id": chunk_id, "object": "chunk", "pinned": False}

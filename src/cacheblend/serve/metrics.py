@@ -1,0 +1,101 @@
+"""Figures of a running server, for Prometheus."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cacheblend.core.report import BlendReport
+from cacheblend.store import KVStore, StoreStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+_GAPS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class _StoreBytes(Collector):  # type: ignore[misc, unused-ignore]
+    """Asks the store when somebody looks."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+
+    def collect(self) -> Iterable[Metric]:
+        found = GaugeMetricFamily("cacheblend_store_bytes", "Bytes of stored blocks.", labels=["tier"])
+        blocks = GaugeMetricFamily("cacheblend_store_blocks", "Stored blocks.", labels=["tier"])
+        for stats in _stats(self._store):
+            found.add_metric([stats.tier], stats.bytes)
+            blocks.add_metric([stats.tier], stats.blocks)
+        return [found, blocks]
+
+
+def _stats(store: KVStore) -> list[StoreStats]:
+    try:
+        stats = store.stats()
+    except Exception:  # a place that does not answer has no figures
+        return []
+    return list(stats.tiers) or [stats]
+
+
+class Metrics:
+    """Of one server.
+
+    Args:
+        store: whose bytes are told.
+        waiting, active: how many requests are, now.
+    """
+
+    def __init__(self, store: KVStore, waiting: Callable[[], int], active: Callable[[], int]) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_StoreBytes(store))
+        self._ttft = Histogram(
+            "cacheblend_ttft_seconds",
+            "Time to first token, in the queue included.",
+            ["mode"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._gap = Histogram(
+            "cacheblend_inter_token_seconds", "Between two tokens of an answer.", buckets=_GAPS, registry=registry
+        )
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"cacheblend_{name}", what, labels, registry=registry)
+
+        self._requests = counter("requests", "By status of HTTP.", "status")
+        self._prompt = counter("prompt_tokens", "Of prompts.")
+        self._generated = counter("generated_tokens", "Of answers.")
+        self._hits = counter("hit_tokens", "Of prompts, by where they were.", "source")
+        self._missed = counter("missed_tokens", "Of chunks that were not stored.")
+        self._recomputed = counter("recomputed_tokens", "Loaded and computed anew.")
+        self._fallbacks = counter("fallbacks", "Passes begun anew, by reason.", "reason")
+        for name, what, now in (
+            ("cacheblend_requests_waiting", "In the queue.", waiting),
+            ("cacheblend_requests_active", "Prefilled or answered.", active),
+        ):
+            Gauge(name, what, registry=registry).set_function(now)
+
+    def request(self, status: int) -> None:
+        """A request was answered."""
+        self._requests.labels(str(status)).inc()
+
+    def gap(self, seconds: float) -> None:
+        """Between two tokens of an answer."""
+        self._gap.observe(seconds)
+
+    def report(self, report: BlendReport, mode: str) -> None:
+        """A request had its first token at least."""
+        self._ttft.labels(mode).observe(report.ttft_s)
+        self._prompt.inc(report.prompt_tokens)
+        self._generated.inc(report.generated_tokens)
+        self._missed.inc(report.missed_tokens)
+        self._recomputed.inc(report.recomputed_tokens)
+        for source, tokens in report.hit_tokens.items():
+            self._hits.labels(source).inc(tokens)
+        if report.fallbacks:
+            self._fallbacks.labels("lost block").inc(len(report.fallbacks))
+
+    def text(self) -> bytes:
+        """As Prometheus reads it."""
+        text: bytes = generate_latest(self._registry)
+        return text

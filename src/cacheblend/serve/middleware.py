@@ -1,0 +1,109 @@
+"""What stands in front of all routes."""
+
+import json
+import logging
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cacheblend.serve.errors import ApiError, api_error
+from cacheblend.serve.metrics import Metrics
+
+logger = logging.getLogger("cacheblend.serve")
+requests_log = logging.getLogger("cacheblend.serve.requests")
+
+
+class RequestLog:
+    """One line of JSON a request, one more in the counters; tells a client of errors that nobody else caught.
+
+    Args:
+        app: behind it.
+        metrics: of the server.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            told = api_error(error)
+            if told.code == "internal":
+                logger.error("a request failed", exc_info=error)
+            if not status:
+                await told.response()(scope, receive, noting)
+        finally:
+            self._metrics.request(status or 499)
+            if scope["path"].startswith("/v1/"):
+                requests_log.info(json.dumps(_line(scope, status, time.perf_counter() - started)))
+
+
+def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
+    state = scope.get("state", {})
+    line = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 4),
+        "key": state.get("key"),
+    }
+    report = getattr(state.get("answering"), "report", None)
+    if report is not None:
+        line |= {
+            "prompt_tokens": report.prompt_tokens,
+            "hit_tokens": report.hit_tokens,
+            "recomputed_tokens": report.recomputed_tokens,
+            "generated_tokens": report.generated_tokens,
+            "ttft_s": round(report.ttft_s, 4),
+        }
+    return line
+
+
+class BodyLimit:
+    """Refuses bodies that are too long, before they are read.
+
+    Args:
+        app: behind it.
+        max_bytes: of a body.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        told = dict(scope["headers"]).get(b"content-length", b"0")
+        if not told.isdigit() or int(told) > self._max_bytes:
+            await self._refusal().response()(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_bytes:  # sent in pieces, of which nobody told the sum
+                raise self._refusal()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _refusal(self) -> ApiError:
+        return ApiError(413, f"a request may have {self._max_bytes} bytes", code="too_long")

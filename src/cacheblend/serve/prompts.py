@@ -1,0 +1,111 @@
+"""From a request to a prompt of text and chunks.
+
+chat         text parts of a message's content list, and tool messages, are chunks where they are long enough;
+             the last text of the last user message is the question, which is never stored; documents are chunks
+completions  spans of a prompt of token ids
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cacheblend.core.prompt import Prompt, Segment, chunk, text
+from cacheblend.engines.hf import BlendEngine, Passage
+from cacheblend.serve.errors import ApiError
+from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message
+
+_TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
+"""Of ``chat_template_kwargs``, those that go on to the template: others might name its files or replace it."""
+
+
+def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> Prompt:
+    """The prompt of a chat request.
+
+    Args:
+        engine: whose chat template is used.
+        request: checked by its schema.
+        chunk_tokens: least tokens of a text that is a chunk of its own.
+
+    Raises:
+        InvalidInputError: the template does not take the messages, or the prompt is too long.
+        ApiError: a part that is not text, or a template option that is not handed on.
+    """
+    question = max((i for i, m in enumerate(request.messages) if m.role == "user"), default=-1)
+    messages = [
+        _message(engine, message, chunk_tokens, is_last_user=number == question)
+        for number, message in enumerate(request.messages)
+    ]
+    documents = [Passage(each.text, each.title) for each in request.documents or () if each.text]
+    options: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    unknown = sorted(set(options) - _TEMPLATE_OPTIONS)
+    if unknown:
+        raise ApiError(400, f"chat_template_kwargs has {unknown[0]!r}; known are {sorted(_TEMPLATE_OPTIONS)}")
+    if request.tools:
+        options["tools"] = request.tools
+    return engine.chat(messages, documents, **options)
+
+
+def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Prompt:
+    """The prompt of a completion request.
+
+    Raises:
+        InvalidInputError: it is empty or too long, or ids are outside of the vocabulary.
+        ApiError: spans that cannot be meant.
+    """
+    spans = request.cacheblend.chunks if request.cacheblend and request.cacheblend.chunks else []
+    given = request.prompt
+    if isinstance(given, list) and given and isinstance(given[0], str):
+        given = str(given[0])
+    if isinstance(given, str):
+        if spans:
+            raise ApiError(400, "chunks are spans of token ids: give the prompt as token ids", param="cacheblend")
+        return engine.prompt([given])
+    ids = [token for token in given if isinstance(token, int)]
+    if not ids:
+        raise ApiError(400, "the prompt is empty", param="prompt")
+    if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
+        raise ApiError(400, f"token ids lie in 0..{engine.survey.vocab_size - 1}", param="prompt")
+    return engine.prompt(Prompt.of(_segments(ids, spans)))
+
+
+def _segments(ids: list[int], spans: Sequence[tuple[int, int]]) -> list[Segment]:
+    segments, at = [], 0
+    for start, stop in spans:
+        if not at <= start < stop <= len(ids):
+            raise ApiError(
+                400,
+                f"the span [{start}, {stop}) of a prompt of {len(ids)} tokens: spans lie in it, ascend and do not "
+                "overlap",
+                param="cacheblend",
+            )
+        segments += [text(ids[at:start]), chunk(ids[start:stop])]
+        at = stop
+    return [*segments, text(ids[at:])]
+
+
+def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_last_user: bool) -> dict[str, Any]:
+    """As `PromptBuilder.chat` takes it: parts of type ``chunk`` are chunks."""
+    extra = message.model_extra or {}
+    content = message.content
+    if content is None:
+        return {"role": message.role, **extra}
+    if isinstance(content, str):
+        is_chunk = message.role == "tool" and _is_long(engine, content, chunk_tokens)
+        return {"role": message.role, "content": [_part(content, is_chunk=is_chunk)] if is_chunk else content, **extra}
+    parts = []
+    for number, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise ApiError(400, f"a content part of type {part.type!r}: only text is read", param="messages")
+        is_question = is_last_user and number == len(content) - 1
+        parts.append(_part(part.text, is_chunk=not is_question and _is_long(engine, part.text, chunk_tokens)))
+    return {"role": message.role, "content": parts, **extra}
+
+
+def _part(content: str, *, is_chunk: bool) -> dict[str, str]:
+    return {"type": "chunk" if is_chunk else "text", "text": content}
+
+
+def _is_long(engine: BlendEngine, content: str, tokens: int) -> bool:
+    """Whether it has as many tokens; a token has a byte at least, so short texts are not tokenised."""
+    if engine.builder is None or len(content.encode()) < tokens:
+        return False
+    return len(engine.builder.encode(content)) >= tokens

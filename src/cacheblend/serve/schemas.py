@@ -1,0 +1,114 @@
+"""What clients send. Fields that are not known are ignored, as OpenAI's clients expect; wrong values are refused."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from cacheblend.engines.hf.prefilling import Mode
+
+SEED_MAX = 2**63 - 1
+Name = Annotated[str, StringConstraints(max_length=256)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class Extras(BaseModel):
+    """The key ``cacheblend`` of a request.
+
+    Attributes:
+        recompute_ratio: overrides the server's.
+        selector: overrides the server's; with its own default settings.
+        salt: of the client; only requests of the same salt (and key) find what is stored under it.
+        mode: see `Mode`.
+        chunks: spans [start, stop) of a prompt that is given as token ids.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    selector: Name | None = None
+    salt: Name = ""
+    mode: Mode = "blend"
+    chunks: list[tuple[int, int]] | None = Field(default=None, max_length=4096)
+
+
+class Document(BaseModel):
+    """A passage that is handed to the chat template."""
+
+    title: Name = ""
+    text: str
+
+
+class ContentPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """A message; fields that a chat template may read go on to it."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Name
+    content: str | list[ContentPart] | None = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides."""
+
+    include_usage: bool = False
+
+
+class Sampling(BaseModel):
+    """What both kinds of request have."""
+
+    model_config = ConfigDict(extra="ignore")
+    model: Name = ""
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cacheblend: Extras | None = None
+
+
+class ChatRequest(Sampling):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    documents: Annotated[list[Document], Field(max_length=4096)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampling):
+    """``/v1/completions``; one prompt, as text or token ids."""
+
+    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] = False
+
+
+class ChunkText(BaseModel):
+    """A text to be stored."""
+
+    text: Annotated[str, StringConstraints(min_length=1)]
+    title: Name = ""
+
+
+class WarmRequest(BaseModel):
+    """``POST /v1/chunks``."""
+
+    chunks: Annotated[list[ChunkText], Field(min_length=1, max_length=4096)]
+    pin: bool = False
+    salt: Name = ""

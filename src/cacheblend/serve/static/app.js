@@ -1,0 +1,213 @@
+// The page's state is the list of chosen passages; everything else is read from the controls when it is needed.
+const byId = (id) => document.getElementById(id);
+const library = { passages: [], questions: [] };
+let chosen = [];
+let dragged = null;
+
+const element = (name, text, attributes = {}) => {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+};
+
+function headers() {
+  const key = byId("key").value.trim();
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+function tell(message) {
+  const box = byId("error");
+  box.textContent = message;
+  box.hidden = !message;
+}
+
+async function failure(response) {
+  const body = await response.json().catch(() => ({}));
+  return new Error(body.error?.message ?? `the server answered ${response.status}`);
+}
+
+// ---- choosing ---------------------------------------------------------------------------------------------
+
+function small(label, text, act, disabled = false) {
+  const button = element("button", text, { type: "button", class: "small", "aria-label": label, title: label });
+  button.disabled = disabled;
+  button.addEventListener("click", act);
+  return button;
+}
+
+function drawLibrary() {
+  byId("library").replaceChildren(...library.passages.map((passage) => {
+    const item = element("li");
+    const taken = chosen.includes(passage);
+    item.append(element("b", passage.title), element("p", passage.text));
+    item.append(small(`Add ${passage.title}`, "+", () => choose([...chosen, passage]), taken));
+    return item;
+  }));
+}
+
+function drawPrompt() {
+  byId("prompt").replaceChildren(...chosen.map((passage, at) => {
+    const item = element("li", undefined, { draggable: "true", "data-title": passage.title });
+    item.append(element("b", passage.title), element("p", passage.text));
+    item.append(small(`Move ${passage.title} up`, "↑", () => move(at, at - 1), at === 0));
+    item.append(small(`Move ${passage.title} down`, "↓", () => move(at, at + 1), at === chosen.length - 1));
+    item.append(small(`Remove ${passage.title}`, "×", () => choose(chosen.filter((one) => one !== passage))));
+    item.addEventListener("dragstart", () => { dragged = at; });
+    item.addEventListener("dragover", (event) => { event.preventDefault(); item.classList.add("over"); });
+    item.addEventListener("dragleave", () => item.classList.remove("over"));
+    item.addEventListener("drop", (event) => { event.preventDefault(); if (dragged !== null) move(dragged, at); dragged = null; });
+    return item;
+  }));
+}
+
+function choose(passages) {
+  chosen = passages;
+  drawLibrary();
+  drawPrompt();
+}
+
+function move(from, to) {
+  const moved = [...chosen];
+  moved.splice(to, 0, ...moved.splice(from, 1));
+  choose(moved);
+}
+
+function shuffle() {
+  const mixed = [...chosen];
+  for (let at = mixed.length - 1; at > 0; at--) {
+    const other = Math.floor(Math.random() * (at + 1));
+    [mixed[at], mixed[other]] = [mixed[other], mixed[at]];
+  }
+  choose(mixed);
+}
+
+// ---- asking -----------------------------------------------------------------------------------------------
+
+function request(mode) {
+  const extras = { mode };
+  if (mode === "blend") {
+    extras.recompute_ratio = Number(byId("ratio").value);
+    extras.selector = byId("selector").value;
+  }
+  return {
+    messages: [{ role: "user", content: byId("question").value }],
+    documents: chosen.map(({ title, text }) => ({ title, text })),
+    max_tokens: 48,
+    temperature: 0,
+    stream: true,
+    cacheblend: extras,
+  };
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+async function answer(mode) {
+  const pane = byId(`pane-${mode}`);
+  const [text, facts] = [pane.querySelector(".answer"), pane.querySelector(".facts")];
+  text.textContent = "";
+  facts.textContent = "...";
+  const response = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(request(mode)) });
+  if (!response.ok) throw await failure(response);
+  let report = null;
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    text.textContent += event.choices[0]?.delta?.content ?? "";
+    report = event.cacheblend ?? report;
+  }
+  const loaded = Object.values(report.hit_tokens).reduce((sum, count) => sum + count, 0);
+  facts.textContent = `${report.prompt_tokens} tokens, ${loaded} from the store, ${report.recomputed_tokens} of them recomputed`;
+  return { text: text.textContent, ttft: report.ttft_s };
+}
+
+function drawTimes(blend, full) {
+  const longest = Math.max(blend.ttft, full.ttft);
+  for (const [mode, one] of [["blend", blend], ["full", full]]) {
+    byId(`bar-${mode}`).style.width = `${(100 * one.ttft) / longest}%`;
+    byId(`time-${mode}`).textContent = `${(1000 * one.ttft).toFixed(0)} ms`;
+  }
+  byId("speedup").textContent = `The first token came ${(full.ttft / blend.ttft).toFixed(1)} times sooner.`;
+  if (full.ttft < blend.ttft) byId("speedup").textContent = "This prompt is too short to gain by it.";
+}
+
+function drawWhy(found, blend, full) {
+  const same = blend.text === full.text ? "Both answers are the same." : "The answers differ.";
+  const first = found.top_1 ? "the same first token" : `another first token (${found.first_token} for ${found.full_first_token})`;
+  byId("quality").textContent = `${same} ${first}, ${found.kl.toPrecision(2)} nats apart from full recompute.`;
+  byId("why").replaceChildren(...found.segments.map((segment) => {
+    const title = segment.is_chunk ? segment.title || "passage" : "text";
+    const part = element("div", undefined, { class: "part", "data-title": title });
+    for (const token of segment.tokens) {
+      const shown = element("span", token.text, { class: token.source, title: `${token.source}, deviation ${token.strength}` });
+      const heated = token.source === "loaded" || token.source === "recomputed";
+      if (heated && token.strength > 0) {
+        shown.style.backgroundColor = `color-mix(in srgb, var(--accent) ${Math.round(70 * Math.sqrt(token.strength))}%, var(--loaded))`;
+      }
+      part.append(shown);
+    }
+    return part;
+  }));
+}
+
+async function ask() {
+  if (!chosen.length) return tell("Pick a passage first.");
+  if (!byId("question").value.trim()) return tell("Ask a question.");
+  tell("");
+  byId("ask").disabled = true;
+  byId("ask").textContent = "Asking ...";
+  byId("speedup").textContent = byId("quality").textContent = "";
+  document.body.dataset.state = "asking";
+  try {
+    const texts = chosen.map(({ title, text }) => ({ title, text }));
+    const body = { documents: texts, question: byId("question").value, recompute_ratio: Number(byId("ratio").value), selector: byId("selector").value };
+    // It stores what is not stored yet, so that both arms find the passages as a server that has been running would.
+    const why = await fetch("/playground/explain", { method: "POST", headers: headers(), body: JSON.stringify(body) });
+    if (!why.ok) throw await failure(why);
+    const found = await why.json();
+    const blend = await answer("blend"); // one after the other: side by side they would share the processors
+    const full = await answer("full");
+    drawTimes(blend, full);
+    drawWhy(found, blend, full);
+    document.body.dataset.state = "done";
+  } catch (error) {
+    tell(error.message);
+    document.body.dataset.state = "failed";
+  } finally {
+    byId("ask").disabled = false;
+    byId("ask").textContent = "Ask";
+  }
+}
+
+// ---- the start --------------------------------------------------------------------------------------------
+
+byId("ask").addEventListener("click", ask);
+byId("question").addEventListener("keydown", (event) => { if (event.key === "Enter") ask(); });
+byId("shuffle").addEventListener("click", shuffle);
+byId("clear").addEventListener("click", () => choose([]));
+byId("ratio").addEventListener("input", () => { byId("ratio-shown").textContent = Number(byId("ratio").value).toFixed(2); });
+byId("add-own").addEventListener("click", () => {
+  const text = byId("own").value.trim();
+  if (!text) return;
+  const passage = { title: `own ${library.passages.length + 1}`, text };
+  library.passages.push(passage);
+  byId("own").value = "";
+  choose([...chosen, passage]);
+});
+
+const found = await (await fetch("/playground/passages")).json();
+library.passages = found.passages;
+library.questions = found.questions;
+byId("questions").replaceChildren(...library.questions.map((one) => element("option", one.category, { value: one.text })));
+choose([]);

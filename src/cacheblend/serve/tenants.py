@@ -1,0 +1,78 @@
+"""What each key has stored and pinned: its quotas, and what it may list, pin and delete."""
+
+import threading
+
+from cacheblend.core.blocks import ChunkManifest
+from cacheblend.core.errors import StoreError
+from cacheblend.core.naming import BlockName
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.serve.keys import ApiKey
+
+_SALTS = 4096  # of all keys, that are remembered
+
+
+def tenant_of(key: ApiKey, salt: str) -> str:
+    """The name space of a key, or the part of it that a client's own salt sets aside."""
+    return f"{key.tenant}\x1f{salt}" if salt else key.tenant
+
+
+class Tenants:
+    """Of one server.
+
+    Args:
+        engine: whose store it is.
+        store_bytes, pin_bytes: that a key may have; None: no bound but the store's.
+    """
+
+    def __init__(self, engine: BlendEngine, store_bytes: int | None, pin_bytes: int | None) -> None:
+        self._engine, self.store_bytes, self.pin_bytes = engine, store_bytes, pin_bytes
+        self._lock = threading.Lock()
+        self._salts: dict[str, dict[str, None]] = {}
+
+    def seen(self, key: ApiKey, salt: str) -> None:
+        """A client of this key uses a salt: what lies under it counts. A restart forgets salts until they are used."""
+        with self._lock:
+            salts = self._salts.setdefault(key.name, {"": None})
+            if len(salts) < _SALTS:
+                salts[salt] = None
+
+    def manifests(self, key: ApiKey) -> list[ChunkManifest]:
+        """Chunks of a key, under any of its salts that were seen."""
+        with self._lock:
+            salts = list(self._salts.get(key.name, {"": None}))
+        roots = {self._engine.planner_of(tenant_of(key, salt)).root for salt in salts}
+        return [manifest for manifest in self._engine.store.manifests() if manifest.root in roots]
+
+    def manifest(self, key: ApiKey, chunk_id: BlockName) -> ChunkManifest | None:
+        """One of them."""
+        return next((each for each in self.manifests(key) if each.chunk_id == chunk_id), None)
+
+    def bytes_of(self, manifests: list[ChunkManifest]) -> int:
+        """Bytes of these chunks' blocks that are held."""
+        names = list({name: None for manifest in manifests for name in manifest.block_names})
+        entries = [entry for entry in self._engine.store.find(names) if entry is not None]
+        return sum(entry.layout.block_bytes(len(entry.token_ids)) for entry in entries)
+
+    def has_room(self, key: ApiKey, tokens: int) -> bool:
+        """Whether a key may store chunks of so many tokens more."""
+        if self.store_bytes is None:
+            return True
+        try:
+            return self.bytes_of(self.manifests(key)) + self.size_of(tokens) <= self.store_bytes
+        except StoreError:
+            return False
+
+    def may_pin(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
+        """Whether a key may pin these besides what it has pinned."""
+        if self.pin_bytes is None:
+            return True
+        pinned = self._engine.store.pinned()
+        have = [each for each in self.manifests(key) if each.chunk_id in pinned]
+        return self.bytes_of([*have, *manifests]) <= self.pin_bytes
+
+    def size_of(self, tokens: int) -> int:
+        """Bytes of the KV of so many tokens."""
+        block = self._engine.config.block_size
+        layout = self._engine.stored_layout
+        whole, rest = divmod(tokens, block)
+        return whole * layout.block_bytes(block) + (layout.block_bytes(rest) if rest else 0)

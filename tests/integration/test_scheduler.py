@@ -1,0 +1,232 @@
+"""Many requests on one engine: each gets the answer it gets alone, nobody waits for ever, bounds hold."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.prompt import Prompt
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.scheduler import (
+    Ask,
+    ClosedError,
+    DoneEvent,
+    Event,
+    Limits,
+    QueueFullError,
+    Scheduler,
+    Ticket,
+    TokenEvent,
+    TooLateError,
+)
+from families import tiny_model
+from parity.scenes import QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, greedy, open_engine
+
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+PROMPTS = (RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with open_engine(tiny_model("llama")) as opened:
+        yield opened
+
+
+class Listener:
+    """Collects a request's events."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.tokens: dict[int, list[int]] = {}
+        self.events: list[TokenEvent] = []
+
+    def __call__(self, event: Event) -> None:
+        self._events.put(event)
+
+    def wait(self, timeout: float = 60) -> DoneEvent:
+        while True:
+            event = self._events.get(timeout=timeout)
+            if isinstance(event, DoneEvent):
+                return event
+            self.events.append(event)
+            if event.token_id is not None:
+                self.tokens.setdefault(event.choice, []).append(event.token_id)
+
+
+def submit(scheduler: Scheduler, prompt: Prompt, params: SamplingParams = PARAMS, **ask: object) -> Listener:
+    listener = Listener()
+    scheduler.submit(Ask(prompt, params, **ask), listener)  # type: ignore[arg-type]
+    return listener
+
+
+def test_each_gets_the_answer_it_gets_alone(engine: BlendEngine) -> None:
+    expected = [engine.generate(prompt, PARAMS, ratio=0.3).token_ids for prompt in PROMPTS]
+    scheduler = Scheduler(engine, Limits(active=3, row_layers=50))
+    try:
+        listeners = [submit(scheduler, prompt, ratio=0.3) for prompt in PROMPTS * 4]
+        done = [listener.wait() for listener in listeners]
+    finally:
+        scheduler.close()
+    assert all(each.error is None for each in done)
+    assert [listener.tokens[0] for listener in listeners] == expected * 4
+    reports = [each.report for each in done]
+    assert all(r is not None and 0 < r.ttft_s <= r.total_s and r.generated_tokens == 6 for r in reports)
+
+
+@pytest.mark.parametrize("mode", ["full", "prefix"])
+def test_modes_that_are_exact(engine: BlendEngine, mode: str) -> None:
+    scheduler = Scheduler(engine)
+    try:
+        listener = submit(scheduler, RAG, mode=mode)
+        report = listener.wait().report
+    finally:
+        scheduler.close()
+    assert listener.tokens[0] == greedy(tiny_model("llama"), RAG, 6)
+    assert report is not None and report.hit_tokens["memory"] == 0
+    assert report.recomputed_tokens == 0
+
+
+def test_full_reuse_recomputes_nothing(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine)
+    try:
+        report = submit(scheduler, RAG, mode="reuse").wait().report
+    finally:
+        scheduler.close()
+    assert report is not None and (report.hit_tokens["memory"], report.recomputed_tokens) == (115, 0)
+
+
+def test_choices_have_seeds_of_their_own(engine: BlendEngine) -> None:
+    params = SamplingParams(max_tokens=6, temperature=3.0, seed=7, ignore_eos=True)
+    scheduler = Scheduler(engine)
+    try:
+        three, one = submit(scheduler, RAG, params, choices=3), submit(scheduler, RAG, params)
+        three.wait(), one.wait()
+    finally:
+        scheduler.close()
+    assert len({tuple(ids) for ids in three.tokens.values()}) == 3
+    assert one.tokens[0] == three.tokens[0]
+
+
+def test_log_probabilities(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine)
+    try:
+        listener = submit(scheduler, RAG, logprobs=3)
+        listener.wait()
+    finally:
+        scheduler.close()
+    for event in listener.events:
+        assert event.logprob is not None and len(event.top) == 3
+        assert event.top[0] == (event.token_id, event.logprob)  # greedy
+        assert [p for _, p in event.top] == sorted((p for _, p in event.top), reverse=True)
+
+
+class Slow:
+    """An engine's planner that waits until it may go on."""
+
+    def __init__(self, engine: BlendEngine) -> None:
+        self.go_on, self._inner = threading.Event(), engine.open_prefill
+        engine.open_prefill = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, *arguments: object, **options: object) -> object:
+        assert self.go_on.wait(60)
+        return self._inner(*arguments, **options)  # type: ignore[arg-type]
+
+
+def test_a_full_queue_says_when_to_come_again(engine: BlendEngine) -> None:
+    slow, scheduler = Slow(engine), Scheduler(engine, Limits(active=1, waiting=2))
+    try:
+        first = submit(scheduler, RAG)
+        while scheduler.waiting:
+            time.sleep(0.01)  # it is being planned
+        others = [submit(scheduler, RAG) for _ in range(2)]
+        with pytest.raises(QueueFullError, match="2 requests wait") as raised:
+            submit(scheduler, RAG)
+        assert raised.value.retry_after_s >= 1
+        slow.go_on.set()
+        assert all(listener.wait().error is None for listener in (first, *others))
+    finally:
+        slow.go_on.set()
+        scheduler.close()
+
+
+def test_who_is_cancelled_or_too_late_ends_and_holds_nobody_up(engine: BlendEngine) -> None:
+    slow, scheduler = Slow(engine), Scheduler(engine, Limits(active=1))
+    try:
+        first = submit(scheduler, RAG)
+        while scheduler.waiting:
+            time.sleep(0.01)
+        cancelled = Listener()
+        ticket: Ticket = scheduler.submit(Ask(RAG, PARAMS), cancelled)
+        late, last = submit(scheduler, RAG, deadline=time.monotonic() - 1), submit(scheduler, RAG)
+        ticket.cancel()
+        slow.go_on.set()
+        assert first.wait().error is None
+        assert cancelled.wait().report is None and not cancelled.tokens
+        assert isinstance(late.wait().error, TooLateError)
+        assert last.wait().error is None
+    finally:
+        slow.go_on.set()
+        scheduler.close()
+
+
+def test_who_is_cancelled_while_answering_ends(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine)
+    listener = Listener()
+    ticket: list[Ticket] = []
+
+    def on_event(event: Event) -> None:
+        listener(event)
+        if isinstance(event, TokenEvent) and ticket:
+            ticket[0].cancel()
+
+    try:
+        ticket.append(scheduler.submit(Ask(RAG, SamplingParams(max_tokens=100_000, ignore_eos=True)), on_event))
+        listener.wait()
+        assert scheduler.active == 0
+    finally:
+        scheduler.close()
+
+
+def test_an_error_of_one_request_is_its_own(engine: BlendEngine) -> None:
+    inner = engine.open_prefill
+
+    def open_prefill(prompt: Prompt, **options: object) -> object:
+        if prompt is PROMPTS[1]:
+            raise InvalidInputError("not this one")
+        return inner(prompt, **options)  # type: ignore[arg-type]
+
+    engine.open_prefill = open_prefill  # type: ignore[method-assign, assignment]
+    scheduler = Scheduler(engine)
+    try:
+        first, second, third = (submit(scheduler, prompt) for prompt in PROMPTS)
+        assert first.wait().error is None and third.wait().error is None
+        assert isinstance(second.wait().error, InvalidInputError)
+    finally:
+        scheduler.close()
+
+
+def test_closing_waits_for_what_is_under_way_and_gives_up_the_rest(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine, Limits(active=1))
+    done = submit(scheduler, RAG)
+    endless = submit(scheduler, RAG, SamplingParams(max_tokens=100_000, ignore_eos=True))
+    scheduler.close(timeout=3)
+    assert done.wait().error is None
+    assert isinstance(endless.wait().error, ClosedError)
+    with pytest.raises(ClosedError):
+        submit(scheduler, RAG)
+
+
+def test_missed_chunks_are_captured_behind_the_requests() -> None:
+    with open_engine(tiny_model("llama"), [A], capture=True) as engine:
+        scheduler = Scheduler(engine)
+        try:
+            report = submit(scheduler, RAG).wait().report
+            assert report is not None and report.missed_tokens > 0
+            assert engine.flush(timeout=60)
+            again = submit(scheduler, RAG).wait().report
+            assert again is not None and again.missed_tokens == 0
+        finally:
+            scheduler.close()

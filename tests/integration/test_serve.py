@@ -1,0 +1,421 @@
+"""The server through OpenAI's own client, on the model that ships: forms, streams, chunks, keys, bounds."""
+
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf.scheduler import Limits
+from cacheblend.nano import model_path
+from cacheblend.nano.questions import draw_questions
+from cacheblend.serve.app import create_app
+from cacheblend.serve.keys import KeyRing, add_key, read_keys
+from cacheblend.serve.settings import ServeSettings
+
+ROW = draw_questions(777, 1)[0]
+PASSAGES = [text.text for text in ROW.passages]
+QUESTION = ROW.question
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def running(settings: ServeSettings, store: str = "memory") -> Iterator[str]:
+    """A server in a thread of this process."""
+    with BlendEngine.from_pretrained(model_path(), store=store) as engine:
+        engine.name = "nano"
+        port = free_port()
+        server = uvicorn.Server(
+            uvicorn.Config(create_app(engine, settings), host="127.0.0.1", port=port, log_level="error")
+        )
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(ServeSettings(chunk_tokens=16, drain_s=5)) as address:
+        yield address
+
+
+def client(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)
+
+
+def messages() -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": text} for text in [*PASSAGES, QUESTION]]
+    return [{"role": "user", "content": parts}]
+
+
+def ask(url: str, **options: Any) -> Any:
+    settings = {"model": "nano", "messages": messages(), "temperature": 0, "max_tokens": 8} | options
+    return client(url).chat.completions.create(**settings)
+
+
+def extras(answer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = answer.model_extra["cacheblend"]
+    return found
+
+
+# ---- answers ------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
+    answer = ask(url)
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        prompt = engine.chat(
+            [
+                {
+                    "role": "user",
+                    "content": [*({"type": "chunk", "text": t} for t in PASSAGES), {"type": "text", "text": QUESTION}],
+                }
+            ]
+        )
+        expected = engine.generate(prompt, SamplingParams(max_tokens=8))
+    full = ask(url, extra_body={"cacheblend": {"mode": "full"}})
+    assert full.choices[0].message.content == expected.text  # nothing was stored: all of it was computed
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_what_was_missed_is_stored_behind_the_answer_and_the_question_never_is(url: str) -> None:
+    ask(url)
+    for _ in range(200):
+        again = ask(url)
+        if extras(again)["missed_tokens"] == 0:
+            break
+        time.sleep(0.05)
+    report = extras(again)
+    assert report["missed_tokens"] == 0 and sum(report["hit_tokens"].values()) > 0
+    assert (
+        again.usage.prompt_tokens_details.cached_tokens
+        == sum(report["hit_tokens"].values()) - report["recomputed_tokens"]
+    )
+    listed = httpx.get(f"{url}/v1/chunks").json()["data"]
+    assert len(listed) >= len(set(PASSAGES))
+    assert all(one["tokens"] >= 16 for one in listed)
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
+    answer = ask(url, extra_body={"cacheblend": {"mode": "full"}})
+    events = list(
+        ask(url, stream=True, stream_options={"include_usage": True}, extra_body={"cacheblend": {"mode": "full"}})
+    )
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text == answer.choices[0].message.content
+    assert events[0].choices[0].delta.role == "assistant"
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == answer.choices[0].finish_reason
+    assert events[-1].usage.completion_tokens == answer.usage.completion_tokens
+    assert events[-1].model_extra["cacheblend"]["generated_tokens"] == answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("mode", ["blend", "full", "reuse", "prefix"])
+def test_modes(url: str, mode: str) -> None:
+    report = extras(ask(url, extra_body={"cacheblend": {"mode": mode, "recompute_ratio": 0.3, "selector": "hkvd"}}))
+    assert (report["recomputed_tokens"] > 0) <= (mode == "blend")
+
+
+def test_choices_seeds_stops_and_log_probabilities(url: str) -> None:
+    options = {"n": 3, "temperature": 1.5, "seed": 4, "logprobs": True, "top_logprobs": 2, "max_tokens": 5}
+    first, second = ask(url, **options), ask(url, **options)
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert texts == [choice.message.content for choice in second.choices]
+    for choice in first.choices:
+        for token in choice.logprobs.content:
+            assert token.logprob <= 0 and len(token.top_logprobs) == 2
+            assert math.isclose(max(t.logprob for t in token.top_logprobs), token.top_logprobs[0].logprob)
+    whole = ask(url).choices[0].message.content
+    stop = whole[len(whole) // 2 :][:2]
+    cut = ask(url, stop=[stop])
+    assert cut.choices[0].message.content == whole[: whole.index(stop)] and cut.choices[0].finish_reason == "stop"
+
+
+def test_documents_and_tool_messages_are_chunks(url: str) -> None:
+    asked = [{"role": "user", "content": QUESTION}]
+    documents = [{"title": f"note {n}", "text": text} for n, text in enumerate(PASSAGES)]
+    report = extras(
+        client(url).chat.completions.create(
+            model="nano", messages=asked, max_tokens=2, extra_body={"documents": documents}
+        )
+    )  # type: ignore[arg-type]
+    assert sum(report["hit_tokens"].values()) + report["missed_tokens"] > 0
+    listed = {one["title"] for one in httpx.get(f"{url}/v1/chunks").json()["data"]}
+    assert listed
+
+
+def test_completions_of_texts_and_of_token_ids_with_spans(url: str) -> None:
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        assert engine.builder is not None
+        ids, spans = engine.builder.encode("Read this. "), []
+        for passage in PASSAGES[:2]:
+            inside = engine.builder.encode(passage)
+            spans.append([len(ids), len(ids) + len(inside)])
+            ids += inside
+        ids += engine.builder.encode(QUESTION)
+        whole = engine.prompt([Passage(PASSAGES[0])])
+    assert whole.chunks
+    options: dict[str, Any] = {"model": "nano", "max_tokens": 4, "temperature": 0}
+    body = {"cacheblend": {"chunks": spans}}
+    answer = client(url).completions.create(prompt=ids, logprobs=2, extra_body=body, **options)
+    assert answer.usage is not None and answer.usage.prompt_tokens >= len(ids)
+    assert (
+        answer.choices[0].logprobs is not None
+        and len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens
+    )
+    text = client(url).completions.create(prompt="Who has the boot?", stream=True, **options)
+    assert "".join(event.choices[0].text for event in text if event.choices) is not None
+
+
+def test_the_model_is_listed(url: str) -> None:
+    assert [model.id for model in client(url).models.list()] == ["nano"]
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n:"),
+        ({"n": 9}, "at most 8 choices"),
+        ({"top_logprobs": 3}, "logprobs: true"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
+        ({"stop": [""]}, "stop"),
+        ({"seed": 2**70}, "seed"),
+        ({"cacheblend": {"selector": "best"}}, "selector"),
+        ({"cacheblend": {"mode": "fast"}}, "mode"),
+        ({"cacheblend": {"ratio": 0.3}}, "ratio"),
+        ({"cacheblend": {"recompute_ratio": 2}}, "recompute_ratio"),
+        ({"chat_template_kwargs": {"chat_template": "/etc/passwd"}}, "chat_template"),
+        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "tokens"),
+    ],
+)
+def test_what_is_wrong_is_said_in_openais_form(url: str, change: dict[str, Any], message: str) -> None:
+    body = {"model": "nano", "messages": messages(), "max_tokens": 2} | change
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and message in f"{error['param']} {error['message']}"
+
+
+def test_another_model_another_route_and_no_json(url: str) -> None:
+    assert ask.__name__ and httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        ask(url, model="gpt-4")
+    broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers={"Content-Type": "application/json"})
+    assert broken.status_code == 400 and broken.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "spans", "message"),
+    [
+        ([400, 401, 402], [[0, 9]], "lie in it"),
+        ([400, 401, 402], [[1, 1]], "lie in it"),
+        ([400, 401, 402], [[0, 2], [1, 3]], "do not overlap"),
+        ("text", [[0, 2]], "token ids"),
+        ([], None, "empty"),
+        ([-1], None, "token ids lie in"),
+        ([10**9], None, "token ids lie in"),
+    ],
+)
+def test_spans_and_ids_that_cannot_be_meant(url: str, prompt: Any, spans: Any, message: str) -> None:
+    body = {"model": "nano", "prompt": prompt, "max_tokens": 1, "cacheblend": {"chunks": spans}}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_bodies_that_are_too_long() -> None:
+    with running(ServeSettings(max_body_bytes=1000)) as url:
+        told = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 2000})
+        pieces = httpx.post(f"{url}/v1/completions", content=(b"x" * 100 for _ in range(30)))
+        assert told.status_code == pieces.status_code == 413
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+# ---- chunks -------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_stored_listed_pinned_used_and_deleted() -> None:
+    with running(ServeSettings(chunk_tokens=16)) as url:
+        texts = [{"text": text, "title": f"note {n}"} for n, text in enumerate(PASSAGES)]
+        stored = httpx.post(f"{url}/v1/chunks", json={"chunks": texts, "pin": True}, timeout=60).json()["data"]
+        assert [one["title"] for one in stored] == [text["title"] for text in texts]
+        assert all(one["held"] and one["pinned"] and one["bytes"] > 0 for one in stored)
+        assert extras(ask(url))["missed_tokens"] == 0
+        name = stored[0]["id"]
+        assert httpx.delete(f"{url}/v1/chunks/{name}/pin").json()["pinned"] is False
+        assert httpx.delete(f"{url}/v1/chunks/{name}").json()["deleted"] is True
+        assert httpx.delete(f"{url}/v1/chunks/{name}").status_code == 404
+        assert len(httpx.get(f"{url}/v1/chunks").json()["data"]) == len({t["text"] for t in texts}) - 1
+        assert httpx.post(f"{url}/v1/chunks/zz/pin").status_code == 404
+
+
+# ---- keys ---------------------------------------------------------------------------------------------------
+
+
+def test_keys_keep_tenants_apart(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    one, other = add_key(file, "one"), add_key(file, "other")
+    assert one not in file.read_text() and file.stat().st_mode & 0o77 == 0
+    with running(ServeSettings(keys=KeyRing(read_keys(file)), chunk_tokens=16)) as url:
+        for wrong in ({}, {"Authorization": "Bearer cb-wrong"}, {"Authorization": one}):
+            refused = httpx.get(f"{url}/v1/models", headers=wrong)
+            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+        mine, theirs = ({"Authorization": f"Bearer {key}"} for key in (one, other))
+        chunks = {"chunks": [{"text": text} for text in PASSAGES]}
+        stored = httpx.post(f"{url}/v1/chunks", json=chunks, headers=mine, timeout=60).json()["data"]
+        body = {"model": "nano", "messages": messages(), "max_tokens": 1}
+
+        def missed(headers: dict[str, str], **more: Any) -> int:
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body | more, headers=headers, timeout=60)
+            return int(answer.json()["cacheblend"]["missed_tokens"])
+
+        assert missed(mine) == 0
+        assert missed(mine, cacheblend={"salt": "another project"}) > 0
+        assert missed(theirs) > 0
+        assert httpx.get(f"{url}/v1/chunks", headers=theirs).json()["data"] != stored
+        assert httpx.delete(f"{url}/v1/chunks/{stored[0]['id']}", headers=theirs).status_code == 404
+
+
+def test_quotas_of_a_key() -> None:
+    chunks = {"chunks": [{"text": text} for text in PASSAGES]}
+    with running(ServeSettings(store_bytes=1000)) as url:
+        refused = httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60)
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "quota"
+    with running(ServeSettings(pin_bytes=1000)) as url:
+        assert httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60).status_code == 200
+        assert httpx.post(f"{url}/v1/chunks", json=chunks | {"pin": True}, timeout=60).status_code == 403
+
+
+# ---- under load ---------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    with running(ServeSettings(limits=Limits(active=1, waiting=1), drain_s=0.1)) as url:
+        endless = {"model": "nano", "prompt": "Read", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/v1/completions", json=endless) as first:
+            next(first.iter_lines())
+            found: list[httpx.Response] = []
+            short = endless | {"stream": False, "max_tokens": 1}
+            threads = [
+                threading.Thread(
+                    target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=short, timeout=60))
+                )
+                for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + 30
+            while len(found) < 3 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert [answer.status_code for answer in found] == [429] * 3
+            assert all(int(answer.headers["Retry-After"]) >= 1 for answer in found)
+        for thread in threads:  # the one that streamed has gone: the one that waits is answered
+            thread.join(60)
+        assert sorted(answer.status_code for answer in found) == [200, 429, 429, 429]
+
+
+def test_a_client_that_leaves_is_not_answered_any_more(url: str) -> None:
+    endless = {"model": "nano", "prompt": "Read", "max_tokens": 100_000, "ignore_eos": True}
+    with (
+        httpx.Client(timeout=60) as http,
+        http.stream("POST", f"{url}/v1/completions", json=endless | {"stream": True}) as one,
+    ):
+        next(one.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=endless, timeout=1)
+    end = time.monotonic() + 30
+    while httpx.get(f"{url}/ready").json()["active"] and time.monotonic() < end:
+        time.sleep(0.05)
+    assert httpx.get(f"{url}/ready").json()["active"] == 0
+
+
+def test_a_request_whose_time_is_over_ends() -> None:
+    with running(ServeSettings(timeout_s=0.5, drain_s=0.1)) as url:
+        body = {"model": "nano", "prompt": "Read", "max_tokens": 100_000, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "timeout"
+        with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as streamed:
+            events = [json.loads(line[6:]) for line in streamed.iter_lines() if line.startswith("data: {")]
+        assert events[-1]["error"]["code"] == "timeout"
+
+
+def test_a_store_that_is_gone_costs_no_answer(tmp_path: Path) -> None:
+    import shutil
+
+    with running(ServeSettings(chunk_tokens=16), f"file://{tmp_path}/store") as url:
+        before = ask(url, extra_body={"cacheblend": {"mode": "full"}}).choices[0].message.content
+        shutil.rmtree(tmp_path / "store")
+        after = ask(url)
+        assert after.choices[0].message.content == before
+        assert httpx.get(f"{url}/metrics").status_code == 200
+
+
+# ---- figures ------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_running_server(url: str) -> None:
+    ask(url)
+    text = httpx.get(f"{url}/metrics").text
+    for name in (
+        "cacheblend_ttft_seconds_bucket",
+        "cacheblend_inter_token_seconds_bucket",
+        "cacheblend_requests_total",
+        "cacheblend_hit_tokens_total",
+        "cacheblend_recomputed_tokens_total",
+        "cacheblend_store_bytes",
+        "cacheblend_requests_waiting",
+    ):
+        assert name in text
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{url}/ready").json()["status"] == "ready"
+
+
+def test_one_line_of_json_a_request(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "cacheblend.serve.requests"):
+        ask(url)
+        time.sleep(0.1)
+    line = json.loads(caplog.records[-1].message)
+    assert (line["path"], line["status"], line["key"]) == ("/v1/chat/completions", 200, "anyone")
+    assert line["prompt_tokens"] > 0 and line["ttft_s"] > 0
+
+
+def test_the_page_and_what_it_asks_for(url: str) -> None:
+    assert "CacheBlend" in httpx.get(f"{url}/").text
+    found = httpx.get(f"{url}/playground/passages").json()
+    documents = [found["passages"][n] for n in found["questions"][0]["passages"]]
+    body = {"documents": documents, "question": found["questions"][0]["text"], "recompute_ratio": 0.2}
+    why = httpx.post(f"{url}/playground/explain", json=body, timeout=120).json()
+    sources = {token["source"] for segment in why["segments"] for token in segment["tokens"]}
+    assert {"loaded", "recomputed", "fresh"} <= sources
+    assert why["kl"] >= 0 and why["recomputed_tokens"] == sum(
+        token["source"] == "recomputed" for segment in why["segments"] for token in segment["tokens"]
+    )
+    assert replace(ServeSettings(), playground=False).playground is False

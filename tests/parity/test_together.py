@@ -1,0 +1,56 @@
+"""Answers decoded side by side: the tokens of the model's own `generate`, however they come and go."""
+
+import pytest
+import torch
+
+from cacheblend.core.prompt import Prompt
+from cacheblend.core.selection import AllRows
+from cacheblend.engines.hf import SamplingParams
+from cacheblend.engines.hf.decode import Draws
+from cacheblend.engines.hf.together import ROOM, Answering, draw_next
+from families import tiny_model
+from parity.scenes import FAMILIES, QUESTION, RAG, SYSTEM, A, B, C, greedy, warm_engine
+
+PROMPTS = (RAG, Prompt.of([SYSTEM, C, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
+
+
+def answering(family: str, prompt: Prompt, params: SamplingParams) -> Answering:
+    engine = warm_engine(family)
+    result, _ = engine.prefill(prompt, selector=AllRows())
+    return Answering(Draws(engine.ids_of(prompt), result.logits, params, []), list(result.kv))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_answer_is_that_of_generate(family: str) -> None:
+    params = SamplingParams(max_tokens=6)
+    answers = [answering(family, prompt, params) for prompt in PROMPTS]
+    for step in range(8):  # each begins a step behind the one before it
+        going = [a for number, a in enumerate(answers) if number <= step and a.draws.finish_reason is None]
+        draw_next(warm_engine(family).view, going)
+    for answer, prompt in zip(answers, PROMPTS, strict=True):
+        assert answer.draws.token_ids == greedy(tiny_model(family), prompt, 6)
+
+
+def test_answers_outgrow_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.engines.hf.together.ROOM", 3)
+    answer = answering("llama", RAG, SamplingParams(max_tokens=20))
+    while answer.draws.finish_reason is None:
+        draw_next(warm_engine("llama").view, [answer])
+    assert ROOM > 3 and answer.draws.token_ids == greedy(tiny_model("llama"), RAG, 20)
+
+
+def test_answers_of_one_prompt_share_its_kv_and_not_their_own() -> None:
+    engine = warm_engine("llama")
+    result, _ = engine.prefill(RAG, selector=AllRows())
+    params = [SamplingParams(max_tokens=8, temperature=2.0, seed=seed) for seed in (1, 2, 1)]
+    answers = [Answering(Draws(engine.ids_of(RAG), result.logits, each, []), list(result.kv)) for each in params]
+    while answers[0].draws.finish_reason is None:
+        draw_next(engine.view, answers)
+    first, second, third = (answer.draws.token_ids for answer in answers)
+    assert first == third != second
+    torch.manual_seed(0)
+    single = Draws(engine.ids_of(RAG), result.logits, params[1], [])
+    alone = Answering(single, list(result.kv))
+    while single.finish_reason is None:
+        draw_next(engine.view, [alone])
+    assert single.token_ids == second
