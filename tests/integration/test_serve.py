@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import openai
 import pytest
 import uvicorn
 
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Limits
+from cacheblend.engines.hf.together import draw_next
 from cacheblend.nano import model_path
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.app import create_app
@@ -177,8 +177,6 @@ def test_completions_of_texts_and_of_token_ids_with_spans(url: str) -> None:
             spans.append([len(ids), len(ids) + len(inside)])
             ids += inside
         ids += engine.builder.encode(QUESTION)
-        whole = engine.prompt([Passage(PASSAGES[0])])
-    assert whole.chunks
     options: dict[str, Any] = {"model": "nano", "max_tokens": 4, "temperature": 0}
     body = {"cacheblend": {"chunks": spans}}
     answer = client(url).completions.create(prompt=ids, logprobs=2, extra_body=body, **options)
@@ -226,7 +224,7 @@ def test_what_is_wrong_is_said_in_openais_form(url: str, change: dict[str, Any],
 
 
 def test_another_model_another_route_and_no_json(url: str) -> None:
-    assert ask.__name__ and httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
     with pytest.raises(openai.NotFoundError, match="no model"):
         ask(url, model="gpt-4")
     broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers={"Content-Type": "application/json"})
@@ -317,19 +315,30 @@ def test_quotas_of_a_key() -> None:
 # ---- under load ---------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_is_429_with_retry_after() -> None:
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token takes 20 ms at least, so that an answer of many is not over before somebody looks."""
+
+    def draw(*arguments: Any) -> list[int]:
+        time.sleep(0.02)
+        return draw_next(*arguments)
+
+    monkeypatch.setattr("cacheblend.engines.hf.scheduler.draw_next", draw)
+
+
+def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:
     with running(ServeSettings(limits=Limits(active=1, waiting=1), drain_s=0.1)) as url:
         endless = {"model": "nano", "prompt": "Read", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/v1/completions", json=endless) as first:
-            next(first.iter_lines())
+            lines = first.iter_lines()  # kept: a generator that is dropped closes the stream
+            next(lines)
             found: list[httpx.Response] = []
             short = endless | {"stream": False, "max_tokens": 1}
-            threads = [
-                threading.Thread(
-                    target=lambda: found.append(httpx.post(f"{url}/v1/completions", json=short, timeout=60))
-                )
-                for _ in range(4)
-            ]
+
+            def post() -> None:
+                found.append(httpx.post(f"{url}/v1/completions", json=short, timeout=60))
+
+            threads = [threading.Thread(target=post) for _ in range(4)]
             for thread in threads:
                 thread.start()
             deadline = time.monotonic() + 30
@@ -342,7 +351,7 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
         assert sorted(answer.status_code for answer in found) == [200, 429, 429, 429]
 
 
-def test_a_client_that_leaves_is_not_answered_any_more(url: str) -> None:
+def test_a_client_that_leaves_is_not_answered_any_more(url: str, slowly: None) -> None:
     endless = {"model": "nano", "prompt": "Read", "max_tokens": 100_000, "ignore_eos": True}
     with (
         httpx.Client(timeout=60) as http,
@@ -357,7 +366,7 @@ def test_a_client_that_leaves_is_not_answered_any_more(url: str) -> None:
     assert httpx.get(f"{url}/ready").json()["active"] == 0
 
 
-def test_a_request_whose_time_is_over_ends() -> None:
+def test_a_request_whose_time_is_over_ends(slowly: None) -> None:
     with running(ServeSettings(timeout_s=0.5, drain_s=0.1)) as url:
         body = {"model": "nano", "prompt": "Read", "max_tokens": 100_000, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
@@ -418,4 +427,3 @@ def test_the_page_and_what_it_asks_for(url: str) -> None:
     assert why["kl"] >= 0 and why["recomputed_tokens"] == sum(
         token["source"] == "recomputed" for segment in why["segments"] for token in segment["tokens"]
     )
-    assert replace(ServeSettings(), playground=False).playground is False

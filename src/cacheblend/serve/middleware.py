@@ -74,7 +74,7 @@ def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, before they are read.
+    """Refuses bodies that are too long, without keeping them.
 
     Args:
         app: behind it.
@@ -93,17 +93,23 @@ class BodyLimit:
         if not told.isdigit() or int(told) > self._max_bytes:
             await self._refusal().response()(scope, receive, send)
             return
-        read = 0
-
-        async def counted() -> Message:
-            nonlocal read
+        parts: list[bytes] = []
+        while True:  # held until all of it is here: pieces have no length that is told ahead
             message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._max_bytes:  # sent in pieces, of which nobody told the sum
-                raise self._refusal()
-            return message
+            if message["type"] != "http.request":
+                return  # the client has gone
+            parts.append(message.get("body", b""))
+            if sum(map(len, parts)) > self._max_bytes:
+                await self._refusal().response()(scope, receive, send)
+                return
+            if not message.get("more_body"):
+                break
+        body: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
-        await self._app(scope, counted, send)
+        async def given() -> Message:
+            return body.pop() if body else await receive()
+
+        await self._app(scope, given, send)
 
     def _refusal(self) -> ApiError:
         return ApiError(413, f"a request may have {self._max_bytes} bytes", code="too_long")
