@@ -105,7 +105,7 @@ def test_a_bucket_that_is_not_there_is_told(keys: None) -> None:
     ("url", "message"),
     [
         ("s3:///folder", "names no bucket"),
-        ("s3://b/x?prefix=y", "no option 'prefix'; it has max_bytes, ram_bytes, timeout, endpoint, region"),
+        ("s3://b/x?prefix=y", "no option 'prefix'; it has max_bytes, ram_bytes, ttl, timeout, endpoint, region"),
         ("s3://b/x?timeout=0", "timeout must be a number of seconds above 0"),
     ],
 )

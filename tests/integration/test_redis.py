@@ -296,7 +296,7 @@ def test_two_salts_and_two_prefixes_do_not_meet(server: RedisServer) -> None:
         ("redis://h:1/0?timeout=-1", "timeout must be a number of seconds above 0, got '-1'"),
         ("redis://h:1/0?timeout=x", "timeout must be"),
         ("redis://h:1/0?cluster=1", "cluster must be true or false, got '1'"),
-        ("redis://h:1/0?ttl=1", "no option 'ttl'; it has max_bytes, ram_bytes, prefix, timeout, cluster"),
+        ("redis://h:1/0?evict=1", "no option 'evict'; it has max_bytes, ram_bytes, ttl, prefix, timeout, cluster"),
     ],
 )
 def test_urls_that_say_nothing_sensible(url: str, message: str) -> None:

@@ -83,7 +83,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("memory://?ram_bytes=1", "memory store has no option 'ram_bytes'; it has max_bytes"),
         (
             "file:///tmp/no-such-cacheblend-store?max_byte=1",
-            "no option 'max_byte'; it has max_bytes, ram_bytes, direct",
+            "no option 'max_byte'; it has max_bytes, ram_bytes, ttl, direct",
         ),
         ("memory://?max_bytes=lots", "'lots' is not a size"),
     ],

@@ -11,15 +11,15 @@ Only one server works at a time.
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cacheblend.bench.clients import ask_at, poisson_times, saturate
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace, tokens_of
+from cacheblend.bench.rates_plot import draw_rates
 from cacheblend.bench.vllm_server import Pair, Server
 from cacheblend.core.errors import InvalidInputError
 
@@ -195,18 +195,7 @@ def _tell_done(tell: Progress, stage: str, total: int, done: int) -> None:
 
 
 def _saturate(server: Server, prompts: list[list[int]], what: Replay, done: Callable[[int], None]) -> dict[str, Any]:
-    """So many clients, each with its next request as soon as it has an answer."""
-    times: list[float] = []
-
-    def ask(ids: list[int]) -> None:
-        times.append(server.ask(ids, what.answer_tokens).ttft_s)
-        done(len(times))
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(what.clients) as clients:
-        list(clients.map(ask, prompts))
-    took = time.perf_counter() - started
-    return {"requests_per_s": len(prompts) / took, "seconds": took, "ttft_s": times}
+    return saturate(lambda ids: server.ask(ids, what.answer_tokens).ttft_s, prompts, what.clients, done)
 
 
 def _sweep(
@@ -218,27 +207,19 @@ def _sweep(
         rate = share * saturation
         point: dict[str, Any] = {"requests_per_s": rate}
         for name, server in servers.items():
-            rng, at, due = random.Random(f"{what.seed} {share}"), 0.0, []
-            for number, request in enumerate(sample.requests[: what.rate_requests]):
-                at += rng.expovariate(rate)
-                due.append((at, prompt(request, _own(f"{name} {share} {number}", what), whole=False)))
-            times = _ask_at(server, due, what.answer_tokens)
+            asked = sample.requests[: what.rate_requests]
+            own = [_own(f"{name} {share} {number}", what) for number in range(len(asked))]
+            prompts = [prompt(request, ids, whole=False) for request, ids in zip(asked, own, strict=True)]
+            due = list(zip(poisson_times(rate, len(asked), f"{what.seed} {share}"), prompts, strict=True))
+
+            def ask(ids: list[int], server: Server = server) -> float:
+                return server.ask(ids, what.answer_tokens).ttft_s
+
+            times = ask_at(ask, due)
             point[name] = {"ttft_s": times, "median_s": statistics.median(times)}
         found.append(point)
         tell(RATES, done, len(what.rates))
     return found
-
-
-def _ask_at(server: Server, due: list[tuple[float, list[int]]], tokens: int) -> list[float]:
-    started = time.perf_counter()
-
-    def ask(at: float, ids: list[int]) -> float:
-        time.sleep(max(0.0, started + at - time.perf_counter()))
-        late = time.perf_counter() - started - at
-        return late + server.ask(ids, tokens).ttft_s
-
-    with ThreadPoolExecutor(len(due)) as clients:
-        return [each.result() for each in [clients.submit(ask, at, ids) for at, ids in due]]
 
 
 def _fill(server: Server, sample: Sample, tell: Progress) -> None:
@@ -264,21 +245,11 @@ def _own(seed: str, what: Replay) -> list[int]:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draws time to first token against the rate of requests, for both. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for name, label, color in (("vllm", "vLLM, prefix caching", "C0"), ("blend", "vLLM with CacheBlend", "C1")):
-        rates = [point["requests_per_s"] for point in result["rates"]]
-        axes.plot(rates, [point[name]["median_s"] for point in result["rates"]], marker="o", color=color, label=label)
-        saturation = result["passages"][name]["requests_per_s"]
-        axes.axvline(saturation, linestyle="--", color=color, alpha=0.6, label=f"saturation, {saturation:.2f} a second")
-    axes.set(xlabel="requests per second", ylabel="median time to first token, s", ylim=(0, None))
-    axes.set_title(f"RAGPulse on {result['model']}, r = {result['ratio']:g}", parse_math=False)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    found = result["passages"]
+    labels = {"vllm": "vLLM, prefix caching", "blend": "vLLM with CacheBlend"}
+    curves = {
+        label: ([point[name]["median_s"] for point in result["rates"]], found[name]["requests_per_s"])
+        for name, label in labels.items()
+    }
+    rates = [point["requests_per_s"] for point in result["rates"]]
+    draw_rates(rates, curves, f"RAGPulse on {result['model']}, r = {result['ratio']:g}", path)

@@ -258,6 +258,52 @@ def store(
 
 
 @app.command()
+def serve(
+    model: Folder = None,
+    shape: Shape = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Folder of a RAGPulse trace, to replay it.", rich_help_panel=WHAT)
+    ] = None,
+    chunks: Chunks = 8,
+    chunk_tokens: ChunkTokens = 512,
+    question_tokens: QuestionTokens = 32,
+    ratio: Annotated[float, typer.Option("--ratio", "-r", help="Recompute ratio.", rich_help_panel=WHAT)] = 0.15,
+    requests: Annotated[int, typer.Option("--requests", help="Replayed.", rich_help_panel=WHAT)] = 100,
+    clients: Annotated[int, typer.Option("--clients", help="At once.", rich_help_panel=HOW)] = 8,
+    runs: Runs = 5,
+    seed: Seed = 0,
+    json: JsonFile = None,
+    plot: Plot = None,
+) -> None:
+    """`cacheblend serve` over HTTP: first tokens, what the server adds, and a trace of real requests."""
+    check_outputs(json, plot)
+
+    from cacheblend.bench import serving as bench
+    from cacheblend.bench.vllm_bench import PromptShape
+    from cacheblend.cli.models import model_folder
+    from cacheblend.cli.output import stages
+
+    picture = None if plot is None or trace is None else picture_file(plot)
+    what = bench.Serving(
+        model=None if model is None else str(model_folder(model)),
+        shape=shape,
+        trace=trace,
+        prompt=PromptShape(chunks, chunk_tokens, question_tokens),
+        ratio=ratio,
+        runs=runs,
+        requests=requests,
+        clients=clients,
+        seed=seed,
+    )
+    titles = {stage: stage for stage in bench.STAGES}
+    with stages(titles, quiet=str(json) == "-") as advance:
+        result = bench.run(what, advance)
+    show(bench.table(result), result, json)
+    if picture is not None:
+        bench.plot(result, picture)
+
+
+@app.command()
 def controller(
     model: Folder = None,
     shape: Shape = None,

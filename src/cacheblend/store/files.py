@@ -246,8 +246,8 @@ class BlockFiles:
     def close_idle(self, keep: int) -> None:
         """Closes the descriptors that have not been used for longest, all but `keep`."""
         with self._lock:
-            for name in list(self._open)[: max(0, len(self._open) - keep)]:
-                self._drop_fd(name)
+            while len(self._open) > keep:
+                self._drop_fd(next(iter(self._open)))
 
     def forget(self, name: BlockName) -> None:
         """Drops what is remembered of a block; a thread that reads it now reads on."""

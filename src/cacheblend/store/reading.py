@@ -48,10 +48,10 @@ def stamp_of(status: os.stat_result) -> Stamp:
 
 def read_header(fd: int, file_bytes: int, name: BlockName, *, direct: bool = False) -> BlockHeader:
     """The header, checked; raises `DamagedError` and `OSError`. `direct` as in `read_record`."""
-    first = _read(fd, min(_FIRST_READ, file_bytes), 0, direct).numpy().tobytes()
+    first = _read_bytes(fd, min(_FIRST_READ, file_bytes), 0, direct)
     data_at = header_bytes(first, file_bytes)
     if data_at > len(first):
-        first += _read(fd, data_at - len(first), len(first), direct).numpy().tobytes()
+        first += _read_bytes(fd, data_at - len(first), len(first), direct)
     return decode_header(first[:data_at], file_bytes, name)
 
 
@@ -77,6 +77,15 @@ def read_record(fd: int, header: BlockHeader, layer: int, heads: slice | None, *
     check_heads(header, layer, start, data.numpy().data)
     rest = geometry.layout.record_shape(layer, len(header.entry.token_ids))[1:]
     return data.view(geometry.layout.record_dtype).view(stop - start, *rest)
+
+
+def _read_bytes(fd: int, count: int, offset: int, direct: bool) -> bytes:
+    if direct:
+        return _read(fd, count, offset, direct).numpy().tobytes()
+    data = os.pread(fd, count, offset)
+    if len(data) < count:
+        data += _read(fd, count - len(data), offset + len(data), direct).numpy().tobytes()
+    return data
 
 
 def _read(fd: int, count: int, offset: int, direct: bool) -> torch.Tensor:

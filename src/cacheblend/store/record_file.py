@@ -30,6 +30,7 @@ ALIGNMENT = 4096
 _OPENING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM_AT = 8 + len(_OPENING)
 _FIRST_OBJECT_AT = len(b'{"__metadata__":')
+_DECODER = json.JSONDecoder()
 
 _DTYPES = {
     "BF16": torch.bfloat16,
@@ -196,7 +197,7 @@ def decode_header(header: bytes, file_bytes: int | None, name: BlockName) -> Blo
     if header[8:_CHECKSUM_AT] != _OPENING or not is_sealed(header, _CHECKSUM_AT):
         raise DamagedError("the header does not match its checksum")
     try:
-        metadata, _ = json.JSONDecoder().raw_decode(header[8:].decode(), _FIRST_OBJECT_AT)
+        metadata, _ = _DECODER.raw_decode(header[8:].decode(), _FIRST_OBJECT_AT)
         if metadata["format"] != str(FORMAT):
             raise DamagedError(f"block format {metadata['format']}, this version reads {FORMAT}")
         token_ids: TokenIds = np.frombuffer(base64.b64decode(metadata["token_ids"]), dtype="<u4")

@@ -1,0 +1,328 @@
+"""The embedded server over HTTP: time to first token, what the server adds to the engine, a trace of real requests.
+
+ttft       stored chunks in shuffled order, `full` and `blend` in turns
+overhead   what a client waits beyond the engine's own plan and pass, on the same requests
+replay     RAGPulse at saturation, each mode by itself, then at a few rates
+"""
+
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cacheblend.bench.clients import ask_at, poisson_times, saturate
+from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
+from cacheblend.bench.vllm_bench import PromptShape
+from cacheblend.bench.vllm_replay import Sample, row_layer_ceiling
+from cacheblend.bench.vllm_server import shape_folder
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines import environment
+
+Progress = Callable[[str, int, int], None]
+"""Called with (one of `STAGES`, done, in all)."""
+
+FILL, RATES = "filling the store", "rates"
+STAGES = ("first tokens", FILL, "full, replay", "blend, replay", RATES)
+MODES = ("full", "blend")
+START_S = 600
+FILLING_TOKENS = 1500  # of a prompt that fills the store
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is measured.
+
+    Attributes:
+        model: a model folder; or `shape`: random weights of a known shape.
+        trace: folder of a RAGPulse trace; None leaves the replay out.
+        prompt: of the first part.
+        ratio: recompute ratio.
+        runs: rounds of the first part, behind one that is not counted.
+        requests: replayed.
+        clients: at once.
+        rates: of blend's own saturation.
+        rate_requests: asked at each rate.
+        answer_tokens, own_tokens: of a replayed request.
+        seed: of everything drawn.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    trace: Path | None = None
+    prompt: PromptShape = field(default_factory=PromptShape)
+    ratio: float = 0.15
+    runs: int = 5
+    requests: int = 100
+    clients: int = 8
+    rates: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
+    rate_requests: int = 24
+    answer_tokens: int = 4
+    own_tokens: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.shape is None):
+            raise InvalidInputError("name either a model folder or a shape")
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        from transformers import AutoConfig
+
+        from cacheblend.bench.shapes import shape_config
+
+        config = shape_config(self.shape) if self.shape else AutoConfig.from_pretrained(self.model)
+        return int(config.num_hidden_layers)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt of token ids, and the spans of its chunks."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Got:
+    """What came of it: the client's time to first token, and the server's report."""
+
+    ttft_s: float
+    report: dict[str, Any]
+
+
+class Client:
+    """Asks a server by OpenAI's own client, greedily, as a stream."""
+
+    def __init__(self, url: str, model: str, ratio: float) -> None:
+        from openai import OpenAI
+
+        self.url, self._model, self._ratio = url, model, ratio
+        self._client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=START_S)
+
+    def ask(self, asked: Asked, tokens: int, mode: str) -> Got:
+        """One request."""
+        extras = {"chunks": asked.spans, "mode": mode, "recompute_ratio": self._ratio}
+        started, first = time.perf_counter(), 0.0
+        report: dict[str, Any] = {}
+        events = self._client.completions.create(
+            model=self._model,
+            prompt=asked.ids,
+            max_tokens=tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "cacheblend": extras},
+        )
+        for event in events:
+            first = first or time.perf_counter() - started
+            report = (event.model_extra or {}).get("cacheblend") or report
+        return Got(first, report)
+
+    def fill(self, asked: Asked) -> None:
+        """Asks until all chunks are stored."""
+        end = time.monotonic() + START_S
+        while self.ask(asked, 1, "blend").report["missed_tokens"]:
+            if time.monotonic() > end:
+                raise InvalidInputError(f"the server did not store a prompt's chunks within {START_S} s")
+            time.sleep(0.2)
+
+
+def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
+    """All of it; `figures` beside the raw numbers.
+
+    Raises:
+        InvalidInputError: the trace or the model cannot be read, or the server does not start.
+    """
+    tell = progress or (lambda stage, done, total: None)
+    sample = None if what.trace is None else Sample.of(read_trace(what.trace), what.requests, what.seed)
+    result: dict[str, Any] = {}
+    with ExitStack() as stack:
+        folder = Path(what.model) if what.model else stack.enter_context(shape_folder(what.shape or "", what.seed))
+        client = stack.enter_context(serving(folder, what))
+        result["ttft"] = _first_tokens(client, what, tell)
+        figures = {name: result["ttft"].pop(name) for name in ("ttft_speedup", "overhead_ms")}
+        if sample is not None:
+            result["replay"] = found = _replay(client, sample, what, tell)
+            figures |= {
+                "replay_speedup": found["speedup"],
+                "replay_of_ceiling": found["speedup"] / found["ceiling"],
+            }
+    return {
+        "figures": figures,
+        **result,
+        "model": what.model or what.shape,
+        "ratio": what.ratio,
+        "settings": {**vars(what), "trace": what.trace and what.trace.name, "prompt": vars(what.prompt)},
+        "machine": environment.machine(),
+        "versions": environment.versions(),
+        "commit": environment.commit(),
+    }
+
+
+@contextmanager
+def serving(folder: Path, what: Serving) -> Iterator[Client]:
+    """`cacheblend serve` on a free port; stopped behind it.
+
+    Raises:
+        InvalidInputError: it ended, with its last words.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [sys.executable, "-c", "from cacheblend.cli import main; main()", "serve", "--model", str(folder)]
+    arguments += ["--port", str(port), "--store", "memory://?max_bytes=8GiB", "--active", str(what.clients)]
+    arguments += ["--waiting", "1000", "--ratio", str(what.ratio), "--no-playground", "--drain", "1"]
+    with tempfile.TemporaryFile("w+") as words:
+        process = subprocess.Popen(arguments, env=dict(os.environ), stdout=words, stderr=subprocess.STDOUT)
+        try:
+            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+            while True:
+                try:
+                    with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
+                        name = json.loads(response.read())["data"][0]["id"]
+                    break
+                except OSError:
+                    if process.poll() is not None or time.monotonic() > end:
+                        words.seek(0)
+                        raise InvalidInputError(f"the server did not start:\n{words.read()[-3000:]}") from None
+                    time.sleep(0.2)
+            yield Client(url, name, what.ratio)
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _first_tokens(client: Client, what: Serving, tell: Progress) -> dict[str, Any]:
+    rng, shape = random.Random(what.seed), what.prompt
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(300, 3000) for _ in range(count)]
+
+    chunks = [ids(shape.chunk_tokens) for _ in range(shape.chunks)]
+
+    def draw() -> Asked:
+        found, spans = ids(shape.plain_tokens), []
+        for chunk in rng.sample(chunks, len(chunks)):
+            spans.append((len(found), len(found) + len(chunk)))
+            found += chunk
+        return Asked(found + ids(shape.question_tokens), spans)
+
+    client.fill(draw())
+    times: dict[str, list[float]] = {mode: [] for mode in MODES}
+    beyond: list[float] = []
+    for number in range(what.runs + 1):
+        asked = draw()
+        for mode in MODES if number % 2 else MODES[::-1]:
+            got = client.ask(asked, 2, mode)
+            if number:
+                times[mode].append(got.ttft_s)
+                own = got.report["plan_s"] + got.report["wait_s"] + got.report["compute_s"]
+                beyond.append(got.ttft_s - own)
+        tell(STAGES[0], number + 1, what.runs + 1)
+    medians = {mode: statistics.median(taken) for mode, taken in times.items()}
+    return {
+        "ttft_speedup": medians["full"] / medians["blend"],
+        "overhead_ms": 1e3 * statistics.median(beyond),
+        "ttft_s": times,
+        "beyond_the_engine_s": beyond,
+        "tokens": shape.tokens,
+    }
+
+
+def _replay(client: Client, sample: Sample, what: Serving, tell: Progress) -> dict[str, Any]:
+    """Each mode alone at saturation, then at rates."""
+    waiting = sorted(sample.stored, key=lambda passage: passage.id)
+    for number, passages in enumerate(groups := _groups(waiting), 1):
+        client.fill(_prompt(random_ids(f"filling {number}", 16), passages, [300]))
+        tell(FILL, number, len(groups))
+    prompts = {mode: [_asked(r, f"{mode} {n}", what) for n, r in enumerate(sample.requests)] for mode in MODES}
+    lengths = [(len(a.ids), sample.held_tokens(r)) for a, r in zip(prompts["full"], sample.requests, strict=True)]
+    found: dict[str, Any] = {"ceiling": row_layer_ceiling(lengths, what.layers, what.ratio)}
+    found |= {"tokens": [tokens for tokens, _ in lengths], "held_tokens": [held for _, held in lengths]}
+    for mode in MODES:
+
+        def ask(asked: Asked, mode: str = mode) -> float:
+            return client.ask(asked, what.answer_tokens, mode).ttft_s
+
+        def done(count: int, mode: str = mode) -> None:
+            tell(f"{mode}, replay", count, what.requests)
+
+        found[mode] = saturate(ask, prompts[mode], what.clients, done)
+    found["speedup"] = found["blend"]["requests_per_s"] / found["full"]["requests_per_s"]
+    found["rates"] = []
+    for number, share in enumerate(what.rates, 1):
+        rate = share * found["blend"]["requests_per_s"]
+        point: dict[str, Any] = {"requests_per_s": rate}
+        for mode in MODES:
+            asked = [
+                _asked(r, f"{mode} {share} {n}", what) for n, r in enumerate(sample.requests[: what.rate_requests])
+            ]
+            due = list(zip(poisson_times(rate, len(asked), f"{what.seed} {share}"), asked, strict=True))
+
+            def ask_late(one: Asked, mode: str = mode) -> float:
+                return client.ask(one, what.answer_tokens, mode).ttft_s
+
+            times = ask_at(ask_late, due)
+            point[mode] = {"ttft_s": times, "median_s": statistics.median(times)}
+        found["rates"].append(point)
+        tell(RATES, number, len(what.rates))
+    return found
+
+
+def _groups(passages: list[TraceText]) -> list[list[TraceText]]:
+    """Passages that fill the store together."""
+    groups: list[list[TraceText]] = []
+    room = 0
+    for passage in passages:
+        if passage.tokens > room or not groups:
+            groups.append([])
+            room = FILLING_TOKENS
+        groups[-1].append(passage)
+        room -= passage.tokens
+    return groups
+
+
+def _asked(request: TraceRequest, seed: str, what: Serving) -> Asked:
+    own = random_ids(f"{what.seed} own {seed}", what.own_tokens)
+    return _prompt(own, list(request.passages), [token for text in request.question for token in text.token_ids()])
+
+
+def _prompt(front: list[int], passages: list[TraceText], behind: list[int]) -> Asked:
+    ids, spans = list(front), []
+    for passage in passages:
+        spans.append((len(ids), len(ids) + passage.tokens))
+        ids += passage.token_ids()
+    return Asked(ids + behind, spans)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures, a line each."""
+    return "\n".join(f"{name}: {value:.3f}" for name, value in result["figures"].items())
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws time to first token against the rate of requests, for both modes. Needs matplotlib."""
+    from cacheblend.bench.rates_plot import draw_rates
+
+    found = result["replay"]
+    curves = {
+        "full recompute": ([point["full"]["median_s"] for point in found["rates"]], found["full"]["requests_per_s"]),
+        "blend": ([point["blend"]["median_s"] for point in found["rates"]], found["blend"]["requests_per_s"]),
+    }
+    rates = [point["requests_per_s"] for point in found["rates"]]
+    draw_rates(rates, curves, f"RAGPulse on {result['model']}, r = {result['ratio']:g}, cacheblend serve", path)
