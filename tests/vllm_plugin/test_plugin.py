@@ -177,7 +177,7 @@ def test_several_answers_and_seeds(vllm: Vllm, models: dict[str, Path], tmp_path
 
 
 def test_two_tensor_parallel_ranks_choose_the_rows_of_one(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
-    """And a store that one filled serves two."""
+    """And a store that one filled serves two; several prompts at once go side by side on both ranks alike."""
     texts = Texts(10)
     passages = texts.passages(5)
     asked = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(4)]
@@ -187,13 +187,13 @@ def test_two_tensor_parallel_ranks_choose_the_rows_of_one(vllm: Vllm, models: di
     one = vllm.run(models["llama"], [ask, ask], extra, enable_prefix_caching=False)
     two = vllm.run(
         models["llama"],
-        [ask],
+        [ask, {"ask": ids, "chunks": spans}],
         extra,
         enable_prefix_caching=False,
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
     )
-    assert tokens(two["answers"][0]) == tokens(one["answers"][1])
+    assert tokens(two["answers"][0]) == tokens(two["answers"][1]) == tokens(one["answers"][1])
     other = {"store": f"file://{tmp_path}/other", "recompute_ratio": 0.2}
     filled = vllm.run(
         models["llama"],
