@@ -2,57 +2,28 @@
 
 import json
 import math
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.engines.hf.together import draw_next
 from cacheblend.nano import model_path
 from cacheblend.nano.questions import draw_questions
-from cacheblend.serve.app import create_app
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
+from serving import running
 
 ROW = draw_questions(777, 1)[0]
 PASSAGES = [text.text for text in ROW.passages]
 QUESTION = ROW.question
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@contextmanager
-def running(settings: ServeSettings, store: str = "memory") -> Iterator[str]:
-    """A server in a thread of this process."""
-    with BlendEngine.from_pretrained(model_path(), store=store) as engine:
-        engine.name = "nano"
-        port = free_port()
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(engine, settings), host="127.0.0.1", port=port, log_level="error")
-        )
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            thread.join(60)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,85 @@
+"""The page in a real browser: pick passages, reorder them, ask, and look at what is drawn."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend.serve.settings import ServeSettings
+from serving import running
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None or find_spec("playwright") is None,
+    reason="needs a browser (Debian's package chromium) and playwright",
+)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with running(ServeSettings(chunk_tokens=16)) as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 1200, "height": 1500})
+        opened.goto(url)
+        yield opened
+        browser.close()
+
+
+def titles(page: Any) -> list[str]:
+    return [item.get_attribute("data-title") for item in page.locator("#prompt li").all()]
+
+
+def test_picking_reordering_and_asking(page: Any, tmp_path: Path) -> None:
+    page.wait_for_selector("#library li")
+    question = page.evaluate("fetch('/playground/passages').then(r => r.json()).then(f => f.questions[2])")
+    for number in question["passages"]:
+        page.get_by_role("button", name=f"Add note {number + 1}", exact=True).click()
+    picked = [f"note {number + 1}" for number in question["passages"]]
+    assert titles(page) == picked
+    page.get_by_role("button", name=f"Move {picked[0]} down", exact=True).click()
+    assert titles(page) == [picked[1], picked[0], *picked[2:]]
+    page.locator("#prompt li").nth(0).drag_to(page.locator("#prompt li").nth(2))
+    assert sorted(titles(page)) == sorted(picked) and titles(page) != [picked[1], picked[0], *picked[2:]]
+
+    page.fill("#question", question["text"])
+    page.click("#ask")
+    page.wait_for_function("document.body.dataset.state === 'done'", timeout=60_000)
+    for pane in ("blend", "full"):
+        assert page.locator(f"#pane-{pane} .answer").inner_text().strip()
+        assert "tokens" in page.locator(f"#pane-{pane} .facts").inner_text()
+        assert page.locator(f"#bar-{pane}").bounding_box()["width"] > 0
+        assert "ms" in page.locator(f"#time-{pane}").inner_text()
+    assert "nats apart" in page.locator("#quality").inner_text()
+    for source in ("loaded", "recomputed", "fresh"):
+        assert page.locator(f"#why span.{source}").count() > 0
+    heat = {span.evaluate("s => s.style.backgroundColor") for span in page.locator("#why span.loaded").all()[:200]}
+    assert len(heat) > 5
+    shots = Path(os.environ.get("CACHEBLEND_SCREENSHOTS", tmp_path))
+    page.screenshot(path=shots / "playground.png", full_page=True)
+    assert (shots / "playground.png").stat().st_size > 10_000
+
+
+def test_own_passages_and_what_is_missing(page: Any) -> None:
+    page.click("#clear")
+    page.click("#ask")
+    assert "Pick a passage" in page.locator("#error").inner_text()
+    page.locator("summary").click()
+    page.fill("#own", "The boot is Anna's. It is red.")
+    page.click("#add-own")
+    assert len(titles(page)) == 1
+    page.fill("#question", "")
+    page.click("#ask")
+    assert "Ask a question" in page.locator("#error").inner_text()
+    page.fill("#question", "Who has the boot?")
+    page.locator("#ratio").fill("1")
+    page.select_option("#selector", "head")
+    page.click("#ask")
+    page.wait_for_function("document.body.dataset.state !== 'asking'", timeout=60_000)
+    assert page.evaluate("document.body.dataset.state") == "done"
+    assert "Both answers are the same" in page.locator("#quality").inner_text()
