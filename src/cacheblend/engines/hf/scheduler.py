@@ -29,6 +29,7 @@ from cacheblend.engines.hf.prefilling import Mode, Prefilling
 from cacheblend.engines.hf.together import Answering, draw_next
 from cacheblend.engines.hf.walk import JoinedRows
 
+_LEAST_LOGPROB = -9999.0  # as OpenAI has it: JSON knows no infinity
 logger = logging.getLogger("cacheblend.engine")
 
 
@@ -312,6 +313,7 @@ class Scheduler:
             return
         finally:
             prefilling.close()
+            ticket.prefilling = None  # it would keep the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
         ids, decode = engine.ids_of(ask.prompt), engine.builder.decode if engine.builder else _no_text
         for number in range(ask.choices):
@@ -383,7 +385,7 @@ class Scheduler:
 
 
 def _log_probabilities(logits: torch.Tensor, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    whole = logits.float().log_softmax(-1)
+    whole = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
     values, ids = whole.topk(min(count, len(whole)))
     return float(whole[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
 

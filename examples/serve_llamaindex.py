@@ -1,0 +1,37 @@
+"""LlamaIndex against `cacheblend serve`: no adapter, its class for OpenAI-like servers does.
+
+pip install llama-index-llms-openai-like
+cacheblend serve --model nano          # in another terminal
+python examples/serve_llamaindex.py [--url http://127.0.0.1:8000]
+"""
+
+import argparse
+
+from llama_index.core.llms import ChatMessage, TextBlock
+from llama_index.llms.openai_like import OpenAILike
+from serve_openai import PASSAGES
+
+
+def main() -> None:
+    """A question over two passages, streamed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", default="nano")
+    options = parser.parse_args()
+    model = OpenAILike(
+        api_base=f"{options.url}/v1",
+        api_key="none",
+        model=options.model,
+        is_chat_model=True,
+        context_window=2048,
+        temperature=0,
+        max_tokens=16,
+    )
+    blocks = [TextBlock(text=text) for text in [*PASSAGES, "When was the lighthouse lit?"]]
+    for piece in model.stream_chat([ChatMessage(role="user", blocks=blocks)]):
+        print(piece.delta or "", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""`bench serve`: what it writes, not how fast anything is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command_line import Run, runner
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(capsys, "bench")
+
+
+def test_serve_writes_its_figures(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "serve.json"
+    done = run("serve", "-m", "nano", "--chunks", 3, "--chunk-tokens", 70, "--runs", 1, "--json", out)
+    assert done.code == 0, done.err
+    result = json.loads(out.read_text())
+    assert set(result["figures"]) == {"ttft_speedup", "overhead_ms"}
+    assert len(result["ttft"]["ttft_s"]["blend"]) == len(result["ttft"]["ttft_s"]["full"]) == 1
+    assert result["model"].endswith("model")
+
+
+def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:
+    assert "model folder or a shape" in run("serve").err
+    assert run("serve", "-m", "nano", "--trace", tmp_path).code == 2
