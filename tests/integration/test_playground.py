@@ -55,7 +55,7 @@ def test_picking_reordering_and_asking(page: Any, tmp_path: Path) -> None:
         assert "tokens" in page.locator(f"#pane-{pane} .facts").inner_text()
         assert page.locator(f"#bar-{pane}").bounding_box()["width"] > 0
         assert "ms" in page.locator(f"#time-{pane}").inner_text()
-    assert "nats apart" in page.locator("#quality").inner_text()
+    assert "nats from" in page.locator("#quality").inner_text()
     for source in ("loaded", "recomputed", "fresh"):
         assert page.locator(f"#why span.{source}").count() > 0
     heat = {span.evaluate("s => s.style.backgroundColor") for span in page.locator("#why span.loaded").all()[:200]}

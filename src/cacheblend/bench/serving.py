@@ -36,6 +36,7 @@ FILL, RATES = "filling the store", "rates"
 STAGES = ("first tokens", FILL, "full, replay", "blend, replay", RATES)
 MODES = ("full", "blend")
 START_S = 600
+LAST_ID = 3000  # of `random_ids`
 FILLING_TOKENS = 1500  # of a prompt that fills the store
 
 
@@ -78,12 +79,20 @@ class Serving:
     @property
     def layers(self) -> int:
         """Of the model."""
+        return int(self._config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return int(self._config.vocab_size)
+
+    @property
+    def _config(self) -> Any:
         from transformers import AutoConfig
 
         from cacheblend.bench.shapes import shape_config
 
-        config = shape_config(self.shape) if self.shape else AutoConfig.from_pretrained(self.model)
-        return int(config.num_hidden_layers)
+        return shape_config(self.shape) if self.shape else AutoConfig.from_pretrained(self.model)
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,8 @@ def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
         InvalidInputError: the trace or the model cannot be read, or the server does not start.
     """
     tell = progress or (lambda stage, done, total: None)
+    if what.trace is not None and what.vocab_size < LAST_ID:
+        raise InvalidInputError(f"a trace is replayed with token ids up to {LAST_ID}; this model has {what.vocab_size}")
     sample = None if what.trace is None else Sample.of(read_trace(what.trace), what.requests, what.seed)
     result: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -211,7 +222,7 @@ def _first_tokens(client: Client, what: Serving, tell: Progress) -> dict[str, An
     rng, shape = random.Random(what.seed), what.prompt
 
     def ids(count: int) -> list[int]:
-        return [rng.randrange(300, 3000) for _ in range(count)]
+        return [rng.randrange(300, min(3000, what.vocab_size)) for _ in range(count)]
 
     chunks = [ids(shape.chunk_tokens) for _ in range(shape.chunks)]
 

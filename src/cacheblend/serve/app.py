@@ -76,6 +76,10 @@ class Server:
         """Of one token, for log-probabilities."""
         return self.engine.builder.decode([token]) if self.engine.builder else str(token)
 
+    def shown(self, token: int) -> str:
+        """Of one token, special ones by their names."""
+        return self.token_text(token) or str(self.engine.tokenizer.convert_ids_to_tokens(token))
+
     async def answer(
         self, request: Request, asked: Sampling, key: ApiKey, make: Callable[[], Prompt], form: Form
     ) -> Any:

@@ -171,6 +171,6 @@ def _segments(server: "Server", plan: BlendPlan, watched: Watched) -> list[dict[
                 source = "recomputed"
             strength = watched.deviation.get(position, 0.0) / highest
             found[-1]["tokens"].append(
-                {"text": server.token_text(ids[position]), "source": source, "strength": round(strength, 3)}
+                {"text": server.shown(ids[position]), "source": source, "strength": round(strength, 3)}
             )
     return found

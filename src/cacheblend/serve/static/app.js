@@ -144,8 +144,8 @@ function drawTimes(blend, full) {
 
 function drawWhy(found, blend, full) {
   const same = blend.text === full.text ? "Both answers are the same." : "The answers differ.";
-  const first = found.top_1 ? "the same first token" : `another first token (${found.first_token} for ${found.full_first_token})`;
-  byId("quality").textContent = `${same} ${first}, ${found.kl.toPrecision(2)} nats apart from full recompute.`;
+  const first = found.top_1 ? "The likeliest first token is the same" : `The likeliest first token is ${found.first_token}, not ${found.full_first_token}`;
+  byId("quality").textContent = `${same} ${first}; its distribution is ${found.kl.toPrecision(2)} nats from full recompute's.`;
   byId("why").replaceChildren(...found.segments.map((segment) => {
     const title = segment.is_chunk ? segment.title || "passage" : "text";
     const part = element("div", undefined, { class: "part", "data-title": title });
