@@ -208,6 +208,23 @@ def test_an_error_of_one_request_is_its_own(engine: BlendEngine) -> None:
         scheduler.close()
 
 
+def test_a_listener_that_fails_ends_its_own_request(engine: BlendEngine) -> None:
+    scheduler, failed = Scheduler(engine), Listener()
+
+    def on_event(event: Event) -> None:
+        failed(event)
+        if isinstance(event, TokenEvent):
+            raise ValueError("cannot be told")
+
+    try:
+        scheduler.submit(Ask(RAG, PARAMS), on_event)
+        other = submit(scheduler, PROMPTS[1])
+        assert isinstance(failed.wait().error, ValueError)
+        assert other.wait().error is None and len(other.tokens[0]) == 6
+    finally:
+        scheduler.close()
+
+
 def test_closing_waits_for_what_is_under_way_and_gives_up_the_rest(engine: BlendEngine) -> None:
     scheduler = Scheduler(engine, Limits(active=1))
     done = submit(scheduler, RAG)

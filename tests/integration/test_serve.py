@@ -14,7 +14,7 @@ import pytest
 
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Limits
-from cacheblend.engines.hf.together import draw_next
+from cacheblend.engines.hf.together import compute_logits
 from cacheblend.nano import model_path
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
@@ -275,9 +275,16 @@ def test_keys_keep_tenants_apart(tmp_path: Path) -> None:
 
 def test_quotas_of_a_key() -> None:
     chunks = {"chunks": [{"text": text} for text in PASSAGES]}
-    with running(ServeSettings(store_bytes=1000)) as url:
+    with running(ServeSettings(store_bytes=1000, chunk_tokens=16)) as url:
         refused = httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60)
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "quota"
+        answer = ask(
+            url,
+            messages=[{"role": "user", "content": [{"type": "text", "text": t} for t in [*PASSAGES, "Which ship?"]]}],
+        )
+        assert extras(answer)["missed_tokens"] > 0
+        time.sleep(0.5)
+        assert httpx.get(f"{url}/v1/chunks").json()["data"] == []  # nor is what a request missed
     with running(ServeSettings(pin_bytes=1000)) as url:
         assert httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60).status_code == 200
         assert httpx.post(f"{url}/v1/chunks", json=chunks | {"pin": True}, timeout=60).status_code == 403
@@ -290,11 +297,11 @@ def test_quotas_of_a_key() -> None:
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token takes 20 ms at least, so that an answer of many is not over before somebody looks."""
 
-    def draw(*arguments: Any) -> list[int]:
+    def compute(*arguments: Any) -> None:
         time.sleep(0.02)
-        return draw_next(*arguments)
+        compute_logits(*arguments)
 
-    monkeypatch.setattr("cacheblend.engines.hf.scheduler.draw_next", draw)
+    monkeypatch.setattr("cacheblend.engines.hf.scheduler.compute_logits", compute)
 
 
 def test_a_full_queue_is_429_with_retry_after(slowly: None) -> None:

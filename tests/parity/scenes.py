@@ -1,7 +1,7 @@
 """What the parity tests share: prompts, warmed engines, a pass that tells which rows it recomputed, comparisons."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,8 +12,9 @@ from cacheblend.core.config import AnchorKind, BlendConfig
 from cacheblend.core.fusor import FusedPrefill, Prefill, first_reused_layer
 from cacheblend.core.loader import LayerLoader
 from cacheblend.core.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.recorded import Recorded
 from cacheblend.core.report import BlendReport
-from cacheblend.core.selection import Candidates, Measure, Selector
+from cacheblend.core.selection import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.walk import HfWalk
 from cacheblend.store import KVStore, MemoryStore
@@ -70,37 +71,6 @@ def open_engine(
 def warm_engine(family: str) -> BlendEngine:
     """One engine a family, which holds A, B and C and captures nothing: tests may share it."""
     return open_engine(tiny_model(family))
-
-
-@dataclass
-class Recorded:
-    """A selector that remembers what it was asked and what it kept."""
-
-    inner: Selector
-    kept: list[int] = field(default_factory=list)
-    asked: list[Candidates] = field(default_factory=list)
-
-    @property
-    def check_layers(self) -> tuple[int, ...]:
-        return self.inner.check_layers
-
-    @property
-    def at_start(self) -> bool:
-        return self.inner.at_start
-
-    @property
-    def question_rows(self) -> int:
-        return self.inner.question_rows
-
-    @property
-    def measure(self) -> Measure:
-        return self.inner.measure
-
-    def select(self, candidates: Candidates) -> torch.Tensor:
-        keep = self.inner.select(candidates)
-        self.asked.append(candidates)
-        self.kept = candidates.positions[keep].tolist()
-        return keep
 
 
 @dataclass

@@ -23,6 +23,7 @@ from typing import Any
 
 from cacheblend.bench.clients import ask_at, poisson_times, saturate
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
+from cacheblend.bench.shapes import check_choice, config_of
 from cacheblend.bench.vllm_bench import PromptShape
 from cacheblend.bench.vllm_replay import Sample, row_layer_ceiling
 from cacheblend.bench.vllm_server import shape_folder
@@ -73,26 +74,17 @@ class Serving:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.shape is None):
-            raise InvalidInputError("name either a model folder or a shape")
+        check_choice(self.model, self.shape)
 
     @property
     def layers(self) -> int:
         """Of the model."""
-        return int(self._config.num_hidden_layers)
+        return int(config_of(self.model, self.shape).num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
         """Of the model."""
-        return int(self._config.vocab_size)
-
-    @property
-    def _config(self) -> Any:
-        from transformers import AutoConfig
-
-        from cacheblend.bench.shapes import shape_config
-
-        return shape_config(self.shape) if self.shape else AutoConfig.from_pretrained(self.model)
+        return int(config_of(self.model, self.shape).vocab_size)
 
 
 @dataclass(frozen=True)

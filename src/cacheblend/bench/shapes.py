@@ -16,6 +16,18 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+
+def check_choice(model: str | None, shape: str | None) -> None:
+    """Raises `InvalidInputError` unless just one of the two is named."""
+    if (model is None) == (shape is None):
+        raise InvalidInputError("name either a model folder or a shape")
+
+
+def config_of(model: str | None, shape: str | None) -> PretrainedConfig:
+    """Of a model folder, or of a known shape; `InvalidInputError` for another shape."""
+    return shape_config(shape) if shape else AutoConfig.from_pretrained(model)
+
+
 SHAPES: dict[str, dict[str, object]] = {
     "tiny": {
         "model_type": "llama",

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.bench.passages import read_chunks
-from cacheblend.bench.shapes import build_shape
+from cacheblend.bench.shapes import build_shape, check_choice
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.prompt import Prompt, Segment, chunk, text
@@ -73,8 +73,7 @@ class TtftSettings:
     sweep: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.shape is None):
-            raise InvalidInputError("name either a model folder or a shape")
+        check_choice(self.model, self.shape)
         for name in ("chunks", "chunk_tokens", "question_tokens", "plain_tokens", "runs"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} must be at least 1, got {getattr(self, name)}")

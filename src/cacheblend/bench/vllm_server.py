@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.bench.shapes import build_shape, shape_config
+from cacheblend.bench.shapes import build_shape, check_choice, config_of
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import environment
 
@@ -150,16 +150,12 @@ class Pair:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.shape is None):
-            raise InvalidInputError("name either a model folder or a shape")
+        check_choice(self.model, self.shape)
 
     @property
     def layers(self) -> int:
         """Of the model."""
-        from transformers import AutoConfig
-
-        config = shape_config(self.shape) if self.shape else AutoConfig.from_pretrained(self.model)
-        return int(config.num_hidden_layers)
+        return int(config_of(self.model, self.shape).num_hidden_layers)
 
     @contextmanager
     def serving(self, max_model_len: int) -> Iterator[tuple[Server, Server]]:

@@ -1,7 +1,7 @@
 """`cacheblend bench`: parses options; what is measured, and how, is in `cacheblend.bench`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,6 +9,8 @@ from cacheblend.cli.output import check_outputs, console, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from cacheblend.bench.ttft import TtftSettings
 
 app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
 
@@ -97,15 +99,12 @@ def ttft(
 
     A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question.
     """
-    from cacheblend.cli.models import model_folder, quiet_transformers
-
-    quiet_transformers()
     from cacheblend.bench import ttft as bench
     from cacheblend.bench import ttft_report as report
 
-    settings = bench.TtftSettings(
-        model=None if model is None else str(model_folder(model)),
-        shape=shape,
+    settings = _prompt_settings(
+        model,
+        shape,
         data=None if data is None else str(data),
         chunks=chunks,
         chunk_tokens=chunk_tokens,
@@ -143,12 +142,10 @@ def memory(
     check_outputs(json)
 
     from cacheblend.bench import memory as bench
-    from cacheblend.bench.ttft import TtftSettings
-    from cacheblend.cli.models import model_folder
 
-    settings = TtftSettings(
-        model=None if model is None else str(model_folder(model)),
-        shape=shape,
+    settings = _prompt_settings(
+        model,
+        shape,
         chunks=chunks,
         chunk_tokens=chunk_tokens,
         ratios=tuple(ratio or (0.15,)),
@@ -219,16 +216,12 @@ def load(
     """What loading costs: behind computing or not, from disk and Redis against plain reads, and by codec."""
     check_outputs(json)
 
-    from cacheblend.cli.models import model_folder, quiet_transformers
-
-    quiet_transformers()
     from cacheblend.bench import loading as bench
-    from cacheblend.bench.ttft import TtftSettings
     from cacheblend.cli.output import status
 
-    prompt = TtftSettings(
-        model=None if model is None else str(model_folder(model)),
-        shape=shape,
+    prompt = _prompt_settings(
+        model,
+        shape,
         chunks=chunks,
         chunk_tokens=chunk_tokens,
         ratios=(ratio,),
@@ -321,15 +314,11 @@ def controller(
     """The loading controller against every fixed choice, over throttled devices and context lengths."""
     check_outputs(json)
 
-    from cacheblend.cli.models import model_folder, quiet_transformers
-
-    quiet_transformers()
     from cacheblend.bench import controlling as bench
-    from cacheblend.bench.ttft import TtftSettings
 
-    settings = TtftSettings(
-        model=None if model is None else str(model_folder(model)),
-        shape=shape,
+    settings = _prompt_settings(
+        model,
+        shape,
         chunk_tokens=chunk_tokens,
         ratios=(ratio,),
         runs=runs,
@@ -360,6 +349,16 @@ def evict(
     show(bench.table(result), result, json)
     if picture is not None:
         bench.plot(result, picture)
+
+
+def _prompt_settings(model: Path | None, shape: str | None, **settings: Any) -> "TtftSettings":
+    """Of prompts on a model folder or a shape."""
+    from cacheblend.cli.models import model_folder, quiet_transformers
+
+    quiet_transformers()
+    from cacheblend.bench.ttft import TtftSettings
+
+    return TtftSettings(model=None if model is None else str(model_folder(model)), shape=shape, **settings)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class Server:
 
     @contextlib.contextmanager
     def warming(self) -> Iterator[None]:
-        """Around computing chunks that somebody asked for: one after the other: answers need processors."""
+        """Around computing chunks that somebody asked for, one request after the other: answers compute beside it."""
         with self._warming:
             yield
 
@@ -111,6 +111,7 @@ class Server:
         if len(prompt.chunks) > settings.max_chunks:
             raise ApiError(400, f"the prompt has {len(prompt.chunks)} chunks, at most {settings.max_chunks} are taken")
         self.tenants.seen(key, extras.salt)
+        chunk_tokens = sum(map(len, prompt.chunks))
         return Ask(
             prompt,
             self._params(asked, prompt),
@@ -121,6 +122,7 @@ class Server:
             deadline=time.monotonic() + settings.timeout_s,
             logprobs=_logprobs(asked),
             tenant=tenant_of(key, extras.salt),
+            keep=self.tenants.has_room(key, chunk_tokens),
         )
 
     def _selector(self, extras: Extras) -> Selector | None:

@@ -61,7 +61,7 @@ def _warm(server: "Server", asked: WarmRequest, key: ApiKey) -> dict[str, Any]:
     found = [_manifest(engine, tenant, segment) for segment in segments]
     if asked.pin:
         _pin_all(server, key, found)
-    return {"object": "list", "data": [_told(server, manifest) for manifest in found]}
+    return _list_of(server, found)
 
 
 def _manifest(engine: BlendEngine, tenant: str, segment: Any) -> ChunkManifest:
@@ -71,10 +71,15 @@ def _manifest(engine: BlendEngine, tenant: str, segment: Any) -> ChunkManifest:
 
 
 def _listed(server: "Server", key: ApiKey) -> dict[str, Any]:
-    return {"object": "list", "data": [_told(server, manifest) for manifest in server.tenants.manifests(key)]}
+    return _list_of(server, server.tenants.manifests(key))
 
 
-def _told(server: "Server", manifest: ChunkManifest) -> dict[str, Any]:
+def _list_of(server: "Server", manifests: list[ChunkManifest]) -> dict[str, Any]:
+    pinned = server.engine.store.pinned()
+    return {"object": "list", "data": [_told(server, manifest, pinned) for manifest in manifests]}
+
+
+def _told(server: "Server", manifest: ChunkManifest, pinned: set[BlockName]) -> dict[str, Any]:
     """A chunk as clients know it. Its text is not told."""
     entries = server.engine.store.find(manifest.block_names)
     held = [entry for entry in entries if entry is not None]
@@ -85,7 +90,7 @@ def _told(server: "Server", manifest: ChunkManifest) -> dict[str, Any]:
         "tokens": len(manifest.token_ids),
         "bytes": sum(entry.layout.block_bytes(len(entry.token_ids)) for entry in held),
         "held": len(held) == len(entries),
-        "pinned": manifest.chunk_id in server.engine.store.pinned(),
+        "pinned": manifest.chunk_id in pinned,
     }
 
 

@@ -94,12 +94,14 @@ class BodyLimit:
             await self._refusal().response()(scope, receive, send)
             return
         parts: list[bytes] = []
+        read = 0
         while True:  # held until all of it is here: pieces have no length that is told ahead
             message = await receive()
             if message["type"] != "http.request":
                 return  # the client has gone
             parts.append(message.get("body", b""))
-            if sum(map(len, parts)) > self._max_bytes:
+            read += len(parts[-1])
+            if read > self._max_bytes:
                 await self._refusal().response()(scope, receive, send)
                 return
             if not message.get("more_body"):

@@ -6,7 +6,6 @@ POST /playground/explain     the prompt's text by source, with the deviation of 
                              token's distribution is from full recompute's
 """
 
-from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan import BlendPlan, Source
-from cacheblend.core.selection import Candidates, Measure, Selector
+from cacheblend.core.recorded import Recorded
 from cacheblend.engines.hf import Passage
 from cacheblend.engines.hf.arms import agreement, full_recompute
 from cacheblend.nano.questions import draw_questions
@@ -43,45 +42,6 @@ class Explain(BaseModel):
     question: str
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] = 0.15
     selector: Name = "hkvd"
-
-
-@dataclass
-class Watched:
-    """A selector that remembers what it saw and kept."""
-
-    inner: Selector
-    deviation: dict[int, float] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
-
-    @property
-    def check_layers(self) -> tuple[int, ...]:
-        """See `Selector`."""
-        return self.inner.check_layers
-
-    @property
-    def at_start(self) -> bool:
-        """See `Selector`."""
-        return self.inner.at_start
-
-    @property
-    def question_rows(self) -> int:
-        """See `Selector`."""
-        return self.inner.question_rows
-
-    @property
-    def measure(self) -> Measure:
-        """See `Selector`."""
-        return self.inner.measure
-
-    def select(self, candidates: Candidates) -> torch.Tensor:
-        """See `Selector`."""
-        keep = self.inner.select(candidates)
-        at = candidates.positions.tolist()
-        found = candidates.deviation if candidates.deviation is not None else candidates.attention
-        if found is not None:
-            self.deviation |= dict(zip(at, found.float().tolist(), strict=True))
-        self.kept = {position for position, stays in zip(at, keep.tolist(), strict=True) if stays}
-        return keep
 
 
 def add_routes(app: FastAPI, server: "Server") -> None:
@@ -134,7 +94,7 @@ def _explain(server: "Server", asked: Explain, key: ApiKey) -> dict[str, Any]:
     documents = [Passage(each.text, each.title) for each in asked.documents]
     prompt = engine.chat([{"role": "user", "content": asked.question}], documents)
     chosen = BlendConfig(selector=asked.selector, recompute_ratio=asked.recompute_ratio).make_selector()
-    watched = Watched(chosen)
+    watched = Recorded(chosen)
     tenant = tenant_of(key, "")
     with server.warming(), torch.no_grad():
         engine.warm([segment for segment in prompt.segments if segment.is_chunk], tenant=tenant)
@@ -156,9 +116,10 @@ def _explain(server: "Server", asked: Explain, key: ApiKey) -> dict[str, Any]:
     }
 
 
-def _segments(server: "Server", plan: BlendPlan, watched: Watched) -> list[dict[str, Any]]:
+def _segments(server: "Server", plan: BlendPlan, watched: Recorded) -> list[dict[str, Any]]:
     """The prompt by segment: its tokens' text, source, and strength 0..1 of those that were loaded."""
-    highest = max(watched.deviation.values(), default=0.0) or 1.0
+    strengths, kept = _strengths(watched), set(watched.kept)
+    highest = max(strengths.values(), default=0.0) or 1.0
     ids = plan.prompt.token_ids.tolist()
     found: list[dict[str, Any]] = []
     for span in plan.spans:
@@ -167,10 +128,20 @@ def _segments(server: "Server", plan: BlendPlan, watched: Watched) -> list[dict[
             found.append({"segment": span.segment, "is_chunk": segment.is_chunk, "title": segment.label, "tokens": []})
         for position in range(span.start, span.stop):
             source = {Source.PREFIX: "prefix", Source.LOADED: "loaded"}.get(span.source, "fresh")
-            if source == "loaded" and position in watched.kept:
+            if source == "loaded" and position in kept:
                 source = "recomputed"
-            strength = watched.deviation.get(position, 0.0) / highest
+            strength = strengths.get(position, 0.0) / highest
             found[-1]["tokens"].append(
                 {"text": server.shown(ids[position]), "source": source, "strength": round(strength, 3)}
             )
+    return found
+
+
+def _strengths(watched: Recorded) -> dict[int, float]:
+    """By position: deviation where it was last measured, or the question's attention."""
+    found: dict[int, float] = {}
+    for asked in watched.asked:
+        values = asked.deviation if asked.deviation is not None else asked.attention
+        if values is not None:
+            found |= dict(zip(asked.positions.tolist(), values.float().tolist(), strict=True))
     return found

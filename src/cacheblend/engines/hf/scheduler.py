@@ -26,7 +26,7 @@ from cacheblend.core.selection import Selector
 from cacheblend.engines.hf.decode import Draws, SamplingParams, TextStream
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.prefilling import Mode, Prefilling
-from cacheblend.engines.hf.together import Answering, draw_next
+from cacheblend.engines.hf.together import Answering, compute_logits
 from cacheblend.engines.hf.walk import JoinedRows
 
 _LEAST_LOGPROB = -9999.0  # as OpenAI has it: JSON knows no infinity
@@ -80,6 +80,7 @@ class Ask:
         deadline: by `time.monotonic`; None: none.
         logprobs: so many of the likeliest tokens are told with each token; None: none.
         tenant: see `BlendEngine.planner_of`.
+        keep: store what the prompt missed, behind its first token.
     """
 
     prompt: Prompt
@@ -91,6 +92,7 @@ class Ask:
     deadline: float | None = None
     logprobs: int | None = None
     tenant: str = ""
+    keep: bool = True
 
 
 @dataclass(frozen=True)
@@ -329,15 +331,24 @@ class Scheduler:
         going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
         if not going:
             return
-        tokens = draw_next(self._engine.view, [choice.answering for _, _, choice in going])
-        for (ticket, number, choice), token in zip(going, tokens, strict=True):
-            self._tell(ticket, number, choice, token)
+        compute_logits(self._engine.view, [choice.answering for _, _, choice in going])
+        for ticket, number, choice in going:
+            if ticket in self._answering:
+                try:
+                    self._draw(ticket, number, choice)
+                except Exception as error:  # of one request: the others go on
+                    self._end(ticket, error)
         for ticket in list(self._answering):
-            if ticket.captured is not None and ticket.choices[0].answering.position >= len(ticket.ask.prompt):
-                self._engine.keep(ticket.captured, ticket.ask.tenant)  # its first token is out
-                ticket.captured = None
             if all(choice.finish_reason for choice in ticket.choices):
                 self._end(ticket, None)
+
+    def _draw(self, ticket: Ticket, number: int, choice: _Choice) -> None:
+        """A choice's next token; behind a request's first one, what is stored of its prompt is taken."""
+        draws = choice.answering.draws
+        self._tell(ticket, number, choice, draws.draw())
+        result, ticket.captured = ticket.captured, None
+        if result is not None and ticket.ask.keep:
+            self._engine.keep(result, ticket.ask.tenant)
 
     def _tell(self, ticket: Ticket, number: int, choice: _Choice, token: int) -> None:
         draws = choice.answering.draws

@@ -58,12 +58,17 @@ def _with_room(kv: LayerKV, length: int) -> LayerKV:
 
 
 @torch.no_grad()
-def draw_next(view: ModelView, answers: Sequence[Answering]) -> list[int]:
-    """The next token of each answer; those that have begun go through the layers together."""
+def compute_logits(view: ModelView, answers: Sequence[Answering]) -> None:
+    """Logits for the next token of each answer; those that have begun go through the layers together."""
     begun = [answer for answer in answers if answer.draws.has_begun]
     if begun:
         for answer, logits in zip(begun, _forward(view, begun), strict=True):
             answer.draws.logits = logits
+
+
+def draw_next(view: ModelView, answers: Sequence[Answering]) -> list[int]:
+    """The next token of each answer."""
+    compute_logits(view, answers)
     return [answer.draws.draw() for answer in answers]
 
 

@@ -94,10 +94,10 @@ class ChunkWarmer:
     def behind(self, planner: Planner, result: Prefill) -> None:
         """Behind a request: its exact blocks are written as they are, its missed chunks computed alone, later.
 
-        What was left where it lies, since loading it takes long, is brought nearer: it is asked for.
+        What the loading controller left where it lies, since loading it takes long, is brought nearer: it is asked for.
         """
         left_out = result.plan.left_out
-        if left_out:
+        if left_out and self._config.machine is not None:
             self._background.submit(left_out, partial(self._store.bring_nearer, sorted(left_out)))
         if not self._config.capture or time.monotonic() < self._resume_at:
             return

@@ -14,7 +14,8 @@ from cacheblend.core.attention import AttentionSpec
 from cacheblend.core.loader import LayerKV
 from cacheblend.core.plan import BlendPlan, Source
 from cacheblend.core.prompt import Prompt
-from cacheblend.core.selection import Candidates, Measure, Selector
+from cacheblend.core.recorded import Recorded
+from cacheblend.core.selection import Selector
 from cacheblend.core.walk import Attend
 from cacheblend.core.weights import attention_weights
 from cacheblend.engines.hf import BlendEngine
@@ -62,11 +63,11 @@ def observe_full(engine: BlendEngine, prompt: Prompt) -> Observation:
 @torch.no_grad()
 def observe_fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Observation:
     """The engine's own blended pass, and once more over the KV that it left, with the same rows, to watch."""
-    recorder = _Recorder(selector)
+    recorder = Recorded(selector)
     result, _ = engine.prefill(prompt, selector=recorder)
     computed = np.zeros((_layers(engine), len(result.plan)), dtype=np.bool_)
     computed[:, result.plan.prefix_length :] = True
-    for layer, dropped in recorder.dropped.items():  # a pass that restarted may have fewer candidates in the end
+    for layer, dropped in _dropped(recorder).items():  # a pass that restarted may have fewer candidates in the end
         computed[layer:, np.intersect1d(dropped, result.plan.candidate_rows)] = False
     compute = ComputeScale.of(engine).share(result.row_layers, result.projected_rows, len(result.plan))
     return _observe(engine, result.plan, computed, result.kv, compute)
@@ -97,33 +98,10 @@ def alone_mass(engine: BlendEngine, plan: BlendPlan) -> npt.NDArray[np.float32]:
     return mass
 
 
-class _Recorder:
-    """A selector that remembers which rows it dropped, by layer."""
-
-    def __init__(self, inner: Selector) -> None:
-        self._inner = inner
-        self.dropped: dict[int, npt.NDArray[np.int64]] = {}
-
-    @property
-    def check_layers(self) -> tuple[int, ...]:
-        return self._inner.check_layers
-
-    @property
-    def at_start(self) -> bool:
-        return self._inner.at_start
-
-    @property
-    def question_rows(self) -> int:
-        return self._inner.question_rows
-
-    @property
-    def measure(self) -> Measure:
-        return self._inner.measure
-
-    def select(self, candidates: Candidates) -> torch.Tensor:
-        keep = self._inner.select(candidates)
-        self.dropped[candidates.layer or 0] = candidates.positions[~keep].cpu().numpy()
-        return keep
+def _dropped(recorder: Recorded) -> dict[int, npt.NDArray[np.int64]]:
+    """Positions that were dropped, by layer."""
+    selections = zip(recorder.asked, recorder.keeps, strict=True)
+    return {asked.layer or 0: asked.positions[~keep].cpu().numpy() for asked, keep in selections}
 
 
 class _Watch:
