@@ -9,7 +9,7 @@ import argparse
 
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
-from serve_openai import PASSAGES
+from serve_openai import PASSAGES, QUESTION
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     options = parser.parse_args()
     model = ChatOpenAI(base_url=f"{options.url}/v1", api_key="none", model=options.model, temperature=0, max_tokens=16)
-    parts = [{"type": "text", "text": text} for text in [*PASSAGES, "When was the lighthouse lit?"]]
+    parts = [{"type": "text", "text": text} for text in [*PASSAGES, QUESTION]]
     for piece in model.stream([HumanMessage(content=parts)]):
         print(piece.content, end="", flush=True)
     print()

@@ -9,7 +9,7 @@ import argparse
 
 from llama_index.core.llms import ChatMessage, TextBlock
 from llama_index.llms.openai_like import OpenAILike
-from serve_openai import PASSAGES
+from serve_openai import PASSAGES, QUESTION
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         temperature=0,
         max_tokens=16,
     )
-    blocks = [TextBlock(text=text) for text in [*PASSAGES, "When was the lighthouse lit?"]]
+    blocks = [TextBlock(text=text) for text in [*PASSAGES, QUESTION]]
     for piece in model.stream_chat([ChatMessage(role="user", blocks=blocks)]):
         print(piece.delta or "", end="", flush=True)
     print()

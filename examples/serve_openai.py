@@ -8,14 +8,15 @@ import argparse
 
 from openai import OpenAI
 
-PASSAGES = [
-    "The lighthouse at the point was lit for the first time in 1871. It burnt whale oil until the year when the road "
-    "was built, and its keeper, a retired captain, wrote down each ship that passed, her flag and her cargo, until he "
-    "could no longer climb the stairs. His notes are in the town's museum, where nobody has read all of them.",
-    "Mussels grow on ropes that hang from rafts in the bay. They are brought in when they are two years old, washed, "
-    "and sold at the pier before noon. The rafts belong to four families, who have shared one boat since the storm in "
-    "which the other three were lost, and who settle who takes it out first by drawing straws.",
+PASSAGES = [  # in the few words that the model which ships was trained on
+    "The harbour was closed again. The lamp is kept with the boot. The river smelled of rain in the morning. The "
+    "market was crowded that day. Later Sowico hired people. The rope was sold to Tairn. The library was quiet and "
+    "nobody knew why. The garden was cold during the long winter. The bell came to her. The square seemed calm.",
+    "The road was crowded in the morning. The horse belongs to Motan. The church was cold again. The boot was sold to "
+    "Luden. Today Taira spoke up. The bridge looked grey for a while. The school was quiet as the old papers said. The "
+    "firm bought the boat. The mill was closed that day. The station smelled of rain during the long winter.",
 ]
+QUESTION = "Who has the boot?"
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
     client = OpenAI(base_url=f"{options.url}/v1", api_key=options.key)
     model = next(iter(client.models.list())).id
     for passages in (PASSAGES, PASSAGES[::-1]):
-        parts = [{"type": "text", "text": text} for text in [*passages, "When was the lighthouse lit?"]]
+        parts = [{"type": "text", "text": text} for text in [*passages, QUESTION]]
         answer = client.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": parts}],  # type: ignore[list-item, misc]

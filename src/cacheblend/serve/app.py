@@ -33,7 +33,7 @@ from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.metrics import CONTENT_TYPE, Metrics
 from cacheblend.serve.middleware import BodyLimit, RequestLog
 from cacheblend.serve.prompts import chat_prompt, completion_prompt
-from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Extras, Sampling
+from cacheblend.serve.schemas import ChatRequest, CompletionRequest, ErrorAnswer, Extras, Sampling
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.tenants import Tenants, tenant_of
 
@@ -168,9 +168,10 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
         await run_in_threadpool(server.scheduler.close, settings.drain_s)
         await run_in_threadpool(engine.flush, settings.drain_s)
 
-    app = FastAPI(title="CacheBlend", lifespan=lifespan, docs_url=None, redoc_url=None)
+    errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorAnswer} for code in ("4XX", 503)}
+    app = FastAPI(title="CacheBlend", lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors)
     app.state.server = server
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_s)
     app.add_middleware(RequestLog, metrics=server.metrics)
     _tell_errors(app)
     _openai_routes(app, server)
@@ -225,8 +226,13 @@ def _tell_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def refuse(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            where = f"character {first['loc'][-1]}"
+            return ApiError(400, f"the body is not JSON: {first['ctx']['error']}, {where}").response()
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None).response()
+        if not where:
+            return ApiError(400, "the body is not a JSON object, sent as application/json").response()
+        return ApiError(400, f"{where}: {first['msg']}", param=where).response()
 
     @app.exception_handler(HTTPException)
     async def tell(_: Request, error: HTTPException) -> Response:

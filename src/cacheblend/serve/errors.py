@@ -13,6 +13,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
@@ -73,7 +74,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, StoreError):
         return ApiError(503, "the store cannot be used at the moment", code="store", retry_after_s=5)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        why = f": {error.__cause__}" if error.status_code == 400 and error.__cause__ else ""  # of a body
+        return ApiError(error.status_code, f"{error.detail}{why}")
     if isinstance(error, CacheBlendError):
         return ApiError(400, str(error))
     return ApiError(503, "the request failed inside the server; its log says why", code="internal", retry_after_s=1)

@@ -1,5 +1,6 @@
 """What stands in front of all routes."""
 
+import asyncio
 import json
 import logging
 import time
@@ -74,15 +75,16 @@ def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without keeping them.
+    """Refuses bodies that are too long, without keeping them, and those that take too long to come.
 
     Args:
         app: behind it.
         max_bytes: of a body.
+        seconds: from its first to its last byte.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
+        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -93,25 +95,46 @@ class BodyLimit:
         if not told.isdigit() or int(told) > self._max_bytes:
             await self._refusal().response()(scope, receive, send)
             return
+        try:
+            whole = await asyncio.wait_for(self._read(receive), self._seconds)
+        except TimeoutError:
+            refusal = ApiError(408, f"a request is sent within {self._seconds:g} s", code="timeout")
+        except ApiError as error:
+            refusal = error
+        else:
+            if whole is not None:
+                await self._app(scope, _replaying(whole, receive), send)
+            return
+        await refusal.response()(scope, receive, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body, held until all of it is here: pieces have no length that is told ahead; None: the client has gone.
+
+        Raises:
+            ApiError: it is too long.
+        """
         parts: list[bytes] = []
         read = 0
-        while True:  # held until all of it is here: pieces have no length that is told ahead
+        while True:
             message = await receive()
             if message["type"] != "http.request":
-                return  # the client has gone
+                return None
             parts.append(message.get("body", b""))
             read += len(parts[-1])
             if read > self._max_bytes:
-                await self._refusal().response()(scope, receive, send)
-                return
+                raise self._refusal()
             if not message.get("more_body"):
-                break
-        body: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
-
-        async def given() -> Message:
-            return body.pop() if body else await receive()
-
-        await self._app(scope, given, send)
+                return b"".join(parts)
 
     def _refusal(self) -> ApiError:
         return ApiError(413, f"a request may have {self._max_bytes} bytes", code="too_long")
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """Gives the body first, then what else comes."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def given() -> Message:
+        return left.pop() if left else await receive()
+
+    return given

@@ -69,7 +69,7 @@ class Sampling(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: bool = False
@@ -112,3 +112,18 @@ class WarmRequest(BaseModel):
     chunks: Annotated[list[ChunkText], Field(min_length=1, max_length=4096)]
     pin: bool = False
     salt: Name = ""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of an error, as OpenAI's clients know it."""
+
+    error: ErrorDetail

@@ -15,6 +15,7 @@ class ServeSettings:
         chunk_tokens: least tokens of a text that is a chunk of its own.
         limits: requests under way at once, and waiting.
         max_body_bytes: of a request.
+        body_s: that a client may take to send a request.
         max_prompt_tokens: of a prompt; None: the model's context.
         max_chunks: of a prompt.
         max_choices: ``n`` at most.
@@ -30,6 +31,7 @@ class ServeSettings:
     chunk_tokens: int = 64
     limits: Limits = field(default_factory=Limits)
     max_body_bytes: int = 16 << 20
+    body_s: float = 60.0
     max_prompt_tokens: int | None = None
     max_chunks: int = 512
     max_choices: int = 8

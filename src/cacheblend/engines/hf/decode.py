@@ -19,6 +19,10 @@ from transformers import (
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.loader import LayerKV
 
+GREEDY_BELOW = 1e-5
+"""A temperature under it is greedy: logits divided by it would leave float32."""
+_PENALTY_MIN, _PENALTY_MAX = 1e-2, 1e2
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -26,9 +30,9 @@ class SamplingParams:
 
     Attributes:
         max_tokens: of the answer, at least 1.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, as is all below `GREEDY_BELOW`.
         top_k, top_p, min_p: as transformers' processors of these names; 0, 1 and 0 switch them off.
-        repetition_penalty: 1 switches it off.
+        repetition_penalty: 0.01 to 100; 1 switches it off.
         seed: the same seed draws the same answer; None: a new one each time.
         stop: texts that end the answer and are cut off.
         stop_token_ids: ids that end it, besides the model's own.
@@ -53,8 +57,10 @@ class SamplingParams:
             raise InvalidInputError(f"temperature must be finite and at least 0, got {self.temperature}")
         if self.top_k < 0:
             raise InvalidInputError(f"top_k must be at least 0 (off), got {self.top_k}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise InvalidInputError(f"repetition_penalty must be finite and above 0, got {self.repetition_penalty}")
+        if not _PENALTY_MIN <= self.repetition_penalty <= _PENALTY_MAX:
+            raise InvalidInputError(
+                f"repetition_penalty lies in {_PENALTY_MIN:g}..{_PENALTY_MAX:g}, got {self.repetition_penalty}"
+            )
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
             raise InvalidInputError(f"top_p lies in 0..1 (above 0), min_p in 0..1, got {self.top_p} and {self.min_p}")
         if isinstance(self.stop, str):
@@ -62,12 +68,17 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise InvalidInputError("a stop text must not be empty")
 
+    @property
+    def greedy(self) -> bool:
+        """Nothing is drawn: the likeliest token is taken."""
+        return self.temperature < GREEDY_BELOW
+
     def processors(self) -> LogitsProcessorList:
         """Penalties first, then warpers, in transformers' own order."""
         chosen = []
         if self.repetition_penalty != 1:
             chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
-        if self.temperature > 0:
+        if not self.greedy:
             chosen += [TemperatureLogitsWarper(float(self.temperature))] if self.temperature != 1 else []
             chosen += [TopKLogitsWarper(self.top_k)] if self.top_k else []
             chosen += [TopPLogitsWarper(self.top_p)] if self.top_p < 1 else []
@@ -126,7 +137,7 @@ class Draws:
     def draw(self) -> int:
         """The next token, from `logits`."""
         scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
-        if self._params.temperature == 0:
+        if self._params.greedy:
             token = scores.argmax()
         else:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
