@@ -104,30 +104,41 @@ class Got:
 
 
 class Client:
-    """Asks a server by OpenAI's own client, greedily, as a stream."""
+    """Asks a server greedily, for a stream."""
 
     def __init__(self, url: str, model: str, ratio: float) -> None:
-        from openai import OpenAI
+        import httpx
 
         self.url, self._model, self._ratio = url, model, ratio
-        self._client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=START_S)
+        self._http = httpx.Client(base_url=url, timeout=START_S)
 
     def ask(self, asked: Asked, tokens: int, mode: str) -> Got:
-        """One request."""
-        extras = {"chunks": asked.spans, "mode": mode, "recompute_ratio": self._ratio}
+        """One request, timed from before it is made into JSON.
+
+        Raises:
+            InvalidInputError: the server did not answer it.
+        """
         started, first = time.perf_counter(), 0.0
         report: dict[str, Any] = {}
-        events = self._client.completions.create(
-            model=self._model,
-            prompt=asked.ids,
-            max_tokens=tokens,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True, "cacheblend": extras},
-        )
-        for event in events:
-            first = first or time.perf_counter() - started
-            report = (event.model_extra or {}).get("cacheblend") or report
+        body = {
+            "model": self._model,
+            "prompt": asked.ids,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "cacheblend": {"chunks": asked.spans, "mode": mode, "recompute_ratio": self._ratio},
+        }
+        with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise InvalidInputError(f"the server answered {answer.status_code}: {answer.read().decode()[:500]}")
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    first = first or time.perf_counter() - started
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise InvalidInputError(f"the server gave up: {event['error']['message']}")
+                    report = event.get("cacheblend") or report
         return Got(first, report)
 
     def fill(self, asked: Asked) -> None:

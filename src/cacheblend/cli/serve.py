@@ -109,6 +109,7 @@ def serve(
     import uvicorn
 
     from cacheblend.cli.models import open_engine
+    from cacheblend.engines.hf.background import run_apart
     from cacheblend.engines.hf.scheduler import Limits
     from cacheblend.serve.app import create_app
     from cacheblend.serve.keys import KeyRing, read_keys
@@ -140,7 +141,9 @@ def serve(
     }
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with open_engine(model, store, config, profile=profile, dtype=dtype, device=device) as engine:
+    # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
+    opened = run_apart(lambda: open_engine(model, store, config, profile=profile, dtype=dtype, device=device))
+    with opened as engine:
         say = console(stderr=True)
         say.print(
             f"{engine.name} at http://{host}:{port}/v1" + (", the page at /" if playground else ""), soft_wrap=True

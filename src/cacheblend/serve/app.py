@@ -6,13 +6,12 @@ GET /health   GET /ready   GET /metrics   GET /
 """
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,6 +23,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.prompt import Prompt
 from cacheblend.core.selection import Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.background import run_apart
 from cacheblend.engines.hf.scheduler import Ask, Scheduler
 from cacheblend.serve import chunks, playground
 from cacheblend.serve.answers import Answering
@@ -36,6 +36,8 @@ from cacheblend.serve.prompts import chat_prompt, completion_prompt
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, ErrorAnswer, Extras, Sampling
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.tenants import Tenants, tenant_of
+
+Found = TypeVar("Found")
 
 
 class Server:
@@ -52,13 +54,12 @@ class Server:
         self.metrics = Metrics(engine.store, lambda: self.scheduler.waiting, lambda: self.scheduler.active)
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self.draining = False
-        self._warming = threading.Lock()
+        self._computing = threading.Lock()
 
-    @contextlib.contextmanager
-    def warming(self) -> Iterator[None]:
-        """Around computing chunks that somebody asked for, one request after the other: answers compute beside it."""
-        with self._warming:
-            yield
+    def compute(self, work: Callable[[], Found]) -> Found:
+        """Computing that somebody asked for beside the answers, one such request after the other."""
+        with self._computing:
+            return run_apart(work)
 
     def key_of(self, request: Request) -> ApiKey:
         """Whose request it is.

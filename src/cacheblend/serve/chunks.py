@@ -56,8 +56,7 @@ def _warm(server: "Server", asked: WarmRequest, key: ApiKey) -> dict[str, Any]:
     if not tenants.has_room(key, sum(map(len, segments))):
         raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
     tenant = tenant_of(key, asked.salt)
-    with server.warming():
-        engine.warm(segments, tenant=tenant)
+    server.compute(lambda: engine.warm(segments, tenant=tenant))
     found = [_manifest(engine, tenant, segment) for segment in segments]
     if asked.pin:
         _pin_all(server, key, found)

@@ -18,10 +18,12 @@ from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.fusor import Prefill
 from cacheblend.core.plan import BlendPlan, Source
 from cacheblend.core.recorded import Recorded
+from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf import Passage
-from cacheblend.engines.hf.arms import agreement, full_recompute
+from cacheblend.engines.hf.arms import FirstToken, agreement, full_recompute
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
@@ -96,13 +98,16 @@ def _explain(server: "Server", asked: Explain, key: ApiKey) -> dict[str, Any]:
     chosen = BlendConfig(selector=asked.selector, recompute_ratio=asked.recompute_ratio).make_selector()
     watched = Recorded(chosen)
     tenant = tenant_of(key, "")
-    with server.warming(), torch.no_grad():
+
+    @torch.no_grad()
+    def both() -> tuple[Prefill, BlendReport, FirstToken]:
         engine.warm([segment for segment in prompt.segments if segment.is_chunk], tenant=tenant)
         with engine.open_prefill(prompt, selector=watched, tenant=tenant) as prefilling:
             while not prefilling.advance():
                 pass
-            result, report = prefilling.result()
-        full = full_recompute(engine, prompt)
+            return *prefilling.result(), full_recompute(engine, prompt)
+
+    result, report, full = server.compute(both)
     close = agreement(result.logits, full.logits)
     return {
         "segments": _segments(server, result.plan, watched),
