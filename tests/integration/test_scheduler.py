@@ -247,3 +247,20 @@ def test_missed_chunks_are_captured_behind_the_requests() -> None:
             assert again is not None and again.missed_tokens == 0
         finally:
             scheduler.close()
+
+
+def test_missed_chunks_are_captured_where_requests_never_end() -> None:
+    with open_engine(tiny_model("llama"), [A], capture=True) as engine:
+        engine.begin_request()  # one that is always under way
+        patient, busy = Scheduler(engine, Limits(catch_up_s=60.0)), Scheduler(engine, Limits(catch_up_s=0.0))
+        try:
+            for _ in range(3):
+                report = submit(patient, RAG).wait().report
+                assert report is not None and report.missed_tokens > 0
+            for _ in range(3):
+                report = submit(busy, RAG).wait().report
+            assert report is not None and report.missed_tokens == 0
+        finally:
+            patient.close()
+            busy.close()
+            engine.end_request()

@@ -144,3 +144,29 @@ def test_close_drops_what_waits_and_ends_the_thread() -> None:
     assert not background.submit("late", never.set)
     assert background.flush(SOON)
     background.close()
+
+
+def test_a_caller_that_is_never_idle_catches_up(background: Background) -> None:
+    done: list[tuple[str, str]] = []
+
+    def note(name: str) -> None:
+        done.append((name, threading.current_thread().name))
+
+    with request_on(background):
+        background.submit("patient", lambda: note("patient"), patient=True)
+        background.submit("a", lambda: note("a"))
+        assert not background.catch_up(60.0)
+        assert background.catch_up(0.0)
+        assert not background.catch_up(0.0)
+        assert done == [("a", threading.current_thread().name)]
+    assert background.flush(SOON)
+    assert [name for name, _ in done] == ["a", "patient"]
+
+
+def test_no_thread_is_kept(background: Background) -> None:
+    background.submit("a", lambda: None)
+    assert background.flush(SOON)
+    end = time.monotonic() + SOON
+    while any(t.name == "cacheblend-background" for t in threading.enumerate()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(t.name == "cacheblend-background" for t in threading.enumerate())

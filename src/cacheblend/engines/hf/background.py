@@ -8,9 +8,11 @@ that end.
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Found = TypeVar("Found")
@@ -23,6 +25,13 @@ def run_apart(work: Callable[[], Found]) -> Found:
         return thread.submit(work).result()
 
 
+@dataclass(frozen=True)
+class _Job:
+    work: Callable[[], Any]
+    patient: bool
+    since: float = field(default_factory=time.monotonic)
+
+
 class Background:
     """A queue of small jobs, worked off by one thread between requests, which ends when there is nothing it may do.
 
@@ -32,7 +41,7 @@ class Background:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._jobs: OrderedDict[Hashable, Callable[[], Any]] = OrderedDict()
+        self._jobs: OrderedDict[Hashable, _Job] = OrderedDict()
         self._changed = threading.Condition()
         self._requests = 0
         self._working = False
@@ -54,8 +63,11 @@ class Background:
             self._requests -= 1
             self._start()
 
-    def submit(self, key: Hashable, job: Callable[[], Any]) -> bool:
-        """Queues a job unless one of that key waits or runs already; False if it was dropped."""
+    def submit(self, key: Hashable, job: Callable[[], Any], *, patient: bool = False) -> bool:
+        """Queues a job unless one of that key waits or runs already; False if it was dropped.
+
+        A patient one waits for a moment without requests, however long it takes (see `catch_up`).
+        """
         with self._changed:
             if key in self._jobs or (self._working and key == self._running):
                 return True
@@ -64,9 +76,22 @@ class Background:
                     logger.warning("background queue is full (%d jobs) or closed; what comes is dropped", self._limit)
                 self.dropped += 1
                 return False
-            self._jobs[key] = job
+            self._jobs[key] = _Job(job, patient)
             self._start()
             return True
+
+    def catch_up(self, after_s: float) -> bool:
+        """Does a job here and now that has waited so many seconds, requests or not; False where there is none.
+
+        For a caller that is never without requests. Called from the thread that computes them.
+        """
+        with self._changed:
+            key = next((key for key, job in self._jobs.items() if not job.patient), None)
+            if key is None or self._working or time.monotonic() - self._jobs[key].since < after_s:
+                return False
+            job = self._take(key)
+        self._run(job)
+        return True
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until every queued job is done, requests or not; False after `timeout` seconds."""
@@ -91,7 +116,7 @@ class Background:
             thread.join()
 
     def _may_work(self) -> bool:
-        return bool(self._jobs) and (self._requests == 0 or self._flushing > 0)
+        return bool(self._jobs) and not self._working and (self._requests == 0 or self._flushing > 0)
 
     def _start(self) -> None:
         if self._thread is None and self._may_work():
@@ -104,14 +129,21 @@ class Background:
                 if not self._may_work():
                     self._thread = None
                     return
-                self._running, job = self._jobs.popitem(last=False)
-                self._working = True
-            try:
-                job()
-            except Exception:
-                self.failed += 1
-                logger.warning("background work failed; the request it belongs to is not affected", exc_info=True)
-            finally:
-                with self._changed:
-                    self._working = False
-                    self._changed.notify_all()
+                job = self._take(next(iter(self._jobs)))
+            self._run(job)
+
+    def _take(self, key: Hashable) -> _Job:
+        self._running, self._working = key, True
+        return self._jobs.pop(key)
+
+    def _run(self, job: _Job) -> None:
+        try:
+            job.work()
+        except Exception:
+            self.failed += 1
+            logger.warning("background work failed; the request it belongs to is not affected", exc_info=True)
+        finally:
+            with self._changed:
+                self._working = False
+                self._start()
+                self._changed.notify_all()

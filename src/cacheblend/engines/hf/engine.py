@@ -371,6 +371,10 @@ class BlendEngine:
         """One for each `begin_request`."""
         self._background.end_request()
 
+    def catch_up(self, after_s: float) -> bool:
+        """Captures a chunk that has waited so many seconds for a moment without requests; False: there is none."""
+        return self._background.catch_up(after_s)
+
     def keep(self, result: Prefill, tenant: str = "") -> None:
         """Behind a prefill's first token: what it computed exactly, and what it missed, is stored for the tenant."""
         self._warmer.behind(self.planner_of(tenant) if tenant else self.planner, result)

@@ -3,7 +3,8 @@
     submit ─> waiting (bounded) ─> prefilling (a convoy, some row-layers a round) ─> answering (a token a round) ─> done
                    │ cancelled, too late ──────────────────────────────────────────────────────────────────────> done
 
-A round computes a slice of the prefills and one token of every answer, so that answers go on while prompts are read.
+A round computes a slice of the prefills and one token of every answer, so that answers go on while prompts are read;
+and a missed chunk, where there was no moment without requests to do it in.
 Knows the engine; knows nothing of HTTP.
 """
 
@@ -61,11 +62,13 @@ class Limits:
         active: requests that are prefilled or answered.
         waiting: requests behind them.
         row_layers: of prefills between two tokens of the answers under way.
+        catch_up_s: that missed chunks wait for a moment without requests; then one is captured a round.
     """
 
     active: int = 8
     waiting: int = 64
     row_layers: int = 8192
+    catch_up_s: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,7 @@ class Scheduler:
         self._admit()
         self._prefill()
         self._decode()
+        self._engine.catch_up(self._limits.catch_up_s)
 
     def _all(self) -> Iterator[Ticket]:
         with self._changed:

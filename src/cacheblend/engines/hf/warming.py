@@ -98,7 +98,7 @@ class ChunkWarmer:
         """
         left_out = result.plan.left_out
         if left_out and self._config.machine is not None:
-            self._background.submit(left_out, partial(self._store.bring_nearer, sorted(left_out)))
+            self._background.submit(left_out, partial(self._store.bring_nearer, sorted(left_out)), patient=True)
         if not self._config.capture or time.monotonic() < self._resume_at:
             return
         for block in publish(result.plan, result.kv):
