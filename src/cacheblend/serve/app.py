@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -112,7 +113,7 @@ class Server:
         if len(prompt.chunks) > settings.max_chunks:
             raise ApiError(400, f"the prompt has {len(prompt.chunks)} chunks, at most {settings.max_chunks} are taken")
         self.tenants.seen(key, extras.salt)
-        chunk_tokens = sum(map(len, prompt.chunks))
+        self.tenants.count(key)
         return Ask(
             prompt,
             self._params(asked, prompt),
@@ -123,7 +124,7 @@ class Server:
             deadline=time.monotonic() + settings.timeout_s,
             logprobs=_logprobs(asked),
             tenant=tenant_of(key, extras.salt),
-            keep=self.tenants.has_room(key, chunk_tokens),
+            may_keep=partial(self.tenants.take_room, key),
         )
 
     def _selector(self, extras: Extras) -> Selector | None:

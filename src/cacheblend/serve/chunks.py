@@ -53,11 +53,13 @@ def _warm(server: "Server", asked: WarmRequest, key: ApiKey) -> dict[str, Any]:
     segments = [chunk(builder.encode(each.text), each.title) for each in asked.chunks]
     if any(len(segment) == 0 for segment in segments):
         raise ApiError(400, "a chunk without a token cannot be stored", param="chunks")
-    if not tenants.has_room(key, sum(map(len, segments))):
-        raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
     tenant = tenant_of(key, asked.salt)
-    server.compute(lambda: engine.warm(segments, tenant=tenant))
     found = [_manifest(engine, tenant, segment) for segment in segments]
+    missing = {each.chunk_id: len(each.token_ids) for each in found if None in engine.store.find(each.block_names)}
+    tenants.count(key)
+    if not tenants.take_room(key, sum(missing.values())):
+        raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
+    server.compute(lambda: engine.warm(segments, tenant=tenant))
     if asked.pin:
         _pin_all(server, key, found)
     return _list_of(server, found)
@@ -113,6 +115,7 @@ def _delete(server: "Server", key: ApiKey, chunk_id: str) -> dict[str, Any]:
         if name not in kept or name == manifest.chunk_id:
             store.delete(name)
     store.delete_manifest(manifest.chunk_id)
+    server.tenants.forget_count(key)
     return {"id": chunk_id, "object": "chunk", "deleted": True}
 
 

@@ -1,6 +1,8 @@
 """What each key has stored and pinned: its quotas, and what it may list, pin and delete."""
 
 import threading
+import time
+from dataclasses import dataclass
 
 from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.errors import StoreError
@@ -9,6 +11,15 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.keys import ApiKey
 
 _SALTS = 4096  # of all keys, that are remembered
+_COUNT_S = 2.0  # for which a count of what a key has stored is good
+
+
+@dataclass
+class _Counted:
+    """Bytes that a key has stored, by `time.monotonic`, and what was let in since."""
+
+    bytes: int
+    at: float
 
 
 def tenant_of(key: ApiKey, salt: str) -> str:
@@ -28,6 +39,7 @@ class Tenants:
         self._engine, self.store_bytes, self.pin_bytes = engine, store_bytes, pin_bytes
         self._lock = threading.Lock()
         self._salts: dict[str, dict[str, None]] = {}
+        self._counted: dict[str, _Counted] = {}
 
     def seen(self, key: ApiKey, salt: str) -> None:
         """A client of this key uses a salt: what lies under it counts. A restart forgets salts until they are used."""
@@ -53,14 +65,36 @@ class Tenants:
         entries = [entry for entry in self._engine.store.find(names) if entry is not None]
         return sum(entry.layout.block_bytes(len(entry.token_ids)) for entry in entries)
 
-    def has_room(self, key: ApiKey, tokens: int) -> bool:
-        """Whether a key may store chunks of so many tokens more."""
+    def count(self, key: ApiKey) -> None:
+        """Finds out what a key has stored, unless that was a moment ago: `take_room` is asked where nobody may wait."""
+        if self.store_bytes is None:
+            return
+        with self._lock:
+            now, counted = time.monotonic(), self._counted.get(key.name)
+        if counted is not None and now - counted.at < _COUNT_S:
+            return
+        try:
+            held = self.bytes_of(self.manifests(key))
+        except StoreError:
+            held = self.store_bytes  # nothing is stored under a bound that cannot be kept
+        with self._lock:
+            self._counted[key.name] = _Counted(held, now)
+
+    def take_room(self, key: ApiKey, tokens: int) -> bool:
+        """Whether a key may store chunks of so many tokens more, by what was counted last; if so, they count too."""
         if self.store_bytes is None:
             return True
-        try:
-            return self.bytes_of(self.manifests(key)) + self.size_of(tokens) <= self.store_bytes
-        except StoreError:
-            return False
+        with self._lock:
+            counted = self._counted.get(key.name)
+            if counted is None or counted.bytes + self.size_of(tokens) > self.store_bytes:
+                return False
+            counted.bytes += self.size_of(tokens)
+            return True
+
+    def forget_count(self, key: ApiKey) -> None:
+        """What the key has stored has changed by its own doing."""
+        with self._lock:
+            self._counted.pop(key.name, None)
 
     def may_pin(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
         """Whether a key may pin these besides what it has pinned."""

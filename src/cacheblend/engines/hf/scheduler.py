@@ -83,7 +83,8 @@ class Ask:
         deadline: by `time.monotonic`; None: none.
         logprobs: so many of the likeliest tokens are told with each token; None: none.
         tenant: see `BlendEngine.planner_of`.
-        keep: store what the prompt missed, behind its first token.
+        may_keep: asked behind the first token, with how many tokens of chunks were missed, whether to store them. Must
+            not block.
     """
 
     prompt: Prompt
@@ -95,7 +96,7 @@ class Ask:
     deadline: float | None = None
     logprobs: int | None = None
     tenant: str = ""
-    keep: bool = True
+    may_keep: Callable[[int], bool] = lambda tokens: True
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,7 @@ class Scheduler:
         draws = choice.answering.draws
         self._tell(ticket, number, choice, draws.draw())
         result, ticket.captured = ticket.captured, None
-        if result is not None and ticket.ask.keep:
+        if result is not None and ticket.ask.may_keep(sum(map(len, result.plan.missed_chunks()))):
             self._engine.keep(result, ticket.ask.tenant)
 
     def _tell(self, ticket: Ticket, number: int, choice: _Choice, token: int) -> None:
