@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from cacheblend.bench.ragpulse import LENGTHS, REQUESTS, TraceText, read_trace
-from cacheblend.bench.vllm_replay import Sample, prompt, row_layer_ceiling
+from cacheblend.bench.replaying import Sample, row_layer_ceiling
+from cacheblend.bench.vllm_replay import prompt
 from cacheblend.core.errors import InvalidInputError
 
 

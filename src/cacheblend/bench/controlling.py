@@ -2,6 +2,9 @@
 
 devices    throttled so that loading a context takes 0.1, 0.3, 1, 3 and 10 times as long as its full prefill
 arms       the controller; all stored blocks at ratios from the floor to 1; full prefill; in turns on new orders
+
+A fixed ratio is not run on a device from which loading alone takes twice as long as full prefill: it would not be the
+lowest.
 """
 
 import random
@@ -30,6 +33,9 @@ SLOWNESS = (0.1, 0.3, 1.0, 3.0, 10.0)
 """T_load of the context over T_prefill, of each device."""
 
 RATIOS = (0.15, 0.3, 0.5, 1.0)
+NOT_RUN_OVER = 2.0
+"""T_load over T_prefill."""
+
 _UNTHROTTLED = 1e15
 Progress = Callable[[int, int], None]
 
@@ -76,7 +82,8 @@ def run(
                 def prompts(point: TtftSettings = point, stored: Any = stored, draw: random.Random = draw) -> Prompt:
                     return draw_prompt(point, stored, engine.survey.vocab_size, draw)
 
-                cell = _cell(engine, store, profile, throughput, prompts, settings.runs, floor)
+                ratios = [ratio for ratio in RATIOS if ratio >= floor and slowness <= NOT_RUN_OVER]
+                cell = _cell(engine, store, profile, throughput, prompts, settings.runs, ratios)
                 cells.append({"tokens": context, "load_over_prefill": slowness, **cell})
                 if progress is not None:
                     progress(len(cells), len(lengths) * len(SLOWNESS))
@@ -100,14 +107,13 @@ def _cell(
     throughput: float,
     prompts: Callable[[], Prompt],
     runs: int,
-    floor: float,
+    ratios: list[float],
 ) -> dict[str, Any]:
     """One device and length: medians of all arms, in turns."""
     store.bytes_per_s = throughput
     tier, speed = measure(store, engine.stored_layout, rounds=1)
     known = replace(profile, tiers={tier: speed})
     controller = controller_of(known, engine.config, engine.stored_layout)
-    ratios = [ratio for ratio in RATIOS if ratio >= floor]
     arms: dict[str, list[float]] = {name: [] for name in ("controller", "full", *(f"r={r}" for r in ratios))}
     reasons = []
     for round_ in range(runs + 1):

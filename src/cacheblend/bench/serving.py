@@ -7,7 +7,6 @@ replay     RAGPulse at saturation, each mode by itself, then at a few rates
 
 import json
 import os
-import random
 import socket
 import statistics
 import subprocess
@@ -22,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.bench.clients import ask_at, poisson_times, saturate
+from cacheblend.bench.prompts import LAST_ID, Prompts, PromptShape
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
+from cacheblend.bench.replaying import FILLING_TOKENS, Sample, row_layer_ceiling
 from cacheblend.bench.shapes import check_choice, config_of
-from cacheblend.bench.vllm_bench import PromptShape
-from cacheblend.bench.vllm_replay import Sample, row_layer_ceiling
 from cacheblend.bench.vllm_server import shape_folder
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import environment
@@ -37,8 +36,6 @@ FILL, RATES = "filling the store", "rates"
 STAGES = ("first tokens", FILL, "full, replay", "blend, replay", RATES)
 MODES = ("full", "blend")
 START_S = 600
-LAST_ID = 3000  # of `random_ids`
-FILLING_TOKENS = 1500  # of a prompt that fills the store
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class Asked:
     """A prompt of token ids, and the spans of its chunks."""
 
     ids: list[int]
-    spans: list[tuple[int, int]]
+    spans: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -222,19 +219,10 @@ def serving(folder: Path, what: Serving) -> Iterator[Client]:
 
 
 def _first_tokens(client: Client, what: Serving, tell: Progress) -> dict[str, Any]:
-    rng, shape = random.Random(what.seed), what.prompt
-
-    def ids(count: int) -> list[int]:
-        return [rng.randrange(300, min(3000, what.vocab_size)) for _ in range(count)]
-
-    chunks = [ids(shape.chunk_tokens) for _ in range(shape.chunks)]
+    shape, prompts = what.prompt, Prompts(what.prompt, what.seed, what.vocab_size)
 
     def draw() -> Asked:
-        found, spans = ids(shape.plain_tokens), []
-        for chunk in rng.sample(chunks, len(chunks)):
-            spans.append((len(found), len(found) + len(chunk)))
-            found += chunk
-        return Asked(found + ids(shape.question_tokens), spans)
+        return Asked(*prompts.draw())
 
     client.fill(draw())
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -319,7 +307,7 @@ def _asked(request: TraceRequest, seed: str, what: Serving) -> Asked:
 def _prompt(front: list[int], passages: list[TraceText], behind: list[int]) -> Asked:
     ids, spans = list(front), []
     for passage in passages:
-        spans.append((len(ids), len(ids) + passage.tokens))
+        spans.append([len(ids), len(ids) + passage.tokens])
         ids += passage.token_ids()
     return Asked(ids + behind, spans)
 

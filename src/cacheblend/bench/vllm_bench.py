@@ -3,15 +3,14 @@
 Both servers run at once and are asked in turns, so that a noisy machine troubles both.
 """
 
-import random
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from cacheblend.bench.prompts import Prompts, PromptShape
 from cacheblend.bench.vllm_server import Pair, Server, Streamed
 
 Progress = Callable[[int, int], None]
@@ -22,45 +21,6 @@ DECODED = 256
 QUIET_S = 1.5
 """In front of what is timed: vLLM's processes spin for a second behind their last request, and where cores are few,
 those of the server asked before would be felt by the one asked now."""
-
-
-@dataclass(frozen=True)
-class PromptShape:
-    """A prompt: plain text that no cache holds, stored chunks in shuffled order, a question.
-
-    Attributes:
-        chunks, chunk_tokens, question_tokens, plain_tokens: of a prompt.
-    """
-
-    chunks: int = 8
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    plain_tokens: int = 32
-
-    @property
-    def tokens(self) -> int:
-        """Length of a prompt."""
-        return self.plain_tokens + self.chunks * self.chunk_tokens + self.question_tokens
-
-
-class Prompts:
-    """Random ids: chunks that recur, and prompts of them."""
-
-    def __init__(self, shape: PromptShape, seed: int) -> None:
-        self._shape, self._rng = shape, random.Random(seed)
-        self._chunks = [self.ids(shape.chunk_tokens) for _ in range(shape.chunks)]
-
-    def ids(self, count: int) -> list[int]:
-        """Of the tokenizer that ships, so that any server can say them."""
-        return [self._rng.randrange(300, 3000) for _ in range(count)]
-
-    def draw(self) -> tuple[list[int], list[list[int]]]:
-        """New plain text, the chunks in a new order, a new question; and the chunks' spans."""
-        ids, spans = self.ids(self._shape.plain_tokens), []
-        for chunk in self._rng.sample(self._chunks, len(self._chunks)):
-            spans.append([len(ids), len(ids) + len(chunk)])
-            ids += chunk
-        return ids + self.ids(self._shape.question_tokens), spans
 
 
 def ttft(

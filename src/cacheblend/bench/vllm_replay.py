@@ -9,9 +9,8 @@ where each request's own system prompt stands in front. Besides that, the same w
 Only one server works at a time.
 """
 
-import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 from cacheblend.bench.clients import ask_at, poisson_times, saturate
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace, tokens_of
 from cacheblend.bench.rates_plot import draw_rates
+from cacheblend.bench.replaying import FILLING_TOKENS, Sample, row_layer_ceiling
 from cacheblend.bench.vllm_server import Pair, Server
-from cacheblend.core.errors import InvalidInputError
 
 Progress = Callable[[str, int, int], None]
 """Called with (one of `STAGES`, done, in all)."""
@@ -30,8 +29,6 @@ FILL, RATES = "filling the store", "rates"
 STAGES = (FILL, "vllm, passages", "blend, passages", "vllm, whole", "blend, whole", RATES)
 
 WARM_REQUESTS = 20  # in front of the cut, for the prefix caches: more would have left them again
-FILLING_TOKENS = 1500  # of a prompt that fills the store
-CHECK_LAYER = 1  # as `Pair` sets it
 
 
 @dataclass(frozen=True)
@@ -61,40 +58,6 @@ class Replay:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The requests, and what of them is stored before they come.
-
-    Attributes:
-        requests: sampled.
-        before: those in front of the cut.
-        stored: passages that both name.
-    """
-
-    requests: list[TraceRequest]
-    before: list[TraceRequest]
-    stored: frozenset[TraceText]
-
-    @staticmethod
-    def of(trace: Sequence[TraceRequest], count: int, seed: int) -> "Sample":
-        """Of the last third's requests with passages.
-
-        Raises:
-            InvalidInputError: there are not as many.
-        """
-        cut = len(trace) * 2 // 3
-        before, behind = ([r for r in part if r.passages] for part in (trace[:cut], trace[cut:]))
-        if len(behind) < count:
-            raise InvalidInputError(f"the trace's last third has {len(behind)} requests with passages, not {count}")
-        requests = random.Random(seed).sample(behind, count)
-        named = {passage for request in before for passage in request.passages}
-        return Sample(requests, before, frozenset(p for r in requests for p in r.passages if p in named))
-
-    def held_tokens(self, request: TraceRequest) -> int:
-        """Of a request's tokens, those that are stored."""
-        return tokens_of(p for p in request.passages if p in self.stored)
-
-
 def prompt(request: TraceRequest, own: list[int], *, whole: bool) -> list[int]:
     """Token ids: tokens of its own, passages and the user's input; whole: system prompt, history, web search as well.
 
@@ -107,21 +70,6 @@ def prompt(request: TraceRequest, own: list[int], *, whole: bool) -> list[int]:
     if whole:
         texts = (*request.system, *request.passages, *request.history, *request.web_search, *request.question)
     return [*own, *(token for text in texts for token in text.token_ids())]
-
-
-def row_layer_ceiling(requests: Iterable[tuple[int, int]], layers: int, ratio: float) -> float:
-    """How much less is computed if nothing but rows times layers counted, and nothing else were ever shared.
-
-    Args:
-        requests: (tokens, tokens that are stored) of each.
-        layers: of the model.
-        ratio: recompute ratio.
-    """
-    plain = blended = 0.0
-    for tokens, held in requests:
-        plain += tokens * layers
-        blended += tokens * CHECK_LAYER + (tokens - held + ratio * held) * (layers - CHECK_LAYER)
-    return plain / blended
 
 
 def replay(pair: Pair, what: Replay, progress: Progress | None = None) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def serve(
     check_outputs(json, plot)
 
     from cacheblend.bench import serving as bench
-    from cacheblend.bench.vllm_bench import PromptShape
+    from cacheblend.bench.prompts import PromptShape
     from cacheblend.cli.models import model_folder
     from cacheblend.cli.output import stages
 

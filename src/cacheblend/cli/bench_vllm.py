@@ -26,7 +26,7 @@ from cacheblend.cli.bench import (
 from cacheblend.cli.output import check_outputs, progress, stages
 
 if TYPE_CHECKING:
-    from cacheblend.bench.vllm_bench import PromptShape
+    from cacheblend.bench.prompts import PromptShape
     from cacheblend.bench.vllm_server import Pair
 
 app = typer.Typer(
@@ -58,8 +58,9 @@ def ttft(
     check_outputs(json)
 
     from cacheblend.bench import vllm_bench as bench
+    from cacheblend.bench.prompts import PromptShape
 
-    pair, asked = _pair(model, shape, ratio, batched_tokens), bench.PromptShape(chunks, chunk_tokens, question_tokens)
+    pair, asked = _pair(model, shape, ratio, batched_tokens), PromptShape(chunks, chunk_tokens, question_tokens)
     _measure(bench.ttft, pair, asked, runs, seed, json)
 
 
@@ -80,8 +81,9 @@ def latency(
     check_outputs(json)
 
     from cacheblend.bench import vllm_bench as bench
+    from cacheblend.bench.prompts import PromptShape
 
-    pair, asked = _pair(model, shape, ratio, batched_tokens), bench.PromptShape(chunks, chunk_tokens, question_tokens)
+    pair, asked = _pair(model, shape, ratio, batched_tokens), PromptShape(chunks, chunk_tokens, question_tokens)
     _measure(bench.latency, pair, asked, runs, seed, json)
 
 
