@@ -33,11 +33,14 @@ class Prompts:
         shape: of the prompts.
         seed: of ids and orders.
         vocab_size: of the model.
+
+    Attributes:
+        chunks: token ids of each.
     """
 
     def __init__(self, shape: PromptShape, seed: int, vocab_size: int = LAST_ID) -> None:
         self._shape, self._rng, self._last = shape, random.Random(seed), min(LAST_ID, vocab_size)
-        self._chunks = [self.ids(shape.chunk_tokens) for _ in range(shape.chunks)]
+        self.chunks = [self.ids(shape.chunk_tokens) for _ in range(shape.chunks)]
 
     def ids(self, count: int) -> list[int]:
         """Of the tokenizer that ships, so that any server can say them."""
@@ -46,7 +49,7 @@ class Prompts:
     def draw(self) -> tuple[list[int], list[list[int]]]:
         """New plain text, the chunks in a new order, a new question; and the chunks' spans."""
         ids, spans = self.ids(self._shape.plain_tokens), []
-        for chunk in self._rng.sample(self._chunks, len(self._chunks)):
+        for chunk in self._rng.sample(self.chunks, len(self.chunks)):
             spans.append([len(ids), len(ids) + len(chunk)])
             ids += chunk
         return ids + self.ids(self._shape.question_tokens), spans

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, tokens_of
 from cacheblend.core.errors import InvalidInputError
 
-FILLING_TOKENS = 1500  # of a prompt that fills the store
 CHECK_LAYER = 1  # as the benches set it
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from cacheblend.bench.clients import ask_at, poisson_times, saturate
 from cacheblend.bench.prompts import LAST_ID, Prompts, PromptShape
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
-from cacheblend.bench.replaying import FILLING_TOKENS, Sample, row_layer_ceiling
+from cacheblend.bench.replaying import Sample, row_layer_ceiling
 from cacheblend.bench.shapes import check_choice, config_of
 from cacheblend.bench.vllm_server import shape_folder
 from cacheblend.core.errors import InvalidInputError
@@ -36,6 +36,7 @@ FILL, RATES = "filling the store", "rates"
 STAGES = ("first tokens", FILL, "full, replay", "blend, replay", RATES)
 MODES = ("full", "blend")
 START_S = 600
+FILLING = 8  # passages of a request that has them stored
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,16 @@ class Client:
                     report = event.get("cacheblend") or report
         return Got(first, report)
 
-    def fill(self, asked: Asked) -> None:
-        """Asks until all chunks are stored."""
-        end = time.monotonic() + START_S
-        while self.ask(asked, 1, "blend").report["missed_tokens"]:
-            if time.monotonic() > end:
-                raise InvalidInputError(f"the server did not store a prompt's chunks within {START_S} s")
-            time.sleep(0.2)
+    def store(self, chunks: list[list[int]]) -> None:
+        """Has chunks computed and stored.
+
+        Raises:
+            InvalidInputError: the server refused.
+        """
+        body = {"chunks": [{"token_ids": ids} for ids in chunks]}
+        answer = self._http.post("/v1/chunks", json=body)
+        if answer.status_code != 200:
+            raise InvalidInputError(f"the server answered {answer.status_code}: {answer.text[:500]}")
 
 
 def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
@@ -224,7 +228,7 @@ def _first_tokens(client: Client, what: Serving, tell: Progress) -> dict[str, An
     def draw() -> Asked:
         return Asked(*prompts.draw())
 
-    client.fill(draw())
+    client.store(prompts.chunks)
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     beyond: list[float] = []
     for number in range(what.runs + 1):
@@ -249,9 +253,9 @@ def _first_tokens(client: Client, what: Serving, tell: Progress) -> dict[str, An
 def _replay(client: Client, sample: Sample, what: Serving, tell: Progress) -> dict[str, Any]:
     """Each mode alone at saturation, then at rates."""
     waiting = sorted(sample.stored, key=lambda passage: passage.id)
-    for number, passages in enumerate(groups := _groups(waiting), 1):
-        client.fill(_prompt(random_ids(f"filling {number}", 16), passages, [300]))
-        tell(FILL, number, len(groups))
+    for at in range(0, len(waiting), FILLING):
+        client.store([passage.token_ids() for passage in waiting[at : at + FILLING]])
+        tell(FILL, min(at + FILLING, len(waiting)), len(waiting))
     prompts = {mode: [_asked(r, f"{mode} {n}", what) for n, r in enumerate(sample.requests)] for mode in MODES}
     lengths = [(len(a.ids), sample.held_tokens(r)) for a, r in zip(prompts["full"], sample.requests, strict=True)]
     found: dict[str, Any] = {"ceiling": row_layer_ceiling(lengths, what.layers, what.ratio)}
@@ -284,19 +288,6 @@ def _replay(client: Client, sample: Sample, what: Serving, tell: Progress) -> di
         found["rates"].append(point)
         tell(RATES, number, len(what.rates))
     return found
-
-
-def _groups(passages: list[TraceText]) -> list[list[TraceText]]:
-    """Passages that fill the store together."""
-    groups: list[list[TraceText]] = []
-    room = 0
-    for passage in passages:
-        if passage.tokens > room or not groups:
-            groups.append([])
-            room = FILLING_TOKENS
-        groups[-1].append(passage)
-        room -= passage.tokens
-    return groups
 
 
 def _asked(request: TraceRequest, seed: str, what: Serving) -> Asked:

@@ -19,7 +19,7 @@ from typing import Any
 from cacheblend.bench.clients import ask_at, poisson_times, saturate
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace, tokens_of
 from cacheblend.bench.rates_plot import draw_rates
-from cacheblend.bench.replaying import FILLING_TOKENS, Sample, row_layer_ceiling
+from cacheblend.bench.replaying import Sample, row_layer_ceiling
 from cacheblend.bench.vllm_server import Pair, Server
 
 Progress = Callable[[str, int, int], None]
@@ -28,6 +28,7 @@ Progress = Callable[[str, int, int], None]
 FILL, RATES = "filling the store", "rates"
 STAGES = (FILL, "vllm, passages", "blend, passages", "vllm, whole", "blend, whole", RATES)
 
+FILLING_TOKENS = 1500  # of a prompt that fills the store
 WARM_REQUESTS = 20  # in front of the cut, for the prefix caches: more would have left them again
 
 

@@ -50,7 +50,7 @@ def _warm(server: "Server", asked: WarmRequest, key: ApiKey) -> dict[str, Any]:
     if builder is None:
         raise ApiError(400, "this server has no tokenizer")
     tenants.seen(key, asked.salt)
-    segments = [chunk(builder.encode(each.text), each.title) for each in asked.chunks]
+    segments = [chunk(each.token_ids or builder.encode(each.text or ""), each.title) for each in asked.chunks]
     if any(len(segment) == 0 for segment in segments):
         raise ApiError(400, "a chunk without a token cannot be stored", param="chunks")
     tenant = tenant_of(key, asked.salt)

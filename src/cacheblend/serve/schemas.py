@@ -1,8 +1,8 @@
 """What clients send. Fields that are not known are ignored, as OpenAI's clients expect; wrong values are refused."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from cacheblend.engines.hf.prefilling import Mode
 
@@ -100,10 +100,17 @@ class CompletionRequest(Sampling):
 
 
 class ChunkText(BaseModel):
-    """A text to be stored."""
+    """What is to be stored: a text, or token ids as a prompt of ids will have them."""
 
-    text: Annotated[str, StringConstraints(min_length=1)]
+    text: Annotated[str, StringConstraints(min_length=1)] | None = None
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     title: Name = ""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError("give either text or token_ids")
+        return self
 
 
 class WarmRequest(BaseModel):
