@@ -1,5 +1,7 @@
 """The embedded server over HTTP: time to first token, what the server adds to the engine, a trace of real requests.
 
+What is stored is stored ahead, and nothing of what is asked: each request finds what its ceiling counts on.
+
 ttft       stored chunks in shuffled order, `full` and `blend` in turns
 overhead   what a client waits beyond the engine's own plan and pass, on the same requests
 replay     RAGPulse at saturation, each mode by itself, then at a few rates
@@ -197,7 +199,7 @@ def serving(folder: Path, what: Serving) -> Iterator[Client]:
         port = free.getsockname()[1]
     arguments = [sys.executable, "-c", "from cacheblend.cli import main; main()", "serve", "--model", str(folder)]
     arguments += ["--port", str(port), "--store", "memory://?max_bytes=8GiB", "--active", str(what.clients)]
-    arguments += ["--waiting", "1000", "--ratio", str(what.ratio), "--no-playground", "--drain", "1"]
+    arguments += ["--waiting", "1000", "--ratio", str(what.ratio), "--no-playground", "--no-capture", "--drain", "1"]
     with tempfile.TemporaryFile("w+") as words:
         process = subprocess.Popen(arguments, env=dict(os.environ), stdout=words, stderr=subprocess.STDOUT)
         try:
@@ -261,14 +263,17 @@ def _replay(client: Client, sample: Sample, what: Serving, tell: Progress) -> di
     found: dict[str, Any] = {"ceiling": row_layer_ceiling(lengths, what.layers, what.ratio)}
     found |= {"tokens": [tokens for tokens, _ in lengths], "held_tokens": [held for _, held in lengths]}
     for mode in MODES:
+        loaded: list[int] = []
 
-        def ask(asked: Asked, mode: str = mode) -> float:
-            return client.ask(asked, what.answer_tokens, mode).ttft_s
+        def ask(asked: Asked, mode: str = mode, loaded: list[int] = loaded) -> float:
+            got = client.ask(asked, what.answer_tokens, mode)
+            loaded.append(sum(got.report["hit_tokens"].values()))
+            return got.ttft_s
 
         def done(count: int, mode: str = mode) -> None:
             tell(f"{mode}, replay", count, what.requests)
 
-        found[mode] = saturate(ask, prompts[mode], what.clients, done)
+        found[mode] = saturate(ask, prompts[mode], what.clients, done) | {"loaded_tokens": sum(loaded)}
     found["speedup"] = found["blend"]["requests_per_s"] / found["full"]["requests_per_s"]
     found["rates"] = []
     for number, share in enumerate(what.rates, 1):

@@ -44,6 +44,10 @@ ChunkTokens = Annotated[
     int,
     typer.Option("--chunk-tokens", help="Least tokens of a text that is a chunk of its own.", rich_help_panel=BLENDING),
 ]
+Capture = Annotated[
+    bool,
+    typer.Option("--capture/--no-capture", help="Store what prompts missed, behind them.", rich_help_panel=BLENDING),
+]
 Active = Annotated[int, typer.Option("--active", help="Requests under way at once.", rich_help_panel=BOUNDS)]
 Waiting = Annotated[int, typer.Option("--waiting", help="Requests in the queue; then 429.", rich_help_panel=BOUNDS)]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds of a request.", rich_help_panel=BOUNDS)]
@@ -85,6 +89,7 @@ def serve(
     salt: Salt = "",
     machine: Machine = None,
     chunk_tokens: ChunkTokens = 64,
+    capture: Capture = True,
     active: Active = 8,
     waiting: Waiting = 64,
     timeout: Timeout = 600.0,
@@ -136,6 +141,7 @@ def serve(
         "anchor": anchor,
         "block_size": block_size,
         "codec": codec,
+        "capture": capture,
         "salt": salt,
         "machine": None if machine is None else str(machine),
     }
