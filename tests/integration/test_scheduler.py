@@ -4,12 +4,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.decode import Draws
 from cacheblend.engines.hf.scheduler import (
     Ask,
     ClosedError,
@@ -204,6 +206,49 @@ def test_an_error_of_one_request_is_its_own(engine: BlendEngine) -> None:
         first, second, third = (submit(scheduler, prompt) for prompt in PROMPTS)
         assert first.wait().error is None and third.wait().error is None
         assert isinstance(second.wait().error, InvalidInputError)
+    finally:
+        scheduler.close()
+
+
+def test_an_answer_that_cannot_begin_ends_its_own_request(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, calls = Scheduler(engine), iter([True])
+
+    def draws(*arguments: Any) -> Draws:
+        if next(calls, False):
+            raise MemoryError("no room")
+        return Draws(*arguments)
+
+    monkeypatch.setattr("cacheblend.engines.hf.scheduler.Draws", draws)
+    try:
+        assert isinstance(submit(scheduler, RAG).wait().error, MemoryError)
+        other = submit(scheduler, RAG)
+        assert other.wait().error is None and len(other.tokens[0]) == 6
+        assert engine.flush(timeout=60)
+    finally:
+        scheduler.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_leaves_nobody_waiting(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(engine)
+
+    def leave() -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(scheduler, "_round", leave)
+    assert isinstance(submit(scheduler, RAG).wait().error, ClosedError)
+    scheduler.close()
+    assert not scheduler.is_alive
+    with pytest.raises(ClosedError):
+        submit(scheduler, RAG)
+
+
+def test_a_request_of_more_answers_than_go_at_once_goes_alone(engine: BlendEngine) -> None:
+    scheduler = Scheduler(engine, Limits(active=2))
+    try:
+        listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 3, 1)]
+        assert [listener.wait().error for listener in listeners] == [None] * 3
+        assert [len(listener.tokens) for listener in listeners] == [1, 3, 1]
     finally:
         scheduler.close()
 

@@ -2,9 +2,11 @@
 
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +288,37 @@ def test_keys_keep_tenants_apart(tmp_path: Path) -> None:
         assert missed(theirs) > 0
         assert httpx.get(f"{url}/v1/chunks", headers=theirs).json()["data"] != stored
         assert httpx.delete(f"{url}/v1/chunks/{stored[0]['id']}", headers=theirs).status_code == 404
+
+
+def test_a_strangers_body_is_not_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    add_key(file, "one")
+    with running(ServeSettings(keys=KeyRing(read_keys(file)))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 60) as stranger:
+            stranger.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n")
+            assert stranger.recv(4096).startswith(b"HTTP/1.1 401")
+        assert httpx.post(f"{url}/v1/completions", content=b"{", timeout=60).status_code == 401
+
+
+def test_many_that_store_hold_nobody_up() -> None:
+    with running(ServeSettings(chunk_tokens=16, limits=Limits(waiting=50))) as url, ThreadPoolExecutor(64) as pool:
+        chunks = [{"chunks": [{"token_ids": [300 + n + m for m in range(300)]}]} for n in range(60)]
+        stored = [pool.submit(httpx.post, f"{url}/v1/chunks", json=each, timeout=120) for each in chunks]
+        asked = ask(url, max_tokens=1)
+        assert asked.usage is not None
+        assert not all(each.done() for each in stored)
+        assert {each.result().status_code for each in stored} <= {200, 429}
+
+
+def test_unpinning_a_chunk_leaves_what_another_pinned_one_shares() -> None:
+    with running(ServeSettings()) as url:
+        same = [300 + n % 700 for n in range(256)]
+        chunks = {"chunks": [{"token_ids": [*same, 7]}, {"token_ids": [*same, 8]}], "pin": True}
+        one, other = httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60).json()["data"]
+        assert httpx.delete(f"{url}/v1/chunks/{one['id']}/pin").json()["pinned"] is False
+        pinned = {each["id"]: each["pinned"] for each in httpx.get(f"{url}/v1/chunks").json()["data"]}
+        assert pinned == {one["id"]: False, other["id"]: True}
 
 
 def test_quotas_of_a_key() -> None:

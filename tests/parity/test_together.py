@@ -1,5 +1,7 @@
 """Answers decoded side by side: the tokens of the model's own `generate`, however they come and go."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from cacheblend.core.prompt import Prompt
 from cacheblend.core.selection import AllRows
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.decode import Draws
-from cacheblend.engines.hf.together import ROOM, Answering, draw_next
+from cacheblend.engines.hf.together import ROOM, Answering, compute_logits
+from cacheblend.engines.hf.view import ModelView
 from families import tiny_model
 from parity.scenes import FAMILIES, QUESTION, RAG, SYSTEM, A, B, C, greedy, warm_engine
 
@@ -20,13 +23,19 @@ def answering(family: str, prompt: Prompt, params: SamplingParams) -> Answering:
     return Answering(Draws(engine.ids_of(prompt), result.logits, params, []), list(result.kv))
 
 
+def step(view: ModelView, answers: Sequence[Answering]) -> None:
+    compute_logits(view, answers)
+    for answer in answers:
+        answer.draws.draw()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_answer_is_that_of_generate(family: str) -> None:
     params = SamplingParams(max_tokens=6)
     answers = [answering(family, prompt, params) for prompt in PROMPTS]
-    for step in range(8):  # each begins a step behind the one before it
-        going = [a for number, a in enumerate(answers) if number <= step and a.draws.finish_reason is None]
-        draw_next(warm_engine(family).view, going)
+    for round_ in range(8):  # each begins a step behind the one before it
+        going = [a for number, a in enumerate(answers) if number <= round_ and a.draws.finish_reason is None]
+        step(warm_engine(family).view, going)
     for answer, prompt in zip(answers, PROMPTS, strict=True):
         assert answer.draws.token_ids == greedy(tiny_model(family), prompt, 6)
 
@@ -35,7 +44,7 @@ def test_answers_outgrow_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend.engines.hf.together.ROOM", 3)
     answer = answering("llama", RAG, SamplingParams(max_tokens=20))
     while answer.draws.finish_reason is None:
-        draw_next(warm_engine("llama").view, [answer])
+        step(warm_engine("llama").view, [answer])
     assert ROOM > 3 and answer.draws.token_ids == greedy(tiny_model("llama"), RAG, 20)
 
 
@@ -45,12 +54,12 @@ def test_answers_of_one_prompt_share_its_kv_and_not_their_own() -> None:
     params = [SamplingParams(max_tokens=8, temperature=2.0, seed=seed) for seed in (1, 2, 1)]
     answers = [Answering(Draws(engine.ids_of(RAG), result.logits, each, []), list(result.kv)) for each in params]
     while answers[0].draws.finish_reason is None:
-        draw_next(engine.view, answers)
+        step(engine.view, answers)
     first, second, third = (answer.draws.token_ids for answer in answers)
     assert first == third != second
     torch.manual_seed(0)
     single = Draws(engine.ids_of(RAG), result.logits, params[1], [])
     alone = Answering(single, list(result.kv))
     while single.finish_reason is None:
-        draw_next(engine.view, [alone])
+        step(engine.view, [alone])
     assert single.token_ids == second

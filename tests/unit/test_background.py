@@ -163,6 +163,18 @@ def test_a_caller_that_is_never_idle_catches_up(background: Background) -> None:
     assert [name for name, _ in done] == ["a", "patient"]
 
 
+def test_patient_jobs_do_not_take_all_places() -> None:
+    background = Background(limit=4)
+    done: list[int] = []
+    with request_on(background):
+        for number in range(9):
+            assert background.submit(number, lambda n=number: done.append(n), patient=True)
+        assert background.submit("a", lambda: done.append(-1))
+    assert background.flush(SOON)
+    assert done == [8, -1] and background.dropped == 8
+    background.close()
+
+
 def test_no_thread_is_kept(background: Background) -> None:
     background.submit("a", lambda: None)
     assert background.flush(SOON)

@@ -301,6 +301,26 @@ def test_hits_and_misses_are_counted(store: KVStore) -> None:
     assert (stats.hits, stats.misses, stats.blocks) == (1, 2, 1)
 
 
+def test_whether_blocks_are_held_marks_and_counts_nothing(store: KVStore) -> None:
+    block = make_block(1)
+    store.write(block)
+    before = store.stats()
+    missing = block_name(ROOT, as_token_ids([9, 9]))
+    assert store.held([missing, block.name, missing]) == [False, True, False]
+    assert store.held([]) == []
+    if not isinstance(store, RemoteStore):  # which can only look as everybody does
+        assert (store.stats().hits, store.stats().misses) == (before.hits, before.misses)
+
+
+def test_a_chunk_of_which_nothing_is_left_is_forgotten() -> None:
+    store = MemoryStore(10 * make_block(1).layout.block_bytes(len(make_block(1).token_ids)))
+    for seed in range(300):
+        block = make_block(seed)
+        store.write(block)
+        store.put_manifest(make_manifest(block))
+    assert 10 <= len(store.manifests()) < 100
+
+
 def test_many_threads(store: KVStore) -> None:
     made = [make_block(seed) for seed in range(12)]
     errors: list[BaseException] = []

@@ -14,12 +14,12 @@ from cacheblend.cli.blending import (
     blending_settings,
 )
 from cacheblend.cli.options import (
-    BLENDING,
     MODEL,
     OUTPUT,
     AnchorRule,
     AsJson,
     BlockSize,
+    Capture,
     Chat,
     Codec,
     Device,
@@ -43,14 +43,6 @@ Store = Annotated[
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Of the answer.", rich_help_panel=OUTPUT)]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.", rich_help_panel=OUTPUT)]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of the drawing.", rich_help_panel=OUTPUT)]
-Capture = Annotated[
-    bool,
-    typer.Option(
-        "--capture/--no-capture",
-        help="Store the passages that were missed, behind the answer.",
-        rich_help_panel=BLENDING,
-    ),
-]
 Compare = Annotated[
     bool, typer.Option("--compare", help="Answer by full recompute, too; stores nothing.", rich_help_panel=OUTPUT)
 ]

@@ -39,6 +39,14 @@ AnchorRule = Annotated[
     ),
 ]
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens of a block at most.", rich_help_panel=BLENDING)]
+Capture = Annotated[
+    bool,
+    typer.Option(
+        "--capture/--no-capture",
+        help="Store the passages that were missed, behind the answer.",
+        rich_help_panel=BLENDING,
+    ),
+]
 Codec = Annotated[
     str,
     typer.Option("--codec", help="How stored passages are compressed: raw, fp8, int8, int4.", rich_help_panel=BLENDING),

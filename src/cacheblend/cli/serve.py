@@ -19,6 +19,7 @@ from cacheblend.cli.options import (
     BLENDING,
     AnchorRule,
     BlockSize,
+    Capture,
     Codec,
     Device,
     Dtype,
@@ -43,10 +44,6 @@ Playground = Annotated[
 ChunkTokens = Annotated[
     int,
     typer.Option("--chunk-tokens", help="Least tokens of a text that is a chunk of its own.", rich_help_panel=BLENDING),
-]
-Capture = Annotated[
-    bool,
-    typer.Option("--capture/--no-capture", help="Store what prompts missed, behind them.", rich_help_panel=BLENDING),
 ]
 Active = Annotated[int, typer.Option("--active", help="Requests under way at once.", rich_help_panel=BOUNDS)]
 Waiting = Annotated[int, typer.Option("--waiting", help="Requests in the queue; then 429.", rich_help_panel=BOUNDS)]

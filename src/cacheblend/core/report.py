@@ -25,7 +25,8 @@ class BlendReport:
         ttft_s: from the call to the first logits.
         total_s: from the call to the last token.
         generated_tokens: tokens of the answer.
-        left_out_tokens: stored tokens that the loading controller had computed instead of loaded.
+        left_out_tokens: stored tokens that were computed all the same: the loading controller, or the request's mode,
+            left them where they lie.
         decision: the loading controller's, for people; empty without one.
         fallbacks: why less was reused than planned, a line each.
     """

@@ -6,12 +6,10 @@ GET /health   GET /ready   GET /metrics   GET /
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -54,24 +52,41 @@ class Server:
         self.scheduler = Scheduler(engine, settings.limits)
         self.metrics = Metrics(engine.store, lambda: self.scheduler.waiting, lambda: self.scheduler.active)
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
-        self.draining = False
-        self._computing = threading.Lock()
+        self._beside = asyncio.Lock()
+        self._waiting_beside = 0
 
-    def compute(self, work: Callable[[], Found]) -> Found:
-        """Computing that somebody asked for beside the answers, one such request after the other."""
-        with self._computing:
-            return run_apart(work)
+    async def beside(self, request: Request, work: Callable[[], Found]) -> Found:
+        """Computing that somebody asked for beside the answers, one such request after the other.
 
-    def key_of(self, request: Request) -> ApiKey:
+        Raises:
+            ApiError: as many wait as may, or the client has gone meanwhile.
+        """
+        if self._waiting_beside >= self.settings.limits.waiting:
+            raise ApiError(429, f"{self._waiting_beside} requests wait", code="queue_full", retry_after_s=5)
+        self._waiting_beside += 1
+        try:
+            async with self._beside:  # waits here, not in one of the few threads that all requests share
+                if await request.is_disconnected():
+                    raise ApiError(499, "the client has gone")
+                return await run_in_threadpool(run_apart, work)
+        finally:
+            self._waiting_beside -= 1
+
+    async def key_of(self, request: Request) -> ApiKey:
         """Whose request it is.
 
         Raises:
             ApiError: nobody's.
         """
-        key = self.settings.keys.find(request.headers.get("authorization"))
+        key = self.key_by(request.headers.get("authorization"))
+        request.state.key = key.name
+        return key
+
+    def key_by(self, header: str | None) -> ApiKey:
+        """By the header ``authorization``; raises as `key_of`."""
+        key = self.settings.keys.find(header)
         if key is None:
             raise ApiError(401, "this server wants an API key: Authorization: Bearer KEY", code="invalid_api_key")
-        request.state.key = key.name
         return key
 
     def token_text(self, token: int) -> str:
@@ -88,7 +103,6 @@ class Server:
         """An answer, whole or as a stream."""
         self._check_model(asked.model)
         ask = await run_in_threadpool(self._ask, asked, key, make)
-        request.state.ask = ask
         answering = Answering(ask, self.scheduler, self.metrics)
         request.state.answering = answering
         answering.start()
@@ -107,12 +121,8 @@ class Server:
         if asked.n > settings.max_choices:
             raise ApiError(400, f"n is {asked.n}, at most {settings.max_choices} choices are given", param="n")
         prompt = make()
-        limit = settings.max_prompt_tokens
-        if limit is not None and len(prompt) > limit:
-            raise ApiError(400, f"the prompt has {len(prompt)} tokens, at most {limit} are read", code="too_long")
-        if len(prompt.chunks) > settings.max_chunks:
-            raise ApiError(400, f"the prompt has {len(prompt.chunks)} chunks, at most {settings.max_chunks} are taken")
-        self.tenants.seen(key, extras.salt)
+        self.check_size(prompt)
+        remembered = self.tenants.seen(key, extras.salt)
         self.tenants.count(key)
         return Ask(
             prompt,
@@ -124,8 +134,17 @@ class Server:
             deadline=time.monotonic() + settings.timeout_s,
             logprobs=_logprobs(asked),
             tenant=tenant_of(key, extras.salt),
-            may_keep=partial(self.tenants.take_room, key),
+            may_keep=lambda tokens: remembered and self.tenants.take_room(key, tokens),
+            keep_text=self.settings.store_bytes is None,  # it belongs to no chunk: nobody would count it
         )
+
+    def check_size(self, prompt: Prompt) -> None:
+        """Raises `ApiError` where a prompt is longer than may be, or has more chunks."""
+        limit, most = self.settings.max_prompt_tokens, self.settings.max_chunks
+        if limit is not None and len(prompt) > limit:
+            raise ApiError(400, f"the prompt has {len(prompt)} tokens, at most {limit} are read", code="too_long")
+        if len(prompt.chunks) > most:
+            raise ApiError(400, f"the prompt has {len(prompt.chunks)} chunks, at most {most} are taken")
 
     def _selector(self, extras: Extras) -> Selector | None:
         if extras.selector is None:
@@ -166,14 +185,13 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        server.draining = True
         await run_in_threadpool(server.scheduler.close, settings.drain_s)
         await run_in_threadpool(engine.flush, settings.drain_s)
 
     errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorAnswer} for code in ("4XX", 503)}
     app = FastAPI(title="CacheBlend", lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors)
     app.state.server = server
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_s)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_s, check=server.key_by)
     app.add_middleware(RequestLog, metrics=server.metrics)
     _tell_errors(app)
     _openai_routes(app, server)
@@ -214,13 +232,13 @@ def _health_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        if server.draining:
-            return JSONResponse({"status": "shutting down"}, 503)
+        if not server.scheduler.is_alive:
+            return JSONResponse({"status": "nobody works requests off; restart the server"}, 503)
         return JSONResponse({"status": "ready", "waiting": server.scheduler.waiting, "active": server.scheduler.active})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        server.key_of(request)
+        await server.key_of(request)
         return Response(await run_in_threadpool(server.metrics.text), media_type=CONTENT_TYPE)
 
 
@@ -256,10 +274,12 @@ def _logprobs(asked: Sampling) -> int | None:
 async def _unless_gone(request: Request, answering: Answering, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     """The answer; given up where the client has gone away meanwhile."""
     wanted = asyncio.ensure_future(answer)
-    while True:
-        done, _ = await asyncio.wait({wanted}, timeout=0.5)
-        if done:
-            return wanted.result()
-        if await request.is_disconnected():
-            wanted.cancel()
-            raise ApiError(499, "the client has gone")
+    try:
+        while True:
+            done, _ = await asyncio.wait({wanted}, timeout=0.5)
+            if done:
+                return wanted.result()
+            if await request.is_disconnected():
+                raise ApiError(499, "the client has gone")
+    finally:  # also where this is cancelled
+        wanted.cancel()

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.blocks import ChunkManifest
@@ -24,8 +24,8 @@ def add_routes(app: FastAPI, server: "Server") -> None:
     key_of = Annotated[ApiKey, Depends(server.key_of)]
 
     @app.post("/v1/chunks")
-    async def warm(asked: WarmRequest, key: key_of) -> dict[str, Any]:
-        return await run_in_threadpool(_warm, server, asked, key)
+    async def warm(request: Request, asked: WarmRequest, key: key_of) -> dict[str, Any]:
+        return await server.beside(request, lambda: _warm(server, asked, key))
 
     @app.get("/v1/chunks")
     async def listed(key: key_of) -> dict[str, Any]:
@@ -49,17 +49,18 @@ def _warm(server: "Server", asked: WarmRequest, key: ApiKey) -> dict[str, Any]:
     builder = engine.builder
     if builder is None:
         raise ApiError(400, "this server has no tokenizer")
-    tenants.seen(key, asked.salt)
+    if not tenants.seen(key, asked.salt):
+        raise ApiError(403, "this key has used too many salts; nothing is stored under a new one", code="quota")
     segments = [chunk(each.token_ids or builder.encode(each.text or ""), each.title) for each in asked.chunks]
     if any(len(segment) == 0 for segment in segments):
         raise ApiError(400, "a chunk without a token cannot be stored", param="chunks")
     tenant = tenant_of(key, asked.salt)
     found = [_manifest(engine, tenant, segment) for segment in segments]
-    missing = {each.chunk_id: len(each.token_ids) for each in found if None in engine.store.find(each.block_names)}
+    missing = {each.chunk_id: len(each.token_ids) for each in found if not all(engine.store.held(each.block_names))}
     tenants.count(key)
     if not tenants.take_room(key, sum(missing.values())):
         raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
-    server.compute(lambda: engine.warm(segments, tenant=tenant))
+    engine.warm(segments, tenant=tenant)
     if asked.pin:
         _pin_all(server, key, found)
     return _list_of(server, found)
@@ -82,15 +83,14 @@ def _list_of(server: "Server", manifests: list[ChunkManifest]) -> dict[str, Any]
 
 def _told(server: "Server", manifest: ChunkManifest, pinned: set[BlockName]) -> dict[str, Any]:
     """A chunk as clients know it. Its text is not told."""
-    entries = server.engine.store.find(manifest.block_names)
-    held = [entry for entry in entries if entry is not None]
+    held = server.engine.store.held(manifest.block_names)
     return {
         "id": manifest.chunk_id.hex(),
         "object": "chunk",
         "title": manifest.label,
         "tokens": len(manifest.token_ids),
-        "bytes": sum(entry.layout.block_bytes(len(entry.token_ids)) for entry in held),
-        "held": len(held) == len(entries),
+        "bytes": server.tenants.bytes_of([manifest]),
+        "held": all(held),
         "pinned": manifest.chunk_id in pinned,
     }
 
@@ -126,12 +126,11 @@ def _pin(server: "Server", key: ApiKey, chunk_id: str) -> dict[str, Any]:
 
 
 def _pin_all(server: "Server", key: ApiKey, manifests: list[ChunkManifest]) -> None:
-    if not server.tenants.may_pin(key, manifests):
+    if not server.tenants.pin(key, manifests):
         raise ApiError(403, f"this key may pin {server.tenants.pin_bytes} bytes; unpin chunks first", code="quota")
-    server.engine.store.pin(name for manifest in manifests for name in manifest.block_names)
 
 
 def _unpin(server: "Server", key: ApiKey, chunk_id: str) -> dict[str, Any]:
     manifest = _found(server, key, chunk_id)
-    server.engine.store.unpin(manifest.block_names)
+    server.tenants.unpin(key, manifest)
     return {"id": chunk_id, "object": "chunk", "pinned": False}

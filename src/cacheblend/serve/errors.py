@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients know them."""
 
+import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -8,6 +9,7 @@ from starlette.responses import JSONResponse
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, StoreError
 from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLateError
 
+logger = logging.getLogger("cacheblend.serve")
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -57,6 +59,14 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers)
+
+
+def log_internal(error: Exception) -> ApiError:
+    """What a client is told; where that says that the log says why, it does."""
+    told = api_error(error)
+    if told.code == "internal":
+        logger.error("a request failed", exc_info=error)
+    return told
 
 
 def api_error(error: Exception) -> ApiError:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from cacheblend.engines.hf.scheduler import TokenEvent
 from cacheblend.serve.answers import DONE, Answering, new_id, sse, told, usage
-from cacheblend.serve.errors import api_error
+from cacheblend.serve.errors import log_internal
 
 TokenText = Callable[[int], str]
 
@@ -166,8 +166,8 @@ async def stream(answering: Answering, form: Form, model: str, *, with_usage: bo
         async for event in answering.events():
             generated += event.token_id is not None
             yield sse({**head, "choices": [form.piece(event)]})
-    except Exception as error:
-        yield sse(api_error(error).body())
+    except Exception as error:  # the status was sent long ago
+        yield sse(log_internal(error).body())
         yield DONE
         return
     last = {**head, "choices": [], "cacheblend": told(answering.report)}

@@ -4,14 +4,15 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend.serve.errors import ApiError, api_error
+from cacheblend.serve.errors import ApiError, log_internal
 from cacheblend.serve.metrics import Metrics
 
-logger = logging.getLogger("cacheblend.serve")
 requests_log = logging.getLogger("cacheblend.serve.requests")
 
 
@@ -42,9 +43,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, noting)
         except Exception as error:
-            told = api_error(error)
-            if told.code == "internal":
-                logger.error("a request failed", exc_info=error)
+            told = log_internal(error)
             if not status:
                 await told.response()(scope, receive, noting)
         finally:
@@ -75,27 +74,31 @@ def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without keeping them, and those that take too long to come.
+    """Refuses bodies that are too long, without keeping them, those that take too long to come, and strangers'.
 
     Args:
         app: behind it.
         max_bytes: of a body.
         seconds: from its first to its last byte.
+        check: raises `ApiError` for the value of a header ``authorization`` (None: there is none) that opens nothing;
+            asked before a body is read.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
-        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, check: Callable[[str | None], Any]) -> None:
+        self._app, self._max_bytes, self._seconds, self._check = app, max_bytes, seconds, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told = dict(scope["headers"]).get(b"content-length", b"0")
-        if not told.isdigit() or int(told) > self._max_bytes:
-            await self._refusal().response()(scope, receive, send)
-            return
+        headers = Headers(scope=scope)
+        told = headers.get("content-length", "0")
         try:
+            if not told.isdecimal() or int(told) > self._max_bytes:
+                raise self._refusal()
+            if told != "0" or "transfer-encoding" in headers:
+                self._check(headers.get("authorization"))
             whole = await asyncio.wait_for(self._read(receive), self._seconds)
         except TimeoutError:
             refusal = ApiError(408, f"a request is sent within {self._seconds:g} s", code="timeout")

@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field
-from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.fusor import Prefill
 from cacheblend.core.plan import BlendPlan, Source
 from cacheblend.core.recorded import Recorded
-from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf import Passage
-from cacheblend.engines.hf.arms import FirstToken, agreement, full_recompute
+from cacheblend.engines.hf.arms import agreement, full_recompute
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
@@ -65,8 +62,8 @@ def add_routes(app: FastAPI, server: "Server") -> None:
         return library
 
     @app.post("/playground/explain", include_in_schema=False)
-    async def explain(asked: Explain, key: key_of) -> dict[str, Any]:
-        return await run_in_threadpool(_explain, server, asked, key)
+    async def explain(request: Request, asked: Explain, key: key_of) -> dict[str, Any]:
+        return await server.beside(request, lambda: _explain(server, asked, key))
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
@@ -95,19 +92,18 @@ def _explain(server: "Server", asked: Explain, key: ApiKey) -> dict[str, Any]:
         raise ApiError(400, "this server has no tokenizer")
     documents = [Passage(each.text, each.title) for each in asked.documents]
     prompt = engine.chat([{"role": "user", "content": asked.question}], documents)
+    server.check_size(prompt)
     chosen = BlendConfig(selector=asked.selector, recompute_ratio=asked.recompute_ratio).make_selector()
     watched = Recorded(chosen)
     tenant = tenant_of(key, "")
-
-    @torch.no_grad()
-    def both() -> tuple[Prefill, BlendReport, FirstToken]:
+    server.tenants.count(key)
+    if server.tenants.take_room(key, sum(map(len, prompt.chunks))):
         engine.warm([segment for segment in prompt.segments if segment.is_chunk], tenant=tenant)
-        with engine.open_prefill(prompt, selector=watched, tenant=tenant) as prefilling:
-            while not prefilling.advance():
-                pass
-            return *prefilling.result(), full_recompute(engine, prompt)
-
-    result, report, full = server.compute(both)
+    with torch.no_grad(), engine.open_prefill(prompt, selector=watched, tenant=tenant) as prefilling:
+        while not prefilling.advance():
+            pass
+        result, report = prefilling.result()
+    full = full_recompute(engine, prompt)
     close = agreement(result.logits, full.logits)
     return {
         "segments": _segments(server, result.plan, watched),

@@ -8,6 +8,7 @@ from cacheblend.engines.hf.prefilling import Mode
 
 SEED_MAX = 2**63 - 1
 Name = Annotated[str, StringConstraints(max_length=256)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # lists may be long, and a body's errors longer than the body
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
@@ -27,7 +28,7 @@ class Extras(BaseModel):
     selector: Name | None = None
     salt: Name = ""
     mode: Mode = "blend"
-    chunks: list[tuple[int, int]] | None = Field(default=None, max_length=4096)
+    chunks: Annotated[list[tuple[int, int]], Field(max_length=4096, fail_fast=True)] | None = None
 
 
 class Document(BaseModel):
@@ -50,7 +51,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Name
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=4096, fail_fast=True)] | None = None
 
 
 class StreamOptions(BaseModel):
@@ -71,7 +72,7 @@ class Sampling(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1)] = 1
     stream: bool = False
@@ -82,11 +83,11 @@ class Sampling(BaseModel):
 class ChatRequest(Sampling):
     """``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    documents: Annotated[list[Document], Field(max_length=4096)] | None = None
+    documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -94,7 +95,7 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """``/v1/completions``; one prompt, as text or token ids."""
 
-    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] = False
 
@@ -103,7 +104,7 @@ class ChunkText(BaseModel):
     """What is to be stored: a text, or token ids as a prompt of ids will have them."""
 
     text: Annotated[str, StringConstraints(min_length=1)] | None = None
-    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     title: Name = ""
 
     @model_validator(mode="after")
@@ -116,7 +117,7 @@ class ChunkText(BaseModel):
 class WarmRequest(BaseModel):
     """``POST /v1/chunks``."""
 
-    chunks: Annotated[list[ChunkText], Field(min_length=1, max_length=4096)]
+    chunks: Annotated[list[ChunkText], Field(min_length=1, max_length=4096, fail_fast=True)]
     pin: bool = False
     salt: Name = ""
 

@@ -10,7 +10,7 @@ from cacheblend.core.naming import BlockName
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.keys import ApiKey
 
-_SALTS = 4096  # of all keys, that are remembered
+_SALTS = 4096  # of a key, that are remembered
 _COUNT_S = 2.0  # for which a count of what a key has stored is good
 
 
@@ -37,16 +37,20 @@ class Tenants:
 
     def __init__(self, engine: BlendEngine, store_bytes: int | None, pin_bytes: int | None) -> None:
         self._engine, self.store_bytes, self.pin_bytes = engine, store_bytes, pin_bytes
-        self._lock = threading.Lock()
+        self._lock, self._pinning = threading.Lock(), threading.Lock()
         self._salts: dict[str, dict[str, None]] = {}
         self._counted: dict[str, _Counted] = {}
 
-    def seen(self, key: ApiKey, salt: str) -> None:
-        """A client of this key uses a salt: what lies under it counts. A restart forgets salts until they are used."""
+    def seen(self, key: ApiKey, salt: str) -> bool:
+        """A client of this key uses a salt: what lies under it counts. A restart forgets salts until they are used.
+
+        False: the key has used so many that this one is not remembered; nothing may be stored under it.
+        """
         with self._lock:
             salts = self._salts.setdefault(key.name, {"": None})
             if len(salts) < _SALTS:
                 salts[salt] = None
+            return salt in salts
 
     def manifests(self, key: ApiKey) -> list[ChunkManifest]:
         """Chunks of a key, under any of its salts that were seen."""
@@ -60,10 +64,13 @@ class Tenants:
         return next((each for each in self.manifests(key) if each.chunk_id == chunk_id), None)
 
     def bytes_of(self, manifests: list[ChunkManifest]) -> int:
-        """Bytes of these chunks' blocks that are held."""
-        names = list({name: None for manifest in manifests for name in manifest.block_names})
-        entries = [entry for entry in self._engine.store.find(names) if entry is not None]
-        return sum(entry.layout.block_bytes(len(entry.token_ids)) for entry in entries)
+        """Bytes of these chunks' blocks that are held; to look marks none of them as used."""
+        sizes: dict[BlockName, int] = {}
+        for manifest in manifests:
+            each = self.size_of(len(manifest.token_ids)) // len(manifest.block_names)
+            sizes |= dict.fromkeys(manifest.block_names, each)
+        held = self._engine.store.held(list(sizes))
+        return sum(size for size, there in zip(sizes.values(), held, strict=True) if there)
 
     def count(self, key: ApiKey) -> None:
         """Finds out what a key has stored, unless that was a moment ago: `take_room` is asked where nobody may wait."""
@@ -96,13 +103,24 @@ class Tenants:
         with self._lock:
             self._counted.pop(key.name, None)
 
-    def may_pin(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
-        """Whether a key may pin these besides what it has pinned."""
-        if self.pin_bytes is None:
+    def pin(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
+        """Pins chunks; False where a key may not pin these besides what it has pinned."""
+        with self._pinning:
+            if self.pin_bytes is not None and self.bytes_of([*self._pinned(key), *manifests]) > self.pin_bytes:
+                return False
+            self._engine.store.pin(name for manifest in manifests for name in manifest.block_names)
             return True
+
+    def unpin(self, key: ApiKey, manifest: ChunkManifest) -> None:
+        """Unpins a chunk, but not blocks that it shares with another one which is pinned."""
+        with self._pinning:
+            others = [each for each in self._pinned(key) if each.chunk_id != manifest.chunk_id]
+            shared = {name for each in others for name in each.block_names}
+            self._engine.store.unpin([name for name in manifest.block_names if name not in shared])
+
+    def _pinned(self, key: ApiKey) -> list[ChunkManifest]:
         pinned = self._engine.store.pinned()
-        have = [each for each in self.manifests(key) if each.chunk_id in pinned]
-        return self.bytes_of([*have, *manifests]) <= self.pin_bytes
+        return [each for each in self.manifests(key) if each.chunk_id in pinned]
 
     def size_of(self, tokens: int) -> int:
         """Bytes of the KV of so many tokens."""

@@ -87,6 +87,10 @@ class KVStore(BlockSource):
         at once, and `read` then raises. Never raises for a damaged or vanished block.
         """
 
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """Whether each block is there; marks none as used and counts nothing, where the place allows that."""
+        return [entry is not None for entry in self.find(names)]
+
     @abstractmethod
     def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
         """One record of all heads, or of those in `heads`, as the block's layout has it, on the CPU, verified.

@@ -52,6 +52,10 @@ class CascadeStore(KVStore):
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `KVStore.held`."""
+        return [any(there) for there in zip(*(store.held(names) for store in self.stores), strict=True)]
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. Each store is asked for what those in front of it do not have."""
         found: dict[BlockName, tuple[int, BlockEntry]] = {}

@@ -111,6 +111,10 @@ class DiskStore(KVStore):
             self._misses += len(headers) - found
         return [None if header is None else header.entry for header in headers]
 
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `KVStore.held`."""
+        return self._files.held(names)
+
     def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
         """See `KVStore.read`. One pread of these heads into a new tensor, checked head by head."""
         return self._files.read(name, layer, heads)

@@ -89,6 +89,11 @@ class BlockFiles:
                     self._touch(known)
         return headers
 
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """Whether each block is there and sound; marks none as used."""
+        now, known = time.time_ns(), [self._current(name) for name in names]
+        return [each is not None and not self._has_expired(each, now) for each in known]
+
     def _current(self, name: BlockName) -> Known | None:
         """The block, if its file is there and sound; reads the header if the file is not the known one."""
         known = self._known.get(name)

@@ -76,6 +76,7 @@ class MemoryStore(KVStore):
         self._pinned: set[BlockName] = set()
         self._manifests: dict[BlockName, ChunkManifest] = {}
         self._hits = self._misses = self._evictions = self._write_failures = 0
+        self._gone = 0  # blocks evicted since manifests were looked through
 
     # Blocks
 
@@ -91,6 +92,11 @@ class MemoryStore(KVStore):
             self._hits += found
             self._misses += len(entries) - found
             return entries
+
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `KVStore.held`."""
+        with self._lock:
+            return [self._entry(name) is not None for name in names]
 
     def _entry(self, name: BlockName) -> BlockEntry | None:
         held = self._held.get(name)
@@ -218,7 +224,18 @@ class MemoryStore(KVStore):
     def _evict(self, name: BlockName) -> int:
         self._evictions += not self._held[name].missing
         self._eviction.evicted(name)
-        return self._drop(name)
+        freed = self._drop(name)
+        self._gone += 1
+        if self._gone > max(64, len(self._manifests) // 2):
+            self._forget_chunks()
+        return freed
+
+    def _forget_chunks(self) -> None:
+        """Removes manifests of chunks of which nothing is held."""
+        self._gone = 0
+        for chunk_id, manifest in list(self._manifests.items()):
+            if not any(name in self._held for name in manifest.block_names):
+                del self._manifests[chunk_id]
 
     # Pins and manifests
 
@@ -294,9 +311,7 @@ class MemoryStore(KVStore):
                 if self._bytes <= max_bytes:
                     break
                 freed += self._evict(name)
-            for chunk_id, manifest in list(self._manifests.items()):
-                if not any(name in self._held for name in manifest.block_names):
-                    del self._manifests[chunk_id]
+            self._forget_chunks()
         return freed
 
     def flush(self) -> None:

@@ -39,6 +39,10 @@ class StripedStore(KVStore):
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `KVStore.held`."""
+        return self._by_store(names, lambda store, own: store.held(own))
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`."""
         return self._by_store(names, lambda store, own: store.find(own))

@@ -40,6 +40,10 @@ class TieredStore(KVStore):
         self._entries: OrderedDict[BlockName, BlockEntry] = OrderedDict()
         self._hits = self._misses = 0
 
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `KVStore.held`: what counts is the back."""
+        return self.back.held(names)
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`; an entry's tier says where a read would come from."""
         in_back = self.back.find(names)  # all of them: what is used in front is used, too

@@ -66,11 +66,16 @@ class Background:
     def submit(self, key: Hashable, job: Callable[[], Any], *, patient: bool = False) -> bool:
         """Queues a job unless one of that key waits or runs already; False if it was dropped.
 
-        A patient one waits for a moment without requests, however long it takes (see `catch_up`).
+        A patient one waits for a moment without requests, however long it takes (see `catch_up`); of too many patient
+        ones the oldest is dropped, so that they do not take all places.
         """
         with self._changed:
             if key in self._jobs or (self._working and key == self._running):
                 return True
+            patient_ones = [key for key, each in self._jobs.items() if each.patient]
+            if patient and len(patient_ones) >= max(1, self._limit // 4):
+                del self._jobs[patient_ones[0]]
+                self.dropped += 1
             if self._closed or len(self._jobs) >= self._limit:
                 if not self.dropped:
                     logger.warning("background queue is full (%d jobs) or closed; what comes is dropped", self._limit)

@@ -120,6 +120,11 @@ class Draws:
         return self._ids.shape[1]
 
     @property
+    def count(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self) - self._prompt_length
+
+    @property
     def token_ids(self) -> list[int]:
         """The answer so far."""
         return [int(i) for i in self._ids[0, self._prompt_length :]]
@@ -132,7 +137,7 @@ class Draws:
     @property
     def has_begun(self) -> bool:
         """A token was drawn: the next one needs logits of its own."""
-        return len(self) > self._prompt_length
+        return self.count > 0
 
     def draw(self) -> int:
         """The next token, from `logits`."""
@@ -144,7 +149,7 @@ class Draws:
         self._ids = torch.cat([self._ids, token[None, None]], dim=1)
         if int(token) in self._stops:
             self.finish_reason = "stop"
-        elif len(self) - self._prompt_length >= self._params.max_tokens:
+        elif self.count >= self._params.max_tokens:
             self.finish_reason = "length"
         return int(token)
 

@@ -375,9 +375,10 @@ class BlendEngine:
         """Captures a chunk that has waited so many seconds for a moment without requests; False: there is none."""
         return self._background.catch_up(after_s)
 
-    def keep(self, result: Prefill, tenant: str = "") -> None:
-        """Behind a prefill's first token: what it computed exactly, and what it missed, is stored for the tenant."""
-        self._warmer.behind(self.planner_of(tenant) if tenant else self.planner, result)
+    def keep(self, result: Prefill, tenant: str = "", *, text: bool = True) -> None:
+        """Behind a prefill's first token: what it missed is stored for the tenant; with `text`, also plain text that
+        the prompt begins with."""
+        self._warmer.behind(self.planner_of(tenant) if tenant else self.planner, result, text=text)
 
     # ---- inside -----------------------------------------------------------------------------------------
 

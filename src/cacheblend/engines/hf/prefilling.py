@@ -10,7 +10,7 @@ from cacheblend.core.fusor import Prefill, PrefillRun
 from cacheblend.core.lockstep import LayerSteps
 from cacheblend.core.plan import BlendPlan, Source
 from cacheblend.core.report import BlendReport
-from cacheblend.engines.hf.request import explain, report_of
+from cacheblend.engines.hf.request import report_of
 
 Mode = Literal["blend", "reuse", "prefix", "full"]
 """How much of what is stored is used: all of it, recomputing what the selector chooses (``blend``) or nothing
@@ -76,7 +76,7 @@ class Prefilling:
         now = time.perf_counter()
         report = report_of(result, self._planned - self._started, now - self._planned)
         if self._decision is not None and self._controller is not None:
-            explain(report, result.plan, self._decision)
+            report.decision = self._decision.reason
             if not report.fallbacks:
                 self._controller.learn(self._decision, result.plan, report.compute_s, report.load_s)
         return result, report

@@ -3,9 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-from cacheblend.core.controller import Decision
 from cacheblend.core.fusor import Prefill
-from cacheblend.core.plan import BlendPlan, Source
+from cacheblend.core.plan import Source
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.decode import Decoding, TextStream
 
@@ -68,13 +67,6 @@ class Request:
         return Answer(stream.text, list(self.token_ids), reason, self.report)
 
 
-def explain(report: BlendReport, plan: BlendPlan, decision: Decision) -> None:
-    """Puts into a report what the loading controller decided: what it left out was not missed."""
-    left_out = sum(len(s) for s in plan.spans if s.source is Source.MISS and s.name in plan.left_out)
-    report.left_out_tokens, report.decision = left_out, decision.reason
-    report.missed_tokens -= left_out
-
-
 def report_of(result: Prefill, plan_s: float, pass_s: float) -> BlendReport:
     """The report of a prefill.
 
@@ -83,11 +75,13 @@ def report_of(result: Prefill, plan_s: float, pass_s: float) -> BlendReport:
         plan_s: seconds of names, look-ups and plan.
         pass_s: seconds of the pass.
     """
-    tokens = result.plan.tokens_by_source()
+    plan, tokens = result.plan, result.plan.tokens_by_source()
+    left_out = sum(len(span) for span in plan.spans if span.source is Source.MISS and span.name in plan.left_out)
     return BlendReport(
         prompt_tokens=len(result.plan),
         hit_tokens=result.plan.hit_tokens(),
-        missed_tokens=tokens["miss"],
+        missed_tokens=tokens["miss"] - left_out,
+        left_out_tokens=left_out,
         text_tokens=tokens["text"],
         recomputed_tokens=result.recomputed_tokens,
         row_layers=result.row_layers,

@@ -3,8 +3,8 @@
     submit ─> waiting (bounded) ─> prefilling (a convoy, some row-layers a round) ─> answering (a token a round) ─> done
                    │ cancelled, too late ──────────────────────────────────────────────────────────────────────> done
 
-A round computes a slice of the prefills and one token of every answer, so that answers go on while prompts are read;
-and a missed chunk, where there was no moment without requests to do it in.
+A round computes a slice of the prefills and one token of every answer, so that answers go on while prompts are read.
+Where there is no moment without requests, a tenth of the time goes to missed chunks.
 Knows the engine; knows nothing of HTTP.
 """
 
@@ -31,6 +31,7 @@ from cacheblend.engines.hf.together import Answering, compute_logits
 from cacheblend.engines.hf.walk import JoinedRows
 
 _LEAST_LOGPROB = -9999.0  # as OpenAI has it: JSON knows no infinity
+_CATCH_UP_SHARE = 0.1  # of the time, for missed chunks
 logger = logging.getLogger("cacheblend.engine")
 
 
@@ -59,10 +60,10 @@ class Limits:
     """What is under way at once.
 
     Attributes:
-        active: requests that are prefilled or answered.
+        active: answers whose prompts are prefilled or that are drawn; a request that wants more of them goes alone.
         waiting: requests behind them.
         row_layers: of prefills between two tokens of the answers under way.
-        catch_up_s: that missed chunks wait for a moment without requests; then one is captured a round.
+        catch_up_s: that missed chunks wait for a moment without requests; then they are captured between rounds.
     """
 
     active: int = 8
@@ -83,6 +84,7 @@ class Ask:
         deadline: by `time.monotonic`; None: none.
         logprobs: so many of the likeliest tokens are told with each token; None: none.
         tenant: see `BlendEngine.planner_of`.
+        keep_text: store plain text in front of the first chunk, too, for prompts that begin the same.
         may_keep: asked behind the first token, with how many tokens of chunks were missed, whether to store them. Must
             not block.
     """
@@ -96,6 +98,7 @@ class Ask:
     deadline: float | None = None
     logprobs: int | None = None
     tenant: str = ""
+    keep_text: bool = True
     may_keep: Callable[[int], bool] = lambda tokens: True
 
 
@@ -192,7 +195,8 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._answering: list[Ticket] = []
         self._changed = threading.Condition()
-        self._closed = self._draining = False
+        self._closed = self._draining = self._in_round = False
+        self._catch_up_at = 0.0
         self._recent_s = 1.0  # that a request took, a running average
         self._thread = threading.Thread(target=self._work, name="cacheblend-scheduler", daemon=True)
         self._thread.start()
@@ -227,6 +231,11 @@ class Scheduler:
         """Requests that are prefilled or answered."""
         return len(self._answering) + sum(1 for _ in self._convoy)
 
+    @property
+    def is_alive(self) -> bool:
+        """Somebody works requests off."""
+        return self._thread.is_alive()
+
     def close(self, timeout: float = 0.0) -> None:
         """Takes no more requests, waits for those it has, and gives up what is not done in time."""
         end = time.monotonic() + timeout
@@ -243,22 +252,31 @@ class Scheduler:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._convoy or self._answering)
+        return bool(self._waiting or self._convoy or self._answering or self._in_round)
 
     def _work(self) -> None:
-        while True:
+        try:
+            while self._wait_for_work():
+                try:
+                    self._round()
+                except Exception as error:  # of the scheduler itself: no request may wait for ever
+                    logger.exception("the scheduler failed; its requests end")
+                    self._give_up_all(error)
+        finally:  # however it ends
             with self._changed:
-                while not self._has_work and not self._closed:
-                    self._changed.notify_all()  # for who drains
-                    self._changed.wait()
-                if self._closed:
-                    break
-            try:
-                self._round()
-            except Exception as error:  # of the scheduler itself: no request may wait for ever
-                logger.exception("the scheduler failed; its requests end")
-                self._give_up_all(error)
-        self._give_up_all(ClosedError("the server was shut down"))
+                self._draining = self._closed = True
+                self._in_round = False
+            self._give_up_all(ClosedError("the server was shut down"))
+
+    def _wait_for_work(self) -> bool:
+        """Until there is some; False once the scheduler is closed."""
+        with self._changed:
+            self._in_round = False
+            while not self._has_work and not self._closed:
+                self._changed.notify_all()  # for who drains
+                self._changed.wait()
+            self._in_round = not self._closed
+            return self._in_round
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -270,7 +288,7 @@ class Scheduler:
         self._admit()
         self._prefill()
         self._decode()
-        self._engine.catch_up(self._limits.catch_up_s)
+        self._catch_up()
 
     def _all(self) -> Iterator[Ticket]:
         with self._changed:
@@ -278,13 +296,13 @@ class Scheduler:
         yield from (*waiting, *self._convoy, *self._answering)
 
     def _admit(self) -> None:
-        while self.active < self._limits.active:
+        while True:
             with self._changed:
-                if not self._waiting:
+                if not self._waiting or not self._has_room(self._waiting[0].ask.choices):
                     return
                 ticket = self._waiting.popleft()
-            self._engine.begin_request()
             ask = ticket.ask
+            self._engine.begin_request()
             try:
                 ticket.prefilling = self._engine.open_prefill(
                     ask.prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant
@@ -294,8 +312,13 @@ class Scheduler:
                 continue
             self._convoy.add(ticket)
 
+    def _has_room(self, choices: int) -> bool:
+        """Each choice has KV of its own."""
+        under_way: int = sum(ticket.ask.choices for ticket in (*self._convoy, *self._answering))
+        return under_way == 0 or under_way + choices <= self._limits.active
+
     def _prefill(self) -> None:
-        """Layers of the prompts at hand: a slice where answers wait for their next token, else until one is ready."""
+        """A slice of the layers of the prompts at hand, or less where one is ready."""
         left = self._limits.row_layers
         while self._convoy and left > 0:
             tickets = self._convoy.next()
@@ -311,16 +334,19 @@ class Scheduler:
                 return  # a first token is ready: it does not wait for other prompts
 
     def _begin_answer(self, ticket: Ticket, prefilling: Prefilling) -> None:
-        self._convoy.remove(ticket)
-        engine, ask = self._engine, ticket.ask
         try:
-            result, ticket.report = prefilling.result()
+            self._open_choices(ticket, prefilling)
         except Exception as error:
             self._end(ticket, error)
             return
-        finally:
-            prefilling.close()
-            ticket.prefilling = None  # it would keep the prompt's KV a second time
+        self._convoy.remove(ticket)
+        self._answering.append(ticket)
+
+    def _open_choices(self, ticket: Ticket, prefilling: Prefilling) -> None:
+        engine, ask = self._engine, ticket.ask
+        result, ticket.report = prefilling.result()
+        prefilling.close()
+        ticket.prefilling = None  # it would keep the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
         ids, decode = engine.ids_of(ask.prompt), engine.builder.decode if engine.builder else _no_text
         for number in range(ask.choices):
@@ -329,7 +355,6 @@ class Scheduler:
             stream = TextStream(decode, ask.params.stop)
             ticket.choices.append(_Choice(Answering(draws, list(result.kv)), stream))
         ticket.captured = result
-        self._answering.append(ticket)
 
     def _decode(self) -> None:
         """A token of every answer."""
@@ -353,7 +378,14 @@ class Scheduler:
         self._tell(ticket, number, choice, draws.draw())
         result, ticket.captured = ticket.captured, None
         if result is not None and ticket.ask.may_keep(sum(map(len, result.plan.missed_chunks()))):
-            self._engine.keep(result, ticket.ask.tenant)
+            self._engine.keep(result, ticket.ask.tenant, text=ticket.ask.keep_text)
+
+    def _catch_up(self) -> None:
+        """A missed chunk, where requests never end."""
+        began = time.monotonic()
+        if began >= self._catch_up_at and self._engine.catch_up(self._limits.catch_up_s):
+            ended = time.monotonic()
+            self._catch_up_at = ended + (ended - began) * (1 / _CATCH_UP_SHARE - 1)
 
     def _tell(self, ticket: Ticket, number: int, choice: _Choice, token: int) -> None:
         draws = choice.answering.draws
@@ -380,16 +412,19 @@ class Scheduler:
         self._convoy.remove(ticket)
         if ticket in self._answering:
             self._answering.remove(ticket)
-        if ticket.prefilling is not None:
-            ticket.prefilling.close()
-        if was_admitted:
-            self._engine.end_request()
         took = time.perf_counter() - ticket.submitted
         self._recent_s += 0.1 * (took - self._recent_s)
         if ticket.report is not None:
             ticket.report.total_s = took
-            ticket.report.generated_tokens = sum(len(each.answering.draws.token_ids) for each in ticket.choices)
-        ticket.choices = []
+            ticket.report.generated_tokens = sum(each.answering.draws.count for each in ticket.choices)
+        prefilling, ticket.prefilling, ticket.choices, ticket.captured = ticket.prefilling, None, [], None
+        try:
+            if prefilling is not None:
+                prefilling.close()
+        except Exception:
+            logger.exception("a prefill could not be closed")
+        if was_admitted:
+            self._engine.end_request()
         try:
             ticket.on_event(DoneEvent(ticket.report, error))
         except Exception:

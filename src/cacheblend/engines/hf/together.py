@@ -66,12 +66,6 @@ def compute_logits(view: ModelView, answers: Sequence[Answering]) -> None:
             answer.draws.logits = logits
 
 
-def draw_next(view: ModelView, answers: Sequence[Answering]) -> list[int]:
-    """The next token of each answer."""
-    compute_logits(view, answers)
-    return [answer.draws.draw() for answer in answers]
-
-
 def _forward(view: ModelView, answers: Sequence[Answering]) -> torch.Tensor:
     """[answers, vocab] logits behind the last token of each."""
     token_ids = torch.cat([answer.draws.last_id for answer in answers])

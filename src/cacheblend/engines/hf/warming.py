@@ -1,4 +1,4 @@
-"""Stores chunks: ahead of their use, or behind a request that missed them, never in a request's way."""
+"""Stores chunks: ahead of their use, or behind a request that missed them."""
 
 import logging
 import time
@@ -22,6 +22,7 @@ from cacheblend.store import KVStore, WriteBehind
 
 Progress = Callable[[int, int], None]
 PAUSE_S = 60  # behind a store that cannot take a chunk
+HOLD_UP_TOKENS = 2048  # a chunk of more is captured in a moment without requests only
 logger = logging.getLogger("cacheblend.engine")
 
 
@@ -91,8 +92,8 @@ class ChunkWarmer:
         tokens = sum(len(job.token_ids) for job in missing)
         return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
 
-    def behind(self, planner: Planner, result: Prefill) -> None:
-        """Behind a request: its exact blocks are written as they are, its missed chunks computed alone, later.
+    def behind(self, planner: Planner, result: Prefill, *, text: bool = True) -> None:
+        """Behind a request: its exact blocks are written as they are (`text`), its missed chunks computed alone, later.
 
         What the loading controller left where it lies, since loading it takes long, is brought nearer: it is asked for.
         """
@@ -101,12 +102,16 @@ class ChunkWarmer:
             self._background.submit(left_out, partial(self._store.bring_nearer, sorted(left_out)), patient=True)
         if not self._config.capture or time.monotonic() < self._resume_at:
             return
-        for block in publish(result.plan, result.kv):
+        for block in publish(result.plan, result.kv) if text else ():
             self._writer.submit(block)
         anchor = tuple(planner.anchor.segments(result.plan.prompt))
         for segment in result.plan.missed_chunks():
             job = ChunkJob(anchor, segment.token_ids, segment.label)
-            self._background.submit(manifest_of(job, planner, "").chunk_id, partial(self._capture, planner, job))
+            self._background.submit(
+                manifest_of(job, planner, "").chunk_id,
+                partial(self._capture, planner, job),
+                patient=len(job) > HOLD_UP_TOKENS,
+            )
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits for `behind`'s work; False after `timeout` seconds."""
