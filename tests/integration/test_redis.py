@@ -2,6 +2,7 @@
 
 import dataclasses
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import redis as client
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
+from cacheblend.core.naming import BlockName
 from cacheblend.engines.hf import SamplingParams, warming
 from cacheblend.store import KVStore, open_store, remote
 from cacheblend.store import redis as redis_objects
@@ -319,3 +321,25 @@ def test_questions_are_answered_without_the_server_from_the_start(no_pause: None
     model = tiny_model("llama")
     with open_store(f"{server.url}?timeout=0.3") as store, open_engine(model, [], store=store) as engine:
         assert engine.generate(RAG, FOUR).token_ids == greedy(model, RAG, 4)
+
+
+def test_threads_that_come_first_share_a_client(server: RedisServer) -> None:
+    objects, opened = redis_objects.RedisObjects(server.url, prefix="first"), list[object]()
+    together = threading.Barrier(8)
+    real = objects._open
+
+    def slowly() -> object:
+        time.sleep(0.05)
+        opened.append(real())
+        return opened[-1]
+
+    objects._open = slowly  # type: ignore[assignment]
+
+    def ask() -> bool:
+        together.wait(30)
+        return objects.has_manifest(BlockName(b"\x00" * 32))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [each.result() for each in [pool.submit(ask) for _ in range(8)]] == [False] * 8
+    assert len(opened) == 1
+    objects.close()

@@ -10,6 +10,7 @@ header is written last, and its layers expire unless that happens: a writer that
 """
 
 import math
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -67,6 +68,7 @@ class RedisObjects:
         self._prefix = prefix
         self._open = partial(kind.from_url, urlunsplit((scheme, *parts[1:3], "", "")), **options)
         self._client: Any = None  # a cluster's connects at once
+        self._opening = threading.Lock()
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
@@ -233,8 +235,9 @@ class RedisObjects:
         """The answers to the commands that `ask` puts into a pipeline; those behind the first `all_of` may fail."""
 
         def run() -> list[Any]:
-            if self._client is None:
-                self._client = self._open()
+            with self._opening:  # of two clients the one that is let go would close connections in use
+                if self._client is None:
+                    self._client = self._open()
             with self._client.pipeline(transaction=False) as pipe:
                 ask(pipe)
                 answers: list[Any] = pipe.execute(raise_on_error=False)
