@@ -1,13 +1,15 @@
 """What compressing stored KV does to answers: `python benchmarks/codecs.py --json FILE`.
 
-The suite's kind of questions on the model that ships, blended as its profile has it, once for each codec: how often the
-first token and the whole answer are those of uncompressed KV, how far the first token's distribution moves, and the
-share of right answers. Full reuse beside it, where nothing is recomputed that compression could have harmed.
+The quality suite's rows of one seed on the model that ships, blended as its profile has it, once for each codec: how
+often the first token and the whole answer are those of uncompressed KV, how far the first token's distribution moves,
+and the share of right answers. Full reuse beside it, where nothing is recomputed that compression could have harmed.
 """
 
 import argparse
 import json
 import statistics
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,26 +21,25 @@ from rich.table import Table
 
 from cacheblend.core.codec import CODECS
 from cacheblend.core.selection import NoRows
+from cacheblend.data import QuestionRow
 from cacheblend.engines import environment
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.arms import agreement, finish, full_recompute, fused
-from cacheblend.evaluation.runner import Settings
 from cacheblend.evaluation.scorers import ExactMatch, best
+from cacheblend.evaluation.suite import SETTINGS, Suite
 from cacheblend.nano import model_path
 from cacheblend.nano.questions import draw_questions
-from cacheblend.nano.scenes import CATEGORIES
 
-SEED = 5  # of draws that nothing was trained, tuned or gated on
-TOKENS = 8
+SUITE = Suite()
 
 
-def measure(engines: dict[str, BlendEngine], per_category: int) -> list[dict[str, Any]]:
+def measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow]) -> list[dict[str, Any]]:
     """A line a question and arm."""
     plain = engines["raw"]
     selectors = {"blend": plain.settings.selector(), "reuse": NoRows()}
-    layout, params = Settings().template.layout, SamplingParams(max_tokens=TOKENS)
+    layout, params = SETTINGS.template.layout, SamplingParams(max_tokens=SETTINGS.max_tokens)
     found = []
-    for number, row in enumerate(draw_questions(SEED, per_category)):
+    for number, row in enumerate(rows):
         passages = [Passage(text.text, text.title) for text in row.passages]
         prompt = plain.prompt(layout.prompt(plain, passages, row.question))
         for how, selector in selectors.items():
@@ -113,11 +114,13 @@ def table(rows: list[dict[str, Any]], full: float) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--per-category", type=int, default=60)
+    parser.add_argument("--seed", type=int, choices=SUITE.seeds, default=SUITE.seeds[0], help="of the suite")
+    parser.add_argument("--rows", type=int, help="of the seed, the first ones; all of them otherwise")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.per_category < 1:
-        parser.error("--per-category must be at least 1")
+    asked = draw_questions(options.seed, SUITE.per_category)[: options.rows]
+    if not asked:
+        parser.error("--rows must be at least 1")
     with ExitStack() as stack:
         plain = stack.enter_context(BlendEngine.from_pretrained(model_path(), store="memory"))
         engines = {"raw": plain}
@@ -128,7 +131,7 @@ def main() -> None:
                     plain.model, plain.tokenizer, store=plain.store, config=config, fingerprint=plain.fingerprint
                 )
                 engines[codec] = stack.enter_context(engine)
-        lines = measure(engines, options.per_category)
+        lines = measure(engines, asked)
         profile = plain.settings.selector()
     rows = summary(lines)
     full = 100 * statistics.mean(line["right"] for line in lines if line["how"] == "full")
@@ -140,8 +143,8 @@ def main() -> None:
             "full_right": full,
             "arms": rows,
             "selector": repr(profile),
-            "seed": SEED,
-            "categories": list(CATEGORIES),
+            "data": f"the suite nano, main, seed {options.seed}: {len(asked)} rows",
+            "categories": dict(Counter(row.category for row in asked)),
             "machine": environment.machine(),
             "versions": environment.versions(),
             "commit": environment.commit(),

@@ -44,10 +44,13 @@ def test_controller_writes_a_grid(run: Run, tmp_path: Path) -> None:
     done = run("controller", *TINY, "--chunks", 2, "--chunks", 5, "--json", out)
     assert done.code == 0, done.err
     result = json.loads(out.read_text())
-    assert len(result["cells"]) == 10
+    assert len(result["cells"]) == 20
     assert set(result["figures"]) == {"controller_worst", "slow_device_over_full"}
     assert all(cell["reason"] for cell in result["cells"])
-    assert [cell["load_over_prefill"] for cell in result["cells"]] == [0.1, 0.3, 1.0, 3.0, 10.0] * 2
+    assert [cell["load_over_prefill"] for cell in result["cells"][::2]] == [0.1, 0.3, 1.0, 3.0, 10.0] * 2
+    assert [cell["behind_memory"] for cell in result["cells"]] == [False, True] * 10
+    arms = [set(cell["seconds"]) for cell in result["cells"][:2]]
+    assert arms[0] < arms[1] and any(name.startswith("memory") for name in arms[1] - arms[0])
 
 
 def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:
