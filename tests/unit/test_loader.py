@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from cacheblend.core import loader as loader_module
 from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.loader import ROWS_AT_ONCE, LayerLoader
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan import Anchor, BlendPlan, Planner, Source
 from cacheblend.core.prompt import Prompt, chunk, text
-from cacheblend.core.rope import KeyRotation, reposition_keys, turn_by
+from cacheblend.core.rope import KeyRotation, Turn, reposition_keys, turn_by
 
 ROOT = root_name("model", "float32")
 BOS = 1
@@ -96,13 +97,15 @@ def check(plan: BlendPlan, source: FakeSource, loaded: Sequence[tuple[torch.Tens
             assert torch.equal(values[:, span.start : span.stop], record[:, 1])
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("read_ahead", [0, 1, 3, 100])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int) -> None:
+def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int, beside: bool) -> None:
     plan, source = planned()
     sources = [s.source for s in plan.spans]
     assert sources == [*[Source.PREFIX] * 3, Source.TEXT, *[Source.LOADED] * 7, Source.TEXT]
-    with LayerLoader(plan, source, LAYOUT, ROTATIONS, first_reused_layer=first, read_ahead=read_ahead) as loader:
+    options = {"first_reused_layer": first, "read_ahead": read_ahead, "beside": beside}
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, **options) as loader:
         loaded = [loader.layer(i) for i in range(len(LAYOUT.layers))]
     check(plan, source, loaded, first)
     in_thread = not any(name.startswith("cacheblend-loader") for name in source.threads)
@@ -111,11 +114,40 @@ def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int)
     assert loader.wait_s > 0
 
 
-@pytest.mark.parametrize("read_ahead", [0, 2])
-def test_a_layer_is_given_again_as_it_stands(read_ahead: int) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_keys_move_in_the_thread_that_has_the_processor_for_it(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the layers it has no helpers; the caller's thread has all of its own."""
+    moved: set[tuple[bool, int]] = set()
+
+    def spied(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
+        moved.add((threading.current_thread().name in source.threads, torch.get_num_threads()))
+        return reposition_keys(keys, turn)
+
+    monkeypatch.setattr(loader_module, "reposition_keys", spied)
+    plan, source = planned()
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, beside=beside) as loader:
+        check(plan, source, [loader.layer(i) for i in range(len(LAYOUT.layers))], 0)
+    assert moved == {(beside, 1 if beside else torch.get_num_threads())}
+
+
+def test_what_is_ahead_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers' buffers and not a third's; the layer asked for is always loaded."""
+    plan, source = planned()
+    layer_bytes = LAYOUT.block_bytes(len(plan)) // len(LAYOUT.layers)
+    for allowed, ahead in ((2 * layer_bytes, 2), (1, 1)):
+        monkeypatch.setattr(loader_module, "AHEAD_BYTES", allowed)
+        with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=100) as loader:
+            loader.layer(0)
+            time.sleep(0.05)
+            assert {layer for _, layer in source.reads} == set(range(ahead + 1))
+        source.reads.clear()
+
+
+@pytest.mark.parametrize(("read_ahead", "beside"), [(0, False), (2, False), (2, True)])
+def test_a_layer_is_given_again_as_it_stands(read_ahead: int, beside: bool) -> None:
     """What was written into it since stays; nothing is read or moved twice."""
     plan, source = planned()
-    with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=read_ahead) as loader:
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=read_ahead, beside=beside) as loader:
         first = [loader.layer(i) for i in range(len(LAYOUT.layers))]
         check(plan, source, first, 0)
         first[1].write(torch.tensor([3, 7]), torch.full((2, 2, 8), 5.0), torch.full((2, 2, 8), 6.0))
@@ -176,10 +208,11 @@ def test_a_loss_names_every_lost_block_of_the_layer(read_ahead: int) -> None:
     assert len(caught.value.names) == 2
 
 
-def test_close_while_reading_waits_and_stops() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_close_while_reading_waits_and_stops(beside: bool) -> None:
     plan, _ = planned()
     source = FakeSource(plan, delay_s=0.005)
-    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=3)
+    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=3, beside=beside)
     loader.layer(0)
     loader.close()
     reads = len(source.reads)

@@ -4,9 +4,10 @@ The loader owns the request's KV cache: one pair of buffers a layer, as long as 
 loaded (keys already re-positioned); the fusor writes the fresh rows over it. Knows plans, block sources and
 rotations; knows neither engines nor files.
 
-Records are read ahead by a thread, and sent on to the device (`staging`); they are put in place by the caller's own
-thread. A second thread that runs tensor operations would bring a second team of workers to the same cores, and each
-would wait for the other: on two cores that made a whole prefill 1.8 times slower.
+While a layer computes, a thread reads the next ones' records. On CUDA it also sends them, decompresses them, puts them
+in place and moves their keys, on a stream of its own (`staging`). On a CPU the caller's thread does that, with all its
+helpers: there is no other processor to do it beside the layers, and a thread that takes one away from them costs more
+than it spares (4 to 10 % of a prefill for its 1 to 5 %, docs/log.md).
 """
 
 import time
@@ -24,9 +25,10 @@ from cacheblend.core.naming import BlockName
 from cacheblend.core.plan import BlendPlan, Source, Span
 from cacheblend.core.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.staging import Staging
+from cacheblend.core.threads import compute_alone
 
 ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
-AHEAD_BYTES = 1 << 30  # of records that are read ahead, a layer at least
+AHEAD_BYTES = 1 << 30  # of buffers that are filled ahead, a layer's at least
 
 
 class LayerKV(NamedTuple):
@@ -41,20 +43,20 @@ class LayerKV(NamedTuple):
         self.values.index_copy_(1, positions, values)
 
 
-class Records(NamedTuple):
-    """One layer's records as they are stored, read, on the device or on their way there, and not yet in place.
-
-    Attributes:
-        spans: what stands where.
-        by_name: their records.
-        sent: see `Staging`.
-        read_s: seconds that reading took.
-    """
+class _Read(NamedTuple):
+    """One layer's records as they are stored, what stands where, and the seconds that reading took."""
 
     spans: list[Span]
-    by_name: dict[BlockName, torch.Tensor]
-    sent: Any
-    read_s: float
+    records: dict[BlockName, torch.Tensor]
+    seconds: float
+
+
+class _Loaded(NamedTuple):
+    """One layer, loaded: its buffers, the seconds that it took, and for `Staging.receive` when the device is done."""
+
+    kv: LayerKV
+    seconds: float
+    done: Any = None
 
 
 class LayerLoader:
@@ -68,6 +70,7 @@ class LayerLoader:
         first_reused_layer: LOADED rows are left out before this layer, since there all of them are computed.
         device: of the buffers.
         read_ahead: 0 loads in the caller's thread.
+        beside: what is read ahead is put in place ahead, too, beside the layers; None: on CUDA.
         heads: the KV heads to read (a tensor-parallel rank's); `layout` is that of those heads.
         codec: of the chunks' records; exact ones are never compressed.
     """
@@ -82,6 +85,7 @@ class LayerLoader:
         first_reused_layer: int = 0,
         device: torch.device | str = "cpu",
         read_ahead: int = 2,
+        beside: bool | None = None,
         heads: slice | None = None,
         codec: str = "raw",
     ) -> None:
@@ -89,14 +93,15 @@ class LayerLoader:
         self._stored = replace(layout, codec=codec)
         self._first_reused_layer, self._device, self._heads = first_reused_layer, torch.device(device), heads
         self._staging = Staging(self._device)
+        self._beside = self._device.type == "cuda" if beside is None else beside
         self._spans = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._read_ahead = min(read_ahead, self._layers_of(AHEAD_BYTES))
         self._runs = _moved_runs(self._spans)
         self._turns: dict[tuple[int, int], Turn] = {}
-        self._pending: dict[int, Future[Records]] = {}
+        self._pending: dict[int, Future[_Read | _Loaded]] = {}
         self._given: dict[int, LayerKV] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self.load_s = 0.0  # reading and placing
+        self.load_s = 0.0  # reading and putting in place
         self.wait_s = 0.0  # of which the caller saw
 
     def layer(self, index: int) -> LayerKV:
@@ -113,11 +118,14 @@ class LayerLoader:
         started = time.perf_counter()
         try:
             if self._read_ahead == 0 or not self._spans:
-                records = self._read(index)
+                got: _Read | _Loaded = self._read(index)
             else:
                 self._schedule(index)
-                records = self._pending.pop(index).result()
-            self._given[index] = self._place(index, records)
+                got = self._pending.pop(index).result()
+            loaded = self._place(index, got) if isinstance(got, _Read) else got
+            self._staging.receive(loaded.kv, loaded.done)
+            self._given[index] = loaded.kv
+            self.load_s += loaded.seconds
             return self._given[index]
         finally:
             self.wait_s += time.perf_counter() - started
@@ -135,30 +143,35 @@ class LayerLoader:
         self.close()
 
     def close(self) -> None:
-        """Stops reading ahead, waits for the read under way, and lets go of the buffers. Idempotent."""
-        self._given.clear()
-        self._turns.clear()
+        """Stops loading ahead, waits for the layer under way, and lets go of the buffers. Idempotent."""
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
+        self._given.clear()
+        self._turns.clear()
 
     def _layers_of(self, nbytes: int) -> int:
-        """So many layers of what is loaded take at most this many bytes; one layer may take more."""
-        tokens = {span.name: span.record_tokens or len(span) for span in self._spans}
-        whole = sum(self._stored.block_bytes(count) for count in tokens.values())
-        return max(1, nbytes * len(self._layout.layers) // max(1, whole))
+        """So many layers' buffers take at most this many bytes; one layer's may take more."""
+        return max(1, nbytes * len(self._layout.layers) // max(1, self._layout.block_bytes(len(self._plan))))
 
     def _schedule(self, index: int) -> None:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-loader")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-loader", initializer=compute_alone)
         for ahead in range(index, min(index + self._read_ahead, len(self._layout.layers) - 1) + 1):
             if ahead not in self._pending:
-                self._pending[ahead] = self._thread.submit(self._read, ahead)
+                self._pending[ahead] = self._thread.submit(self._load_ahead, ahead)
 
-    def _read(self, index: int) -> Records:
+    def _load_ahead(self, index: int) -> _Read | _Loaded:
+        read = self._read(index)
+        if not self._beside:
+            return read
+        with self._staging.beside():
+            return self._place(index, read)._replace(done=self._staging.done())
+
+    def _read(self, index: int) -> _Read:
         started = time.perf_counter()
         reused = index >= self._first_reused_layer
         spans = [span for span in self._spans if reused or span.source is not Source.LOADED]
@@ -174,24 +187,22 @@ class LayerLoader:
         if lost:
             *_, reason = (error.reason for error in lost.values())
             raise BlockLostError(list(lost), f"layer {index}: {reason}")
-        on_device, sent = self._staging.send(list(records.values()))
-        return Records(spans, dict(zip(records, on_device, strict=True)), sent, time.perf_counter() - started)
+        return _Read(spans, records, time.perf_counter() - started)
 
-    def _place(self, index: int, records: Records) -> LayerKV:
+    def _place(self, index: int, read: _Read) -> _Loaded:
         started = time.perf_counter()
         shape = self._layout.layers[index]
         size = (shape.kv_heads, len(self._plan), shape.head_dim)
         kv = LayerKV(*(torch.zeros(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
-        self._staging.receive(list(records.by_name.values()), records.sent)
-        for span in records.spans:
-            record = self._decoded(index, span, records.by_name[span.name])
+        on_device = {name: self._staging.send(record) for name, record in read.records.items()}
+        for span in read.spans:
+            record = self._decoded(index, span, on_device[span.name])
             rows = slice(span.record_start, span.record_start + len(span))
             kv.keys[:, span.start : span.stop] = record[:, 0, rows]
             kv.values[:, span.start : span.stop] = record[:, 1, rows]
         if index >= self._first_reused_layer:
             self._reposition(index, kv.keys)
-        self.load_s += records.read_s + time.perf_counter() - started
-        return kv
+        return _Loaded(kv, read.seconds + time.perf_counter() - started)
 
     def _decoded(self, index: int, span: Span, stored: torch.Tensor) -> torch.Tensor:
         """A record as it was computed; decompressed on the buffers' device, to which fewer bytes travel."""

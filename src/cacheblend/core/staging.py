@@ -1,17 +1,20 @@
-"""Records on their way to the device where they are needed.
+"""A device's own stream for what is loaded, beside the one that computes.
 
-On a CPU they are there. On CUDA they go through pinned memory on a stream of their own, beside the layers that are
-computed meanwhile; whoever uses them makes its stream wait for that copy alone, and the host waits for nothing.
+On CUDA, records go through pinned memory, are decompressed and moved on that stream while layers are computed;
+whoever uses the outcome makes its stream wait for that alone, and the host waits for nothing. On a CPU there are no
+streams, and nothing of this is done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
 
 class Staging:
-    """One request's.
+    """One request's use of it.
 
     Args:
         device: where records are needed.
@@ -19,25 +22,41 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        make: Any = torch.cuda.Stream  # torch has no types for it
-        self._stream = make(device) if device.type == "cuda" else None
 
-    def send(self, records: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """The records on the device, and what `receive` needs. May be called from any thread.
+    def send(self, record: torch.Tensor) -> torch.Tensor:
+        """The record on the device, or on its way there on the current stream.
 
         torch keeps pinned memory that is given back, and hands it out again once its copy is done.
         """
-        if self._stream is None:
-            return list(records), None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            sent = [r if r.is_cuda else r.pin_memory().to(self._device, non_blocking=True) for r in records]
-            return sent, self._stream.record_event()
+        if self._device.type != "cuda" or record.is_cuda:
+            return record
+        return record.pin_memory().to(self._device, non_blocking=True)
 
-    def receive(self, records: Sequence[torch.Tensor], sent: Any) -> None:
-        """Behind this call the caller's stream may use the records."""
-        if sent is None:
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is done inside goes onto the stream for loading."""
+        if self._device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(_stream(self._device)):
+            yield
+
+    def done(self) -> Any:
+        """For `receive`: the moment when all that was begun on the current stream is done."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def receive(self, tensors: Sequence[torch.Tensor], done: Any) -> None:
+        """Behind this call the caller's stream may use tensors that were made on another, up to that moment."""
+        if done is None:
             return
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(sent)
-        for record in records:
-            record.record_stream(stream)  # its memory is not handed out before this stream is through
+        stream.wait_event(done)
+        for tensor in tensors:
+            tensor.record_stream(stream)  # its memory is not handed out before this stream is through
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    """One a device: torch keeps memory by stream, and would keep a request's for each of many."""
+    make: Any = torch.cuda.Stream  # torch has no types for it
+    return make(device)
