@@ -10,6 +10,7 @@ import pytest
 from cacheblend.core.blocks import Block, LayerShape
 from cacheblend.core.errors import BlockLostError
 from cacheblend.store import DiskStore
+from faults import Faults
 from store_blocks import holds, make_block, make_manifest, same_bits
 
 SHAPES = [LayerShape(3, 4), LayerShape(2, 8)]
@@ -77,11 +78,13 @@ def flipped(good: bytes, positions: range, bit: int) -> Iterator[bytes]:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("bit", [0, 5])  # 5 turns a digit a..f into A..F
-def test_every_flipped_byte_is_found_by_a_store_that_never_saw_the_block(folder: Path, bit: int) -> None:
+def test_every_flipped_byte_is_found_by_a_store_that_never_saw_the_block(
+    folder: Path, bit: int, faults: Faults
+) -> None:
     path = only(folder, "blocks/*/*")
     good = path.read_bytes()
     tried = check_each(folder, path, flipped(good, range(len(good)), bit), lambda: DiskStore(folder, durable=False))
-    print(f"{tried} flipped bytes, 0 silent wrong reads")
+    faults.count("flipped bytes of a block's file", tried)
     assert tried == len(good) > 4096 + sum(r.nbytes for r in BLOCK.records) - 1
 
 
@@ -106,13 +109,14 @@ def test_flipped_bytes_are_found_by_a_store_that_knows_the_block(folder: Path) -
 
 
 @pytest.mark.usefixtures("quiet")
-def test_every_length_is_found(folder: Path) -> None:
+def test_every_length_is_found(folder: Path, faults: Faults) -> None:
     path = only(folder, "blocks/*/*")
     good = path.read_bytes()
     lengths = [*range(len(good)), *range(len(good) + 1, len(good) + 20)]
     contents = ((good + bytes(20))[:length] for length in lengths)
     tried = check_each(folder, path, contents, lambda: DiskStore(folder, durable=False))
     assert tried == len(good) + 19
+    faults.count("block files cut short or too long", tried)
 
 
 def test_other_damage_is_found(folder: Path) -> None:
@@ -169,7 +173,7 @@ def test_a_damaged_head_does_not_cost_other_heads_of_the_same_read(folder: Path)
         store.read(BLOCK.name, 1, slice(1, 2))
 
 
-def test_every_damage_to_a_manifest_is_found(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_damage_to_a_manifest_is_found(folder: Path, caplog: pytest.LogCaptureFixture, faults: Faults) -> None:
     path = only(folder, "manifests/*")
     good = path.read_bytes()
     contents = [*flipped(good, range(len(good)), 0), *flipped(good, range(len(good)), 5)]
@@ -190,4 +194,4 @@ def test_every_damage_to_a_manifest_is_found(folder: Path, caplog: pytest.LogCap
     (damage,) = knowing.verify()
     assert (damage.kind, damage.name) == ("manifest", BLOCK.name)
     assert BLOCK.name.hex() in caplog.text
-    print(f"{len(contents)} damaged manifests, 0 listed")
+    faults.count("damaged manifests", len(contents))

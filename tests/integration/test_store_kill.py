@@ -5,10 +5,11 @@ import time
 from pathlib import Path
 
 from cacheblend.store import DiskStore
+from faults import Faults
 from store_blocks import holds
 from store_workers import context, killable_block, write_until_killed
 
-KILLS = 30
+KILLS = 100
 
 
 def run_and_kill(folder: Path, first: int, after_s: float) -> list[int]:
@@ -31,7 +32,7 @@ def run_and_kill(folder: Path, first: int, after_s: float) -> list[int]:
     return acknowledged
 
 
-def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, faults: Faults) -> None:
     rng = random.Random(0)
     folder = tmp_path / "s"
     acknowledged: list[int] = []
@@ -46,10 +47,8 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
         listed = {manifest.chunk_id for manifest in store.manifests()}
         unlisted = [seed for seed in acknowledged if killable_block(seed).name not in listed]
         blocks = store.stats().blocks
-    print(
-        f"{KILLS} kills, {len(acknowledged)} acknowledged writes, {blocks} blocks held, {torn} torn temporary "
-        f"files, {len(lost)} lost, {len(damaged)} damaged"
-    )
     assert (lost, unlisted, damaged, left) == ([], [], [], [])
     assert len(acknowledged) >= KILLS
     assert len(acknowledged) <= blocks <= len(acknowledged) + KILLS
+    faults.count("writers killed with kill -9", KILLS)
+    faults.count("files torn by a kill", torn)

@@ -1,0 +1,250 @@
+"""Requests while a tier breaks: no wrong answer, no hang; what was lost is computed. The run's summary counts."""
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cacheblend.core.naming import BlockName
+from cacheblend.core.selection import Head
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.store import KVStore, folder, open_store, remote
+from cacheblend.store.bucket import BucketObjects
+from cacheblend.store.remote import RemoteStore
+from families import tiny_model
+from faults import Faults
+from moto_bucket import BUCKET, bucket, needs_bucket
+from parity.scenes import RAG, assert_as_reference, assert_same, greedy, open_engine, run
+from redis_server import RedisServer, needs_redis, redis_server
+from reference import Reference, blend, plain_kv
+
+SELECTOR = Head(0.3)  # reads all layers
+LOST = range(48, 64)
+"""The middle block of A in RAG, of 16 tokens."""
+
+OTHER = 90
+"""A position of another block of 16 tokens, of C."""
+
+TOLERANCE = 3e-5
+SOON_S = 20.0  # that a request may take: only one that hangs takes longer
+
+
+@dataclass
+class Tier:
+    """A kind of store that tests damage behind its back.
+
+    Attributes:
+        open: a store on it, which knows nothing yet.
+        keys: what a block is kept as.
+        get, put: one of these.
+    """
+
+    open: Callable[[], KVStore]
+    keys: Callable[[BlockName], list[str]]
+    get: Callable[[str], bytes]
+    put: Callable[[str, bytes], object]
+
+
+def on_disk(path: Path, stack: ExitStack) -> Tier:
+    def file_of(name: BlockName) -> list[str]:
+        return [str(file) for file in path.glob(f"blocks/*/{name.hex()}*")]
+
+    return Tier(
+        lambda: open_store(path), file_of, lambda key: Path(key).read_bytes(), lambda key, v: Path(key).write_bytes(v)
+    )
+
+
+def in_redis(path: Path, stack: ExitStack) -> Tier:
+    from redis import Redis
+
+    server = stack.enter_context(redis_server())
+    raw = stack.enter_context(closing(Redis(port=server.port)))
+
+    def keys_of(name: BlockName) -> list[str]:
+        return sorted(key.decode() for key in raw.keys(f"*{name.hex()}*"))
+
+    return Tier(lambda: open_store(server.url), keys_of, lambda key: bytes(raw.get(key)), raw.set)
+
+
+def in_bucket(path: Path, stack: ExitStack) -> Tier:
+    client = bucket().client()
+
+    def keys_of(name: BlockName) -> list[str]:
+        return [f"{path.name}/blocks/{name.hex()}"]
+
+    return Tier(
+        lambda: RemoteStore(BucketObjects(f"s3://{BUCKET}/{path.name}", options=bucket().options)),
+        keys_of,
+        lambda key: client.get_object(Bucket=BUCKET, Key=key)["Body"].read(),
+        lambda key, value: client.put_object(Bucket=BUCKET, Key=key, Body=value),
+    )
+
+
+@pytest.fixture(
+    params=[
+        on_disk,
+        pytest.param(in_redis, marks=needs_redis),
+        pytest.param(in_bucket, marks=needs_bucket),
+    ],
+    ids=["disk", "redis", "s3"],
+)
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+    with ExitStack() as stack:
+        yield request.param(tmp_path, stack)
+
+
+@cache
+def without_the_lost_block() -> Reference:
+    return blend(tiny_model("llama"), RAG, SELECTOR, missing=LOST)
+
+
+def name_at(tier: Tier, position: int) -> BlockName:
+    with tier.open() as store, open_engine(tiny_model("llama"), store=store) as engine:
+        spans = engine.planner.plan(RAG, store).spans
+        return next(span.name for span in spans if span.start <= position < span.stop)
+
+
+def check_served_without_it(tier: Tier) -> None:
+    """A request over the damage is as one that never had the block; the next one, with it stored anew, has it."""
+    started = time.monotonic()
+    with tier.open() as store, open_engine(tiny_model("llama"), [], store=store) as engine:
+        outcome = run(engine, RAG, SELECTOR)
+    assert outcome.report.missed_tokens == len(LOST)
+    assert_as_reference(outcome, without_the_lost_block(), TOLERANCE)
+    assert time.monotonic() - started < SOON_S
+    with tier.open() as store, open_engine(tiny_model("llama"), store=store) as engine:
+        assert run(engine, RAG, SELECTOR).report.missed_tokens == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.2, 0.5, 0.8, 1.0])
+def test_a_flipped_byte(tier: Tier, share: float, faults: Faults) -> None:
+    """So far into each of what the block is kept as: its header's length and text, its records."""
+    name = name_at(tier, LOST.start)
+    for key in tier.keys(name):
+        good = tier.get(key)
+        at = round(share * (len(good) - 1))
+        tier.put(key, good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+        check_served_without_it(tier)
+        faults.count("flipped bytes")
+
+
+def test_another_blocks_bytes(tier: Tier, faults: Faults) -> None:
+    """A sound block, under a wrong name."""
+    name, other = name_at(tier, LOST.start), name_at(tier, OTHER)
+    for key, foreign in zip(tier.keys(name), tier.keys(other), strict=True):
+        tier.put(key, tier.get(foreign))
+        check_served_without_it(tier)
+        faults.count("another block's bytes")
+
+
+def fail_at(store: KVStore, number: int, event: Callable[[], object]) -> None:
+    """Before that read of a layer something happens."""
+    reads, inner = 0, store.read_many
+
+    def read_many(*arguments: object) -> object:
+        nonlocal reads
+        reads += 1
+        if reads == number:
+            event()
+        return inner(*arguments)  # type: ignore[arg-type]
+
+    store.read_many = read_many  # type: ignore[method-assign, assignment]
+
+
+def check_all_recomputed(engine: BlendEngine) -> None:
+    started = time.monotonic()
+    result, report = engine.prefill(RAG, selector=SELECTOR)
+    assert report.fallbacks and report.missed_tokens == 115
+    assert_same(result, *plain_kv(engine.model, RAG.token_ids), TOLERANCE)
+    assert time.monotonic() - started < SOON_S
+
+
+@needs_redis
+@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize("dies", [1, 2, 3])
+def test_a_server_killed_and_restarted_in_mid_request(
+    dies: int, read_ahead: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back, empty, while the request goes on."""
+    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    model = tiny_model("llama")
+    with (
+        redis_server() as server,
+        open_store(server.url) as store,
+        open_engine(model, store=store, read_ahead=read_ahead) as engine,
+    ):
+        fail_at(store, dies, lambda: restart(server))
+        check_all_recomputed(engine)
+    faults.count("servers killed and restarted in mid-request")
+
+
+def restart(server: RedisServer) -> None:
+    server.kill()
+    server.start()
+
+
+class Between:
+    """Hands on what goes to a server, until it is told to be silent."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("http://").split(":")
+        self._behind, self._is_silent = (host, int(port)), threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.fall_silent = self._is_silent.set
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                far = socket.create_connection(self._behind)
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._hand_on, args=(source, target), daemon=True).start()
+
+    def _hand_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self._is_silent.is_set():
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+
+@needs_bucket
+@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize("falls", [1, 3])
+def test_a_bucket_that_times_out_in_mid_request(falls: int, read_ahead: int, tmp_path: Path, faults: Faults) -> None:
+    model = tiny_model("llama")
+    with closing(Between(bucket().endpoint)) as between:
+        options = {**bucket().options, "endpoint": between.endpoint}
+        objects = BucketObjects(f"s3://{BUCKET}/{tmp_path.name}", timeout=0.5, options=options)
+        with RemoteStore(objects) as store, open_engine(model, store=store, read_ahead=read_ahead) as engine:
+            fail_at(store, falls, between.fall_silent)
+            check_all_recomputed(engine)
+    faults.count("buckets that time out in mid-request")
+
+
+def test_a_disk_that_fills_up_behind_requests(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, answers = tiny_model("llama"), 3
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_store(tmp_path / "store") as store, open_engine(model, [], store=store, capture=True) as engine:
+        monkeypatch.setattr(folder, "_write_all", full)
+        for _ in range(answers):
+            params = SamplingParams(max_tokens=4, ignore_eos=True)
+            assert engine.generate(RAG, params).token_ids == greedy(model, RAG, 4)
+            assert engine.flush(timeout=60)
+        assert store.stats().blocks == 0 and not list((tmp_path / "store" / "tmp").iterdir())
+    faults.count("requests on a full disk", answers)
