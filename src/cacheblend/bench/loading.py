@@ -1,7 +1,8 @@
 """What loading costs: hidden behind computing or not, from disk and from Redis against plain reads, and by codec.
 
 pipeline   a throttled store that takes as long as computing does: TTFT with layers read ahead, and one by one
-disk       a request's blocks, by layer, page cache dropped, against one plain read of as many bytes
+disk       a request's blocks, by layer, page cache dropped, against one plain read of as many bytes; the model's own
+           KV, or that of another shape: what a record's size decides needs no such model
 redis      the same against one pipelined GET of the same values
 codecs     bytes of a stored block, header included, over bf16's
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from cacheblend.bench.shapes import shape_config
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.codec import CODECS
@@ -28,6 +30,7 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.engines import environment
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.survey import expected_layout
 from cacheblend.store import DiskStore, KVStore, open_store
 from cacheblend.store.record_file import encode_block
 from cacheblend.store.throttled import ThrottledStore
@@ -46,12 +49,14 @@ class LoadSettings:
         folder: where the disk is measured; None: the temporary folder.
         redis: a server's URL; None leaves Redis out.
         direct: read the disk past the page cache.
+        kv_shape: of the records that disk and Redis are read with; None: the model's.
     """
 
     prompt: TtftSettings
     folder: Path | None = None
     redis: str | None = None
     direct: bool = False
+    kv_shape: str | None = None
 
 
 @torch.no_grad()
@@ -63,6 +68,7 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
         StoreError: disk or server cannot be used.
     """
     tell = progress or (lambda what: None)
+    stored = None if settings.kv_shape is None else expected_layout(shape_config(settings.kv_shape), torch.bfloat16)
     if settings.prompt.threads is not None:
         torch.set_num_threads(settings.prompt.threads)
     model, tokenizer, name = open_model(settings.prompt)
@@ -74,6 +80,11 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
     }
     tokens = settings.prompt.chunks * settings.prompt.chunk_tokens
     result: dict[str, Any] = {"model": name, "tokens": tokens, "pipeline": pipeline}
+    layout = stored or layout
+    result["kv"] = {
+        "shape": settings.kv_shape or name,
+        "record_bytes": layout.block_bytes(_BLOCK) // len(layout.layers),
+    }
     tell("the disk")
     result["disk"] = _disk(layout, tokens, settings)
     figures["disk_read_share"] = result["disk"]["share"]

@@ -208,6 +208,9 @@ def load(
     folder: Annotated[Path | None, typer.Option("--folder", help="On the disk to measure.")] = None,
     redis: Annotated[str | None, typer.Option("--redis", help="A Redis server's URL, to measure it too.")] = None,
     direct: Annotated[bool, typer.Option("--direct", help="Read the disk past the page cache.")] = False,
+    kv_shape: Annotated[
+        str | None, typer.Option("--kv-shape", help="Read KV of this shape from disk and Redis, not the model's own.")
+    ] = None,
     runs: Runs = 5,
     threads: Threads = None,
     seed: Seed = 0,
@@ -230,7 +233,7 @@ def load(
         seed=seed,
     )
     with status("measuring ...", quiet=str(json) == "-"):
-        result = bench.run(bench.LoadSettings(prompt, folder, redis, direct))
+        result = bench.run(bench.LoadSettings(prompt, folder, redis, direct, kv_shape))
     show(bench.table(result), result, json)
 
 

@@ -1,5 +1,6 @@
 """`cacheblend plan`: loading against recomputing by device, before anything is bought."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,22 +94,18 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
     Raises:
         InvalidInputError: it does not say.
     """
-    import torch
     from transformers import AutoConfig
 
-    from cacheblend.core.blocks import KVLayout, LayerShape
     from cacheblend.core.codec import codec_of
     from cacheblend.core.errors import InvalidInputError
+    from cacheblend.engines.hf.survey import expected_layout
 
     codec_of(codec)
     try:
-        config = AutoConfig.from_pretrained(folder).get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = getattr(config, "dtype", None) or torch.float32
-        return KVLayout((LayerShape(int(heads), int(width)),) * int(config.num_hidden_layers), dtype, codec)
+        layout = expected_layout(AutoConfig.from_pretrained(folder))
     except (OSError, ValueError, AttributeError) as error:
         raise InvalidInputError(f"{folder}: config.json does not say what the KV cache looks like: {error}") from error
+    return replace(layout, codec=codec)
 
 
 def _prefill_s(machine: Path | None, context: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cacheblend.core.attention import AttentionSpec, attend_rows
 from cacheblend.core.blocks import KVLayout, LayerShape
@@ -85,6 +85,25 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
         context_length=context,
         vocab_size=model.get_input_embeddings().num_embeddings,
     )
+
+
+def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) -> KVLayout:
+    """The KV cache's shape by a configuration alone, for plans and measurements that open no model.
+
+    Layers are taken for alike; what a model really keeps, `survey_model` finds out.
+
+    Args:
+        config: a model's.
+        dtype: None: the configuration's, fp32 where it names none.
+
+    Raises:
+        AttributeError: the configuration does not say.
+    """
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    return KVLayout((LayerShape(int(heads), int(width)),) * int(config.num_hidden_layers), dtype)
 
 
 def check_config(config: Any) -> None:
