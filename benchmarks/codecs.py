@@ -118,9 +118,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of the seed, the first ones; all of them otherwise")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    asked = draw_questions(options.seed, SUITE.per_category)[: options.rows]
-    if not asked:
+    if options.rows is not None and options.rows < 1:
         parser.error("--rows must be at least 1")
+    asked = draw_questions(options.seed, SUITE.per_category)[: options.rows]
     with ExitStack() as stack:
         plain = stack.enter_context(BlendEngine.from_pretrained(model_path(), store="memory"))
         engines = {"raw": plain}

@@ -1,15 +1,19 @@
 """The loading controller at work in an engine: what it leaves out is computed, and it learns."""
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cacheblend.core.controller import MachineProfile, TierSpeed
+from cacheblend.core.controller import Controller, MachineProfile, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
 from cacheblend.engines.machine import read_machine, write_machine
 from cacheblend.store import MemoryStore, TieredStore
+from cacheblend.store.cascade import CascadeStore
 from cacheblend.store.throttled import ThrottledStore
 from command_line import runner
 from families import tiny_model
@@ -93,6 +97,44 @@ def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
         assert engine.controller is not None
         assert engine.controller.profile.tiers["slow"].bytes_per_s < 1e8
         assert any(report.left_out_tokens for report in reports)
+
+
+def test_of_two_tiers_each_answers_for_itself(tmp_path: Path) -> None:
+    """A far device that is a thousand times slower than measured says nothing about memory."""
+    model, near, far = tiny_model("llama"), MemoryStore(), ThrottledStore(1e5, tier="slow")
+    open_engine(model, [A], store=near).close()
+    with open_engine(model, [B, C], store=far) as engine:
+        file = machine_file(tmp_path / "machine.json", engine, slow=1e9, memory=1e6)
+    with open_engine(model, [], store=CascadeStore([near, far]), machine=file) as engine:
+        hits = engine.prefill(RAG)[1].hit_tokens
+        assert (hits["memory"], hits["slow"]) == (len(A), len(B) + len(C))
+        assert engine.controller is not None
+        tiers = engine.controller.profile.tiers
+        assert tiers["slow"].bytes_per_s < 0.9e9
+        assert tiers["memory"].bytes_per_s > 1e6
+
+
+def test_what_is_computed_beside_others_says_nothing_about_computing(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt: list[bool] = []
+    inner = Controller.learn
+
+    def learn(self: Controller, decision: Any, plan: Any, compute_s: float | None, read_s: Any) -> None:
+        learnt.append(compute_s is not None)
+        inner(self, decision, plan, compute_s, read_s)
+
+    monkeypatch.setattr(Controller, "learn", learn)
+    with open_engine(tiny_model("llama"), store=MemoryStore(), machine=machine) as engine:
+        for together in (1, 3):
+            scheduler = Scheduler(engine, Limits(active=3, row_layers=50))
+            done = [threading.Event() for _ in range(together)]
+            with scheduler._changed:  # all of them are there before the first begins
+                for each in done:
+                    scheduler.submit(Ask(RAG, FOUR), lambda e, each=each: isinstance(e, DoneEvent) and each.set())
+            assert all(each.wait(60) for each in done)
+            scheduler.close()
+    assert learnt == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

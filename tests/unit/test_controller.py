@@ -170,6 +170,25 @@ def test_it_learns_what_a_tier_and_the_computing_take() -> None:
     assert control.decide(plan).left_out
 
 
+def test_it_learns_what_a_full_prefill_takes() -> None:
+    control = controller({})
+    plan = plan_of([""] * 4)
+    for _ in range(40):
+        control.observe(control.decide(plan), 3 * MachineProfile(PREFILL).full_s(len(plan)), {})
+    assert control.profile.full_s(1024) == pytest.approx(1.5, rel=0.02)
+    assert control.decide(plan).full_s == pytest.approx(control.profile.full_s(len(plan)))
+    for _ in range(40):
+        control.observe(control.decide(plan), 1e9, {})
+    assert control.profile.full_s(1024) == pytest.approx(8 * 0.5)  # never far from the profile
+
+
+def test_what_nobody_knows_is_not_learnt() -> None:
+    control = controller({"disk": 1e9})
+    plan = plan_of(["disk"] * 8)
+    control.observe(control.decide(plan), None, {})
+    assert control.profile == controller({"disk": 1e9}).profile
+
+
 def test_one_wild_observation_does_not_turn_it_round() -> None:
     control = controller({"disk": 1e9})
     plan = plan_of(["disk"] * 8)

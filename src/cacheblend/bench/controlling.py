@@ -79,7 +79,7 @@ def run(
         )
         tokens = [count * settings.chunk_tokens for count in lengths]
         profile = measure_machine(engine, lengths=sorted({256, *tokens}), rounds=settings.runs)
-        ratios = [ratio for ratio in RATIOS if ratio >= floor]
+        ratios = sorted({floor, *(ratio for ratio in RATIOS if ratio > floor)})
         for chunks in lengths:
             point = replace(settings, chunks=chunks)
             draw = random.Random(settings.seed)
@@ -87,6 +87,7 @@ def run(
             near.full, far.bytes_per_s = False, _UNTHROTTLED
             in_memory.warm(stored[::2])
             on_device.warm(stored)
+            both.flush()
             near.full = True
             context = chunks * settings.chunk_tokens
             nbytes = engine.stored_layout.block_bytes(256) / 256 * context
@@ -100,7 +101,7 @@ def run(
                 known = replace(profile, tiers={**profile.tiers, tier: speed})
                 decider = engine if behind_memory else on_device
                 fixed = {f"memory r={ratio}": (in_memory, ratio) for ratio in ratios if behind_memory}
-                if slowness * (0.5 if behind_memory else 1.0) < NOT_RUN_FROM:
+                if slowness * (chunks // 2 / chunks if behind_memory else 1.0) < NOT_RUN_FROM:
                     fixed |= {f"all r={ratio}": (decider, ratio) for ratio in ratios}
                 cell = {
                     "tokens": context,

@@ -111,7 +111,7 @@ def serve(
     import uvicorn
 
     from cacheblend.cli.models import open_engine
-    from cacheblend.core.threads import run_apart
+    from cacheblend.engines.hf.background import run_apart
     from cacheblend.engines.hf.scheduler import Limits
     from cacheblend.serve.app import create_app
     from cacheblend.serve.keys import KeyRing, read_keys

@@ -168,19 +168,21 @@ class Controller:
             raise InvalidInputError(f"the floor of the ratio must lie in 0..1, got {floor}")
         self._profile, self._layers, self._bytes_per_token, self._floor = profile, layers, bytes_per_token, floor
         self._whole = 0.0 if check_layer is None else min(check_layer + _CHECK, layers)
+        self._pace = 1.0  # of full prefills, over the profile's
         self._slower: dict[str, float] = {}  # by tier, than the profile says
         self._overhead = profile.overhead
 
     @property
     def profile(self) -> MachineProfile:
         """As it stands, with what was learnt."""
+        prefills = tuple((tokens, seconds * self._pace) for tokens, seconds in self._profile.prefill_s)
         tiers = {name: speed.scaled(self._slower.get(name, 1.0)) for name, speed in self._profile.tiers.items()}
-        return MachineProfile(self._profile.prefill_s, tiers, self._overhead, self._profile.request_s)
+        return MachineProfile(prefills, tiers, self._overhead, self._profile.request_s)
 
     def decide(self, plan: BlendPlan) -> Decision:
         """What to load of a plan's stored blocks, and the ratio."""
         stored = self._by_speed([s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)])
-        full = self._profile.full_s(len(plan))
+        full = self._full_s(len(plan))
         taken = _Taken()
         costs = [self._expected(plan, taken, self._floor)]
         for span in stored:
@@ -197,31 +199,30 @@ class Controller:
         reason = self._reason(stored, count, ratio, load, compute)
         return Decision(ratio, left_out, load, compute, ttft, full, reason, loaded.reused)
 
-    def learn(self, decision: Decision, plan: BlendPlan, compute_s: float, load_s: float) -> None:
-        """Learns from a pass over a plan that was decided: its seconds of computing, and of loading all tiers together,
-        of which each is taken to have had the part that was expected of it."""
+    def learn(self, decision: Decision, plan: BlendPlan, compute_s: float | None, read_s: Mapping[str, float]) -> None:
+        """Learns from a pass over a plan that was decided: its seconds of computing (None: others computed meanwhile,
+        so nobody knows), and of reading each tier."""
         expected = self.load_s([span for span in plan.spans if span.source in (Source.PREFIX, Source.LOADED)])
-        whole = sum(expected.values())
-        read = {tier: (load_s * part / whole, part) for tier, part in expected.items() if whole}
-        for tier in self._slower.keys() - read.keys():  # what is not read may have recovered: it is tried again
+        for tier in self._slower.keys() - read_s.keys():  # what is not read may have recovered: it is tried again
             self._slower[tier] = 1 + (self._slower[tier] - 1) * (1 - _FORGOTTEN)
-        self.observe(decision, compute_s, read)
+        self.observe(decision, compute_s, {tier: (read_s[tier], expected[tier]) for tier in read_s.keys() & expected})
 
-    def observe(self, decision: Decision, compute_s: float, read_s: Mapping[str, tuple[float, float]]) -> None:
+    def observe(self, decision: Decision, compute_s: float | None, read_s: Mapping[str, tuple[float, float]]) -> None:
         """Learns from a pass.
 
         Args:
             decision: what was done.
-            compute_s: the pass without waiting.
+            compute_s: the pass without waiting; None: unknown.
             read_s: by tier, seconds that reading took, and those that the controller had expected.
         """
-        start = self._profile.overhead
-        if decision.reused and decision.compute_s > self._profile.request_s:
-            factor = max(compute_s - self._profile.request_s, 1e-9) / (decision.compute_s - self._profile.request_s)
-            learnt = self._overhead * (1 + _WEIGHT * (min(max(factor, 0.25), 4.0) - 1))
-            self._overhead = min(max(learnt, start / _FARTHEST), start * _FARTHEST)
-        else:  # nothing was blended: it may pay again
-            self._overhead += (start - self._overhead) * _FORGOTTEN
+        if compute_s is not None and decision.compute_s > self._profile.request_s:
+            taken, expected = (max(s - self._profile.request_s, 1e-9) for s in (compute_s, decision.compute_s))
+            if decision.reused:
+                self._overhead = _learnt(self._overhead, taken / expected, self._profile.overhead)
+            else:
+                self._pace = _learnt(self._pace, taken / expected, 1.0)
+        if not decision.reused:  # nothing was blended: it may pay again
+            self._overhead += (self._profile.overhead - self._overhead) * _FORGOTTEN
         for tier, (taken, expected) in read_s.items():
             if expected > 0:
                 factor = min(max(taken / expected, 0.25), 4.0)
@@ -230,6 +231,9 @@ class Controller:
     def load_s(self, spans: Sequence[Span]) -> dict[str, float]:
         """Expected seconds of loading these spans, by tier."""
         return self._load_s(_Taken.of(spans))
+
+    def _full_s(self, tokens: int) -> float:
+        return self._pace * self._profile.full_s(tokens)
 
     # ---- costs ------------------------------------------------------------------------------------------
 
@@ -255,11 +259,11 @@ class Controller:
         return load, compute, max(load, compute) + min(load, compute) / self._layers
 
     def _compute_s(self, plan: BlendPlan, taken: "_Taken", ratio: float) -> float:
-        full = self._profile.full_s(len(plan))
+        full = self._full_s(len(plan))
         if not taken.names:
             return full
         rows = len(plan) - taken.exact
-        unit = (full - self._profile.full_s(taken.exact)) / max(1, rows) / self._layers
+        unit = (full - self._full_s(taken.exact)) / max(1, rows) / self._layers
         fresh = rows - taken.reused + ratio * taken.reused
         row_layers = rows * self._whole + fresh * (self._layers - self._whole)
         return self._profile.request_s + unit * row_layers * (self._overhead if taken.reused else 1.0)
@@ -279,6 +283,12 @@ class Controller:
         what = "all" if count == len(stored) else f"{count} of {len(stored)}"
         why = "computing takes longer than loading" if compute >= load else "loading takes longer than computing"
         return f"{what} stored blocks from {tiers}; recompute {ratio:.2f}: {why} ({compute:.3f} s, {load:.3f} s)"
+
+
+def _learnt(value: float, factor: float, start: float) -> float:
+    """A running average's next value, where `factor` times as much was seen; never far from where it began."""
+    value *= 1 + _WEIGHT * (min(max(factor, 0.25), 4.0) - 1)
+    return min(max(value, start / _FARTHEST), start * _FARTHEST)
 
 
 class _Taken:

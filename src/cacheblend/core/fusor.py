@@ -72,7 +72,8 @@ class Prefill:
         row_layers: rows times layers that were computed, the question's pass included.
         question_row_layers: those of the question's pass alone.
         projected_rows: rows that went through a layer's norm and projections only: at checks, and in the last layer.
-        load_s, wait_s: time the loader read, and time the pass waited for it.
+        load_s, wait_s: time the loader took, and time the pass waited for it.
+        read_s: time the loader read, by tier.
         fallbacks: why the pass was restarted, a line each.
     """
 
@@ -85,6 +86,7 @@ class Prefill:
     projected_rows: int
     load_s: float
     wait_s: float
+    read_s: dict[str, float]
     fallbacks: list[str] = field(default_factory=list)
 
 
@@ -176,6 +178,7 @@ class FusedPrefill:
             projected_rows=self._work.projected_rows,
             load_s=self._loader.load_s,
             wait_s=self._loader.wait_s,
+            read_s=self._loader.read_s,
         )
 
     def _start(self) -> None:

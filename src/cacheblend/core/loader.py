@@ -7,7 +7,7 @@ rotations; knows neither engines nor files.
 While a layer computes, a thread reads the next ones' records. On CUDA it also sends them, decompresses them, puts them
 in place and moves their keys, on a stream of its own (`staging`). On a CPU the caller's thread does that, with all its
 helpers: there is no other processor to do it beside the layers, and a thread that takes one away from them costs more
-than it spares (4 to 10 % of a prefill for its 1 to 5 %, docs/log.md).
+than it spares (docs/log.md, 2026-11-22).
 """
 
 import time
@@ -25,10 +25,9 @@ from cacheblend.core.naming import BlockName
 from cacheblend.core.plan import BlendPlan, Source, Span
 from cacheblend.core.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.staging import Staging
-from cacheblend.core.threads import compute_alone
 
 ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
-AHEAD_BYTES = 1 << 30  # of buffers that are filled ahead, a layer's at least
+AHEAD_BYTES = 1 << 30  # of buffers whose records are read ahead, a layer's at least
 
 
 class LayerKV(NamedTuple):
@@ -52,7 +51,7 @@ class _Read(NamedTuple):
 
 
 class _Loaded(NamedTuple):
-    """One layer, loaded: its buffers, the seconds that it took, and for `Staging.receive` when the device is done."""
+    """One layer's buffers, filled, the seconds that it took the host, and the moment when the device is done."""
 
     kv: LayerKV
     seconds: float
@@ -91,8 +90,9 @@ class LayerLoader:
     ) -> None:
         self._plan, self._source, self._layout, self._rotations = plan, source, layout, rotations
         self._stored = replace(layout, codec=codec)
-        self._first_reused_layer, self._device, self._heads = first_reused_layer, torch.device(device), heads
-        self._staging = Staging(self._device)
+        self._first_reused_layer, self._heads = first_reused_layer, heads
+        self._staging = Staging(torch.device(device))
+        self._device = self._staging.device
         self._beside = self._device.type == "cuda" if beside is None else beside
         self._spans = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._read_ahead = min(read_ahead, self._layers_of(AHEAD_BYTES))
@@ -101,6 +101,7 @@ class LayerLoader:
         self._pending: dict[int, Future[_Read | _Loaded]] = {}
         self._given: dict[int, LayerKV] = {}
         self._thread: ThreadPoolExecutor | None = None
+        self.read_s: dict[str, float] = {}  # by tier
         self.load_s = 0.0  # reading and putting in place
         self.wait_s = 0.0  # of which the caller saw
 
@@ -122,8 +123,8 @@ class LayerLoader:
             else:
                 self._schedule(index)
                 got = self._pending.pop(index).result()
-            loaded = self._place(index, got) if isinstance(got, _Read) else got
-            self._staging.receive(loaded.kv, loaded.done)
+            loaded = self._fill(index, got, self._buffers(index)) if isinstance(got, _Read) else got
+            self._staging.wait(loaded.done)
             self._given[index] = loaded.kv
             self.load_s += loaded.seconds
             return self._given[index]
@@ -159,42 +160,52 @@ class LayerLoader:
 
     def _schedule(self, index: int) -> None:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-loader", initializer=compute_alone)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-loader")
         for ahead in range(index, min(index + self._read_ahead, len(self._layout.layers) - 1) + 1):
             if ahead not in self._pending:
-                self._pending[ahead] = self._thread.submit(self._load_ahead, ahead)
+                self._pending[ahead] = self._submit(self._thread, ahead)
 
-    def _load_ahead(self, index: int) -> _Read | _Loaded:
-        read = self._read(index)
+    def _submit(self, thread: ThreadPoolExecutor, index: int) -> "Future[_Read | _Loaded]":
         if not self._beside:
-            return read
+            return thread.submit(self._read, index)
+        # Memory comes from the caller's stream, which gives it back: the other one would keep a KV cache for itself.
+        return thread.submit(self._load_beside, index, self._buffers(index), self._staging.now())
+
+    @torch.no_grad()
+    def _load_beside(self, index: int, kv: LayerKV, allocated: Any) -> _Loaded:
         with self._staging.beside():
-            return self._place(index, read)._replace(done=self._staging.done())
+            read = self._read(index)
+            return self._fill(index, read, kv, allocated)._replace(done=self._staging.now())
+
+    def _buffers(self, index: int) -> LayerKV:
+        shape = self._layout.layers[index]
+        size = (shape.kv_heads, len(self._plan), shape.head_dim)
+        return LayerKV(*(torch.zeros(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
 
     def _read(self, index: int) -> _Read:
         started = time.perf_counter()
         reused = index >= self._first_reused_layer
         spans = [span for span in self._spans if reused or span.source is not Source.LOADED]
-        names = list(dict.fromkeys(span.name for span in spans))  # a repeated chunk is read once
-        answers = self._source.read_many(names, index, self._heads) if names else []
         records: dict[BlockName, torch.Tensor] = {}
         lost: dict[BlockName, BlockLostError] = {}
-        for name, record in zip(names, answers, strict=True):
-            if isinstance(record, BlockLostError):
-                lost[name] = record
-            else:
-                records[name] = record
+        for tier, names in _by_tier(spans).items():
+            asked = time.perf_counter()
+            for name, record in zip(names, self._source.read_many(names, index, self._heads), strict=True):
+                if isinstance(record, BlockLostError):
+                    lost[name] = record
+                else:
+                    records[name] = record
+            self.read_s[tier] = self.read_s.get(tier, 0.0) + time.perf_counter() - asked
         if lost:
             *_, reason = (error.reason for error in lost.values())
             raise BlockLostError(list(lost), f"layer {index}: {reason}")
         return _Read(spans, records, time.perf_counter() - started)
 
-    def _place(self, index: int, read: _Read) -> _Loaded:
+    def _fill(self, index: int, read: _Read, kv: LayerKV, allocated: Any = None) -> _Loaded:
+        """Puts what was read in place, behind the moment when the buffers are there."""
         started = time.perf_counter()
-        shape = self._layout.layers[index]
-        size = (shape.kv_heads, len(self._plan), shape.head_dim)
-        kv = LayerKV(*(torch.zeros(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
         on_device = {name: self._staging.send(record) for name, record in read.records.items()}
+        self._staging.wait(allocated, kv)
         for span in read.spans:
             record = self._decoded(index, span, on_device[span.name])
             rows = slice(span.record_start, span.record_start + len(span))
@@ -220,6 +231,14 @@ class LayerLoader:
                 self._turns[key] = turn_by(rotation, offsets, self._device)
             rows = keys[:, start : start + len(offsets)]
             rows.copy_(reposition_keys(rows, self._turns[key]))
+
+
+def _by_tier(spans: Sequence[Span]) -> dict[str, list[BlockName]]:
+    """Names by where they are read from; a repeated chunk's once."""
+    tiers: dict[str, dict[BlockName, None]] = {}
+    for span in spans:
+        tiers.setdefault(span.tier, {})[span.name] = None
+    return {tier: list(names) for tier, names in tiers.items()}
 
 
 def _moved_runs(spans: Sequence[Span]) -> list[tuple[int, torch.Tensor]]:

@@ -1,8 +1,8 @@
 """A device's own stream for what is loaded, beside the one that computes.
 
-On CUDA, records go through pinned memory, are decompressed and moved on that stream while layers are computed;
-whoever uses the outcome makes its stream wait for that alone, and the host waits for nothing. On a CPU there are no
-streams, and nothing of this is done.
+On CUDA, records go through pinned memory, are decompressed and put in place on that stream while layers are computed;
+who computes makes its stream wait for the outcome. Streams wait for each other, the host for neither. On a CPU there
+are no streams, and nothing of this is done.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,41 +18,52 @@ class Staging:
 
     Args:
         device: where records are needed.
+
+    Attributes:
+        device: the same, with its number.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        if device.type == "cuda" and device.index is None:  # another thread may have another device
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is done inside goes onto the stream for loading."""
+        if self.device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(_stream(self.device)):
+            yield
 
     def send(self, record: torch.Tensor) -> torch.Tensor:
         """The record on the device, or on its way there on the current stream.
 
         torch keeps pinned memory that is given back, and hands it out again once its copy is done.
         """
-        if self._device.type != "cuda" or record.is_cuda:
+        if self.device.type != "cuda" or record.is_cuda:
             return record
-        return record.pin_memory().to(self._device, non_blocking=True)
+        return record.pin_memory().to(self.device, non_blocking=True)
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """What is done inside goes onto the stream for loading."""
-        if self._device.type != "cuda":
-            yield
+    def now(self) -> Any:
+        """The moment when all that was begun on the current stream is done, for `wait`."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def wait(self, moment: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """What is begun on the current stream behind this call runs behind that moment of another one.
+
+        Args:
+            moment: of the other stream.
+            tensors: of the other stream, to be written on this one: their memory is not handed out before this one is
+                through with them.
+        """
+        if moment is None:
             return
-        with torch.cuda.device(self._device), torch.cuda.stream(_stream(self._device)):
-            yield
-
-    def done(self) -> Any:
-        """For `receive`: the moment when all that was begun on the current stream is done."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def receive(self, tensors: Sequence[torch.Tensor], done: Any) -> None:
-        """Behind this call the caller's stream may use tensors that were made on another, up to that moment."""
-        if done is None:
-            return
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(done)
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(moment)
         for tensor in tensors:
-            tensor.record_stream(stream)  # its memory is not handed out before this stream is through
+            tensor.record_stream(stream)
 
 
 @cache

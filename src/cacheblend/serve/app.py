@@ -21,8 +21,8 @@ from starlette.exceptions import HTTPException
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.prompt import Prompt
 from cacheblend.core.selection import Selector
-from cacheblend.core.threads import run_apart
 from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.background import run_apart
 from cacheblend.engines.hf.scheduler import Ask, Scheduler
 from cacheblend.serve import chunks, playground
 from cacheblend.serve.answers import Answering

@@ -45,6 +45,7 @@ class Prefilling:
     ) -> None:
         self._run, self._synchronize, self._controller, self._decision = run, synchronize, controller, decision
         self._started, self._planned = started, time.perf_counter()
+        self._is_alone = True
 
     @property
     def layer(self) -> int:
@@ -69,6 +70,10 @@ class Prefilling:
         """The next layer, for `run_in_lockstep`."""
         return self._run.next_layer()
 
+    def share(self) -> None:
+        """Something else is computed before this is done: how long it takes says little about the machine."""
+        self._is_alone = False
+
     def result(self) -> tuple[Prefill, BlendReport]:
         """What the pass leaves behind, and its report; valid once `done`, asked for once."""
         result = self._run.result()
@@ -78,7 +83,8 @@ class Prefilling:
         if self._decision is not None and self._controller is not None:
             report.decision = self._decision.reason
             if not report.fallbacks:
-                self._controller.learn(self._decision, result.plan, report.compute_s, report.load_s)
+                compute_s = report.compute_s if self._is_alone else None
+                self._controller.learn(self._decision, result.plan, compute_s, result.read_s)
         return result, report
 
     def close(self) -> None:

@@ -320,6 +320,10 @@ class Scheduler:
     def _prefill(self) -> None:
         """A slice of the layers of the prompts at hand, or less where one is ready."""
         left = self._limits.row_layers
+        if self.active > 1:
+            for ticket in self._convoy:
+                if ticket.prefilling is not None:
+                    ticket.prefilling.share()
         while self._convoy and left > 0:
             tickets = self._convoy.next()
             opened = [ticket.prefilling for ticket in tickets if ticket.prefilling is not None]
