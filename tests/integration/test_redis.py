@@ -86,6 +86,15 @@ def test_a_server_that_dies_between_two_layers_costs_a_recompute_and_no_answer(
         assert time.monotonic() - started < 20
 
 
+def test_what_is_in_memory_outlives_the_server_behind_it(server: RedisServer) -> None:
+    with open_store(f"{server.url}?ram_bytes=64MiB") as store, open_engine(tiny_model("llama"), store=store) as engine:
+        server.kill()
+        for _ in range(2):  # the first notices, the second does not ask
+            assert engine.prefill(RAG)[1].hit_tokens["memory"] == 115
+        store.front.prune(0)  # type: ignore[attr-defined]
+        assert engine.prefill(RAG)[1].missed_tokens == 115
+
+
 def test_a_server_that_comes_back_empty_is_filled_anew(server: RedisServer, no_pause: None) -> None:
     with open_store(server.url) as store, open_engine(tiny_model("llama"), [A], store=store, capture=True) as engine:
         server.kill()

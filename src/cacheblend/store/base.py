@@ -87,6 +87,11 @@ class KVStore(BlockSource):
         at once, and `read` then raises. Never raises for a damaged or vanished block.
         """
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it answered when it was last asked; one that did not is as good as empty, and nobody knows."""
+        return True
+
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """Whether each block is there; marks none as used and counts nothing, where the place allows that."""
         return [entry is not None for entry in self.find(names)]

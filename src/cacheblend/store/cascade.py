@@ -52,6 +52,11 @@ class CascadeStore(KVStore):
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
+    @property
+    def is_reachable(self) -> bool:
+        """See `KVStore.is_reachable`. All of them are: what one of them holds may be what is asked for."""
+        return all(store.is_reachable for store in self.stores)
+
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """See `KVStore.held`."""
         return [any(there) for there in zip(*(store.held(names) for store in self.stores), strict=True)]

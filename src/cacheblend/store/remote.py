@@ -83,6 +83,11 @@ class RemoteStore(KVStore):
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
+    @property
+    def is_reachable(self) -> bool:
+        """See `KVStore.is_reachable`."""
+        return time.monotonic() >= self._resume_at
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. One round trip for known blocks, two for others."""
         headers: list[BlockHeader | None] = [None] * len(names)

@@ -24,7 +24,8 @@ class TieredStore(KVStore):
     """Memory in front of a store in a folder; each keeps its own bound.
 
     The back holds everything, so it is the back that decides whether a write succeeds, and what is found,
-    listed and pinned; the front is a cache of it, evicted by recency alone. A whole record that is read from the
+    listed and pinned (while it does not answer, what is in front is found); the front is a cache of it, evicted by
+    recency alone. A whole record that is read from the
     back (after a `find` of its block) is kept in front as it is, without a copy: a block's layers gather there
     one read at a time, and its tier is memory when the last of them is there. Reads of some heads are not kept.
 
@@ -40,6 +41,11 @@ class TieredStore(KVStore):
         self._entries: OrderedDict[BlockName, BlockEntry] = OrderedDict()
         self._hits = self._misses = 0
 
+    @property
+    def is_reachable(self) -> bool:
+        """See `KVStore.is_reachable`: what counts is the back."""
+        return self.back.is_reachable
+
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """See `KVStore.held`: what counts is the back."""
         return self.back.held(names)
@@ -47,9 +53,9 @@ class TieredStore(KVStore):
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`; an entry's tier says where a read would come from."""
         in_back = self.back.find(names)  # all of them: what is used in front is used, too
-        in_front = self.front.find(names)
+        in_front, knows = self.front.find(names), self.back.is_reachable
         entries = [
-            self._gathered(name, far) if far and not near else far and near
+            near if near and (far or not knows) else far and self._gathered(name, far)
             for name, near, far in zip(names, in_front, in_back, strict=True)
         ]
         found = sum(entry is not None for entry in entries)
