@@ -124,7 +124,7 @@ def test_a_block_of_the_exact_prefix_is_lost(lost: int, store: LossyStore) -> No
     assert_as_reference(outcome, reference, TOLERANCE)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("selector", ["hkvd", "head", "none"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_lost_twice_everything_is_recomputed(family: str, selector: str, store: LossyStore) -> None:
     model = tiny_model(family)
@@ -135,6 +135,30 @@ def test_lost_twice_everything_is_recomputed(family: str, selector: str, store: 
     assert report.missed_tokens == 115 and report.recomputed_tokens == 0
     assert [REASON in line for line in report.fallbacks] == [True, True]
     assert_same(result, *plain_kv(model, RAG.token_ids), 1e-5)
+
+
+def test_losses_in_front_of_the_check_do_not_count(store: LossyStore) -> None:
+    """Nothing was dropped, so little is lost: the blocks are misses, and so is a first one behind the check."""
+    model = tiny_model("llama")
+    with open_engine(model, store=store) as engine:
+        first, second, third = names_at(engine, RAG, 50, 10, 80)
+        store.losses = [Loss(first, 1), Loss(second, 1, after=1), Loss(third, 3, after=2)]
+        outcome = run(engine, RAG, SELECTORS["hkvd"])
+    missing = [*range(7, 23), *range(48, 64), *range(72, 88)]
+    assert len(outcome.report.fallbacks) == 3 and outcome.report.missed_tokens == len(missing)
+    assert_as_reference(outcome, blend(model, RAG, SELECTORS["hkvd"], missing=missing), TOLERANCE)
+
+
+@pytest.mark.parametrize("selector", ["query", "hybrid"])
+def test_losses_while_the_question_is_asked_do_not_count(selector: str, store: LossyStore) -> None:
+    model = tiny_model("llama")
+    with open_engine(model, store=store) as engine:
+        first, second = names_at(engine, RAG, 50, 80)
+        store.losses = [Loss(first, 2), Loss(second, 3, after=1)]
+        outcome = run(engine, RAG, SELECTORS[selector])
+    missing = [*range(48, 64), *range(72, 88)]
+    assert len(outcome.report.fallbacks) == 2
+    assert_as_reference(outcome, blend(model, RAG, SELECTORS[selector], missing=missing), TOLERANCE)
 
 
 def test_a_lossy_selector_is_asked_anew_after_a_loss(store: LossyStore) -> None:

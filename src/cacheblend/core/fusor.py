@@ -136,6 +136,11 @@ class FusedPrefill:
         return self._layer
 
     @property
+    def has_dropped(self) -> bool:
+        """Rows were dropped: there is nothing left from which to compute them."""
+        return self._has_dropped
+
+    @property
     def active_rows(self) -> int:
         """Rows that the next step computes at most."""
         return len(self._rows) if self._question is None else len(self._question.asking)
@@ -194,6 +199,7 @@ class FusedPrefill:
         self._is_candidate = torch.zeros(len(self._rows), dtype=torch.bool, device=device)
         self._is_candidate[candidates] = True
         self._total = self._recomputed = len(candidates)
+        self._has_dropped = False
         self._question: QuestionPass | None = None
         if self._total and self._selector.question_rows:
             limit, keep = self._selector.question_rows, self._on_layer is None
@@ -300,6 +306,7 @@ class FusedPrefill:
         self._recomputed = int(selected.sum())
         if bool(active.all()):
             return
+        self._has_dropped = True
         self._hidden, self._rows = self._hidden[active], self._rows[active]
         self._is_candidate = self._is_candidate[active]
 
@@ -325,8 +332,8 @@ def first_reused_layer(selector: Selector) -> int:
 class PrefillRun:
     """One prompt, start to first logits, a layer at a time; restarts by itself where a block is lost.
 
-    A block that fails to load is a miss, and the pass restarts once without it: rows that were dropped cannot be
-    brought back. If that pass loses a block too, everything is recomputed.
+    A block that fails to load is a miss, and the pass begins anew without it. Where rows had been dropped, which cannot
+    be brought back, that is done once: if a later pass loses a block there, too, everything is recomputed.
 
     Args:
         plan: of the prompt.
@@ -346,6 +353,7 @@ class PrefillRun:
     ) -> None:
         self._open_walk, self._open_loader, self._selector, self._options = open_walk, open_loader, selector, options
         self._fallbacks: list[str] = []
+        self._restarts = 0  # of passes that had dropped rows
         self._work = Work()
         self._start(plan)
 
@@ -375,8 +383,9 @@ class PrefillRun:
             yield from self._pass.next_layer()
         except BlockLostError as error:
             self._fallbacks.append(str(error))
+            self._restarts += self._pass.has_dropped
             self.close()
-            self._start(self._plan.without("all" if len(self._fallbacks) > 1 else error.names))
+            self._start(self._plan.without("all" if self._restarts > 1 else error.names))
 
     def result(self) -> Prefill:
         """What the pass leaves behind; valid once `advance` said so."""
