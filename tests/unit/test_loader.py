@@ -12,7 +12,7 @@ from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.loader import ROWS_AT_ONCE, LayerLoader
 from cacheblend.core.naming import BlockName, root_name
-from cacheblend.core.plan import Anchor, BlendPlan, Planner, Source
+from cacheblend.core.plan import RESIDENT, Anchor, BlendPlan, Planner, Source
 from cacheblend.core.prompt import Prompt, chunk, text
 from cacheblend.core.rope import KeyRotation, Turn, reposition_keys, turn_by
 
@@ -155,6 +155,27 @@ def test_a_layer_is_given_again_as_it_stands(read_ahead: int, beside: bool) -> N
     assert all(a.keys is b.keys and a.values is b.values for a, b in zip(first, again, strict=True))
     assert again[1].keys[:, [3, 7]].eq(5).all() and again[1].values[:, [3, 7]].eq(6).all()
     assert (len(source.reads), loader.load_s) == (reads, seconds)
+
+
+@pytest.mark.parametrize(("read_ahead", "beside"), [(0, False), (2, False), (2, True)])
+def test_what_an_engine_holds_itself_is_taken_from_there(read_ahead: int, beside: bool) -> None:
+    plan, source = planned()
+    held = plan.with_resident(5)  # BOS, and four of A's six rows
+    rows = [torch.randn(s.kv_heads, 2, 5, s.head_dim) for s in LAYOUT.layers]
+    options = {"read_ahead": read_ahead, "beside": beside}
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, **options) as loader:
+        expected = [loader.layer(i) for i in range(4)]
+    source.reads.clear()
+    with LayerLoader(held, source, LAYOUT, ROTATIONS, resident=rows.__getitem__, **options) as loader:
+        for layer in range(4):
+            for part, own, wanted in zip(loader.layer(layer), rows[layer].unbind(1), expected[layer], strict=True):
+                assert torch.equal(part[:, :5], own)
+                assert torch.equal(part[:, 5:], wanted[:, 5:])
+    assert RESIDENT not in {name for name, _ in source.reads}
+    assert {name for name, _ in source.reads} < {span.name for span in plan.spans}
+    lost = held.without("all")
+    with LayerLoader(lost, source, LAYOUT, ROTATIONS, resident=rows.__getitem__, **options) as loader:
+        assert not loader.layer(0).keys.any()
 
 
 def test_a_repeated_chunk_moves_to_each_of_its_places() -> None:

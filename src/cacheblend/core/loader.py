@@ -11,7 +11,7 @@ than it spares (docs/log.md, 2026-11-22).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -22,7 +22,7 @@ import torch
 from cacheblend.core.blocks import BlockSource, KVLayout
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan import BlendPlan, Source, Span
+from cacheblend.core.plan import RESIDENT, BlendPlan, Source, Span
 from cacheblend.core.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.staging import Staging
 
@@ -72,6 +72,7 @@ class LayerLoader:
         beside: what is read ahead is put in place ahead, too, beside the layers; None: on CUDA.
         heads: the KV heads to read (a tensor-parallel rank's); `layout` is that of those heads.
         codec: of the chunks' records; exact ones are never compressed.
+        resident: of a layer, the rows of the plan's span `RESIDENT`, [kv_heads, 2, n, head_dim] on the device.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class LayerLoader:
         beside: bool | None = None,
         heads: slice | None = None,
         codec: str = "raw",
+        resident: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._plan, self._source, self._layout, self._rotations = plan, source, layout, rotations
         self._stored = replace(layout, codec=codec)
@@ -94,7 +96,9 @@ class LayerLoader:
         self._staging = Staging(torch.device(device))
         self._device = self._staging.device
         self._beside = self._device.type == "cuda" if beside is None else beside
-        self._spans = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
+        found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
+        self._spans = [s for s in found if s.name != RESIDENT]
+        self._resident = resident if len(self._spans) < len(found) else None
         self._read_ahead = min(read_ahead, self._layers_of(AHEAD_BYTES))
         self._runs = _moved_runs(self._spans)
         self._turns: dict[tuple[int, int], Turn] = {}
@@ -125,6 +129,8 @@ class LayerLoader:
                 got = self._pending.pop(index).result()
             loaded = self._fill(index, got, self._buffers(index)) if isinstance(got, _Read) else got
             self._staging.wait(loaded.done)
+            if self._resident is not None:
+                self._put_resident(loaded.kv, self._resident(index))
             self._given[index] = loaded.kv
             self.load_s += loaded.seconds
             return self._given[index]
@@ -214,6 +220,11 @@ class LayerLoader:
         if index >= self._first_reused_layer:
             self._reposition(index, kv.keys)
         return _Loaded(kv, read.seconds + time.perf_counter() - started)
+
+    @staticmethod
+    def _put_resident(kv: LayerKV, record: torch.Tensor) -> None:
+        for part, rows in zip(kv, record.unbind(1), strict=True):
+            part[:, : rows.shape[1]] = rows
 
     def _decoded(self, index: int, span: Span, stored: torch.Tensor) -> torch.Tensor:
         """A record as it was computed; decompressed on the buffers' device, to which fewer bytes travel."""

@@ -26,6 +26,9 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, root_name, split_blocks
 from cacheblend.core.prompt import Prompt, Segment
 
+RESIDENT = BlockName(b"resident in an engine's own cache")
+"""Name of the span that an engine holds itself; no block's name is as long."""
+
 
 class Source(Enum):
     """Where a row's KV comes from."""
@@ -163,11 +166,13 @@ class BlendPlan:
         """Of `tokens_by_source` what the store has: ``prefix``, and each tier."""
         return {source: count for source, count in self.tokens_by_source().items() if source not in ("miss", "text")}
 
-    def with_resident(self, stop: int, name: BlockName) -> "BlendPlan":
-        """The plan where the first `stop` rows are in place already and need not be loaded: one span of that name."""
+    def with_resident(self, stop: int) -> "BlendPlan":
+        """The plan where an engine holds the first `stop` rows already, and no store is asked: a span `RESIDENT`."""
         held = [span for span in self.spans if span.start < stop]
         first, rest = held[-1], [span for span in self.spans if span.start >= stop]
-        resident = replace(first, start=0, stop=stop, source=Source.PREFIX, name=name, stored_start=0, storable=False)
+        resident = replace(
+            first, start=0, stop=stop, source=Source.PREFIX, name=RESIDENT, stored_start=0, storable=False
+        )
         spans = [replace(resident, chunk_offset=0, record_start=0, tier="")]
         if stop < first.stop:
             moved = stop - first.start

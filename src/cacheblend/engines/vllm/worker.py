@@ -30,7 +30,7 @@ from cacheblend.core.fusor import OnLayer, PrefillRun
 from cacheblend.core.loader import LayerKV, LayerLoader
 from cacheblend.core.lockstep import run_in_lockstep
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan import BlendPlan, Planner
+from cacheblend.core.plan import RESIDENT, BlendPlan, Planner
 from cacheblend.core.prompt import Prompt, text
 from cacheblend.core.selection import NoRows, Selector
 from cacheblend.engines.vllm import compat
@@ -41,9 +41,6 @@ from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
 from cacheblend.engines.vllm.paged_attention import PagedAttention
 from cacheblend.engines.vllm.walk import VllmWalk, join
 from cacheblend.store import KVStore
-
-RESIDENT = BlockName(b"resident in the paged cache")
-"""Name of the span that vLLM's own prefix cache holds; no block's name is as long."""
 
 PAUSE_S = 60  # behind a store that cannot take a chunk
 READ_AHEAD = 2  # layers
@@ -234,27 +231,28 @@ class Worker:
 
     def _open_blend(self, job: BlendJob) -> PrefillRun:
         plan, first = job.plan, job.local_tokens
-        source: BlockSource = self._store
         # Behind a sliding window vLLM gives blocks back: then what stood there is provided once more, and not written.
         resident = first > 0 and NULL_BLOCK not in job.block_ids[: first // self._block_size]
         if resident:
-            plan = plan.with_resident(first, RESIDENT)
-            source = _WithResident(self._store, self._paged, job.block_ids, first)
+            plan = plan.with_resident(first)
+
+        def held(layer: int) -> torch.Tensor:
+            return self._paged[layer].read(job.block_ids, first)
+
         slots = self._paged[0].slots(job.block_ids, first, len(plan))
-        read_ahead = 0 if resident else READ_AHEAD
         if self._builder is not None and resident == (first > 0) and NULL_BLOCK not in job.block_ids:
             attention = PagedAttention(self._paged, self._builder, job.block_ids, first, slots)
-            return self._run(plan, source, self._selector, _nothing, read_ahead=read_ahead, attention=attention)
+            return self._run(plan, self._store, self._selector, _nothing, resident=held, attention=attention)
 
         def write(layer: int, kv: LayerKV) -> None:
             self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
 
-        return self._run(plan, source, self._selector, write, read_ahead=read_ahead)
+        return self._run(plan, self._store, self._selector, write, resident=held)
 
     def _open_capture(self, task: _Task, job: ChunkJob) -> PrefillRun:
         prompt = Prompt.of([text(part) for part in (*job.anchor, job.token_ids)])
         plan = self._planner.plan(prompt, _Nothing())
-        return self._run(plan, _Nothing(), NoRows(), lambda layer, kv: task.kv.append(kv), read_ahead=0)
+        return self._run(plan, _Nothing(), NoRows(), lambda layer, kv: task.kv.append(kv))
 
     def _run(
         self,
@@ -263,7 +261,7 @@ class Worker:
         selector: Selector,
         on_layer: OnLayer,
         *,
-        read_ahead: int,
+        resident: Callable[[int], torch.Tensor] | None = None,
         **options: Any,
     ) -> PrefillRun:
         model = self._model
@@ -282,9 +280,10 @@ class Worker:
                 model.rotations,
                 first_reused_layer=first_reused_layer,
                 device=model.device,
-                read_ahead=read_ahead,
+                read_ahead=READ_AHEAD,
                 heads=model.heads,
                 codec=self._planner.codec,
+                resident=resident,
             )
 
         return PrefillRun(
@@ -351,23 +350,6 @@ class Worker:
 
 def _nothing(layer: int, kv: LayerKV) -> None:
     """A layer that is in the paged cache already."""
-
-
-class _WithResident:
-    """A store, and the rows that vLLM's own prefix cache holds of one request."""
-
-    def __init__(self, store: KVStore, paged: Sequence[PagedLayer], block_ids: Sequence[int], stop: int) -> None:
-        self._store, self._paged, self._block_ids, self._stop = store, paged, block_ids, stop
-
-    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        return self._store.find(names)
-
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        stored = iter(self._store.read_many([name for name in names if name != RESIDENT], layer, heads))
-        paged = self._paged[layer]
-        return [paged.read(self._block_ids, self._stop) if name == RESIDENT else next(stored) for name in names]
 
 
 class _Nothing:
