@@ -29,6 +29,7 @@ from cacheblend.serve.answers import Answering
 from cacheblend.serve.errors import ApiError, api_error
 from cacheblend.serve.forms import ChatForm, CompletionForm, Form, stream, whole
 from cacheblend.serve.keys import ApiKey
+from cacheblend.serve.memory import give_back_now_and_then
 from cacheblend.serve.metrics import CONTENT_TYPE, Metrics
 from cacheblend.serve.middleware import BodyLimit, RequestLog
 from cacheblend.serve.prompts import chat_prompt, completion_prompt
@@ -184,7 +185,9 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        giving_back = asyncio.create_task(give_back_now_and_then())
         yield
+        giving_back.cancel()
         await run_in_threadpool(server.scheduler.close, settings.drain_s)
         await run_in_threadpool(engine.flush, settings.drain_s)
 
