@@ -1,7 +1,7 @@
 """Freed memory, given back to the system.
 
-Prompts of ever other lengths leave holes in glibc's heap, which it keeps: what a server holds creeps up for hours though
-no more is in use, and stays where the busiest moment left it.
+Prompts of many lengths leave holes in glibc's heap, which it keeps: what a server holds creeps up for hours though no
+more is in use, and stays where the busiest moment left it.
 """
 
 import asyncio
