@@ -19,7 +19,7 @@ class BlendReport:
         question_row_layers: those of them that went into the question's pass.
         projected_rows: rows that went through a layer's norm and projections only.
         plan_s: names, look-ups and plan.
-        load_s: time the loader spent reading and re-positioning, much of it beside the computing.
+        load_s: time the host spent reading and re-positioning, much of it beside the computing.
         wait_s: time the computing waited for the loader.
         compute_s: the pass without that wait.
         ttft_s: from the call to the first logits.
