@@ -142,7 +142,8 @@ def test_what_is_computed_beside_others_says_nothing_about_computing(
     [
         ({"format": 2}, "no machine profile of format 1"),
         ({"model": "x"}, "another model"),
-        ({"codec": "int8"}, "codec"),
+        ({"codec": "int8"}, "codec int8, not raw"),
+        ({"device": "cuda"}, "device cuda, not cpu"),
     ],
 )
 def test_a_profile_of_something_else_is_refused(machine: str, change: dict[str, object], message: str) -> None:
@@ -168,7 +169,7 @@ def test_profile_and_ask_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[s
     data = json.loads(out.read_text())
     assert [tokens for tokens, _ in data["prefill_s"]] == [128, 512]
     with open_engine(tiny_model("llama"), []) as engine, pytest.raises(InvalidInputError, match="another model"):
-        read_machine(out, engine.fingerprint, engine.stored_layout)
+        read_machine(out, engine.fingerprint, engine.stored_layout, "cpu")
     question = ("-p", "Anna has a red key.", "-q", "Who has a key?")
     answered = run("ask", "-m", "nano", "-s", store, "--machine", out, *question)
     assert answered.code == 0, answered.err

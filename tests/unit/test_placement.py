@@ -63,6 +63,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown = run("--prefill-s", 0.5, "-c", 2048, "--plot", tmp_path / "plan.png")
     assert shown.code == 0, shown.err
     assert "hides its loading" in shown.out and "nvme" in shown.out
+    assert "recomputing takes" in shown.out and "at 0.15" in shown.out
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     result = run("--prefill-s", 0.5, "--device", "mine:1:0.5", "--stored-tokens", 1e9, "--json").json
     assert result["bytes_per_token"] == 12 * 2 * 2 * 32 * 2
@@ -70,8 +71,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     int4 = run("--prefill-s", 0.5, "--codec", "int4", "--json").json
     assert int4["bytes_per_token"] < 0.32 * result["bytes_per_token"]
     machine = tmp_path / "machine.json"
-    machine.write_text(json.dumps({"prefill_s": [[100, 0.1], [1000, 1.0]], "tiers": {}}))
-    assert run("--machine", machine, "-c", 500, "--json").json["prefill_s"] == pytest.approx(0.5)
+    tiers = {"disk": {"bytes_per_s": 2e9}}
+    machine.write_text(json.dumps({"format": 1, "prefill_s": [[100, 0.1], [1000, 1.0]], "tiers": tiers}))
+    own = run("--machine", machine, "-c", 500, "-d", "disk::0.1", "-d", "tape:0.1:0", "--json").json
+    assert own["prefill_s"] == pytest.approx(0.5)
+    assert [each["bytes_per_s"] for each in own["devices"]] == [2e9, 1e8]
+    assert "no tier 'nvme' was measured (disk)" in run("--machine", machine, "-d", "nvme::1").err
+    assert "--machine has them" in run("--prefill-s", 1, "-d", "nvme::1").err
     assert "either a machine profile" in run().err
     assert "cannot be read" in run("--machine", tmp_path / "none").err
     assert "a device is name:GB/s:price" in run("--prefill-s", 1, "-d", "x").err

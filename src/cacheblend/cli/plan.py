@@ -27,7 +27,8 @@ Devices = Annotated[
     typer.Option(
         "--device",
         "-d",
-        help=f"name:GB/s:price of a GB a month; several times. Default, no offers: {' '.join(DEVICES)}.",
+        help="name:GB/s:price of a GB a month, or name::price for a tier of --machine; several times. Default, no "
+        f"offers: {' '.join(DEVICES)}.",
     ),
 ]
 Stored = Annotated[float, typer.Option("--stored-tokens", help="Tokens to be kept, for the price.")]
@@ -56,13 +57,17 @@ def plan(
     from cacheblend.cli.models import model_folder
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.core.placement import Device, cheapest, place
+    from cacheblend.engines.machine import load_machine
 
     if (machine is None) == (prefill_s is None):
         raise InvalidInputError("give either a machine profile (--machine), or the time of a prefill (--prefill-s)")
     picture = None if plot is None else picture_file(plot)
-    devices = [Device.parse(text) for text in device or DEVICES]
+    measured = None if machine is None else load_machine(machine)
+    speeds = {} if measured is None else {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
+    devices = [Device.parse(text, speeds) for text in device or DEVICES]
     layout = _layout(model_folder(model), codec)
-    seconds = _prefill_s(machine, context) if prefill_s is None else prefill_s
+    seconds = prefill_s if measured is None else measured.full_s(context)
+    assert seconds is not None  # one of the two is given
     a_token = layout.block_bytes(256) / 256
     placed = place(
         devices,
@@ -84,6 +89,8 @@ def plan(
         f"{context} tokens: {a_token * context / 1e6:.0f} MB of KV cache ({a_token / 1e3:.1f} kB a token), "
         f"a full prefill takes {seconds:.3f} s"
     )
+    by_ratio = ", ".join(f"{taken:.3f} s at {ratio}" for ratio, taken in result["recompute_s"].items())
+    out.print(f"recomputing takes {by_ratio}")
     out.print(_table(placed, best, stored_tokens))
     out.print(_verdict(best))
 
@@ -106,19 +113,6 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
     except (OSError, ValueError, AttributeError) as error:
         raise InvalidInputError(f"{folder}: config.json does not say what the KV cache looks like: {error}") from error
     return replace(layout, codec=codec)
-
-
-def _prefill_s(machine: Path | None, context: int) -> float:
-    import json
-
-    from cacheblend.core.controller import MachineProfile
-    from cacheblend.core.errors import InvalidInputError
-
-    try:
-        data = json.loads(Path(machine or "").read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"the machine profile {machine} cannot be read: {error}") from error
-    return MachineProfile.from_dict(data).full_s(context)
 
 
 def _result(

@@ -47,7 +47,7 @@ def profile(
     with open_engine(model, store, settings, dtype=dtype, device=device, quiet=json) as engine:
         with status("measuring ...", quiet=json):
             measured = measure_machine(engine, lengths=sorted(length or LENGTHS), rounds=rounds)
-        where = str(engine.model.device)
+        where = engine.model.device.type
         write_machine(out, measured, engine.fingerprint, where, engine.stored_layout)
     if json:
         print_json({"file": str(out), **measured.to_dict()})

@@ -1,7 +1,8 @@
 """Where to keep KV caches: loading against recomputing by device and ratio (paper, section 5.2 and figure 10)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from cacheblend.core.controller import MARGIN
 from cacheblend.core.errors import InvalidInputError
@@ -29,16 +30,22 @@ class Device:
             )
 
     @staticmethod
-    def parse(text: str) -> "Device":
-        """Of ``name:GB/s:price``.
+    def parse(text: str, measured: Mapping[str, float] = MappingProxyType({})) -> "Device":
+        """Of ``name:GB/s:price``, or ``name::price`` for a tier that was measured.
+
+        Args:
+            text: the device.
+            measured: bytes/s by tier.
 
         Raises:
-            InvalidInputError: it is not of that form.
+            InvalidInputError: it is not of that form, or was not measured.
         """
-        parts = text.split(":")
         try:
-            name, speed, price = parts
-            return Device(name, float(speed) * 1e9, float(price))
+            name, speed, price = text.split(":")
+            if not speed and name not in measured:
+                known = ", ".join(measured) or "none; --machine has them"
+                raise InvalidInputError(f"device {text!r} has no GB/s, and no tier {name!r} was measured ({known})")
+            return Device(name, float(speed) * 1e9 if speed else measured[name], float(price))
         except ValueError as error:
             if isinstance(error, InvalidInputError):
                 raise

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from cacheblend.core.blocks import KVLayout
 from cacheblend.core.config import BlendConfig
@@ -19,25 +20,40 @@ def write_machine(path: Path, profile: MachineProfile, fingerprint: str, device:
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def read_machine(path: str | Path, fingerprint: str, layout: KVLayout) -> MachineProfile:
-    """The profile in a file, if it is of this model and codec.
+def load_machine(path: str | Path) -> MachineProfile:
+    """The profile in a file, of whatever model.
 
     Raises:
-        InvalidInputError: it cannot be read, or is of another model or codec.
+        InvalidInputError: it cannot be read.
     """
+    return MachineProfile.from_dict(_content(path))
+
+
+def read_machine(path: str | Path, fingerprint: str, layout: KVLayout, device: str) -> MachineProfile:
+    """The profile in a file, if it is of this model, codec and kind of device.
+
+    Raises:
+        InvalidInputError: it cannot be read, or is of another one.
+    """
+    data = _content(path)
+    if data.get("model") != fingerprint:
+        raise InvalidInputError(f"the machine profile {path} was measured on another model; measure this one")
+    for what, found, wanted in (("codec", data.get("codec"), layout.codec), ("device", data.get("device"), device)):
+        if found != wanted:
+            raise InvalidInputError(
+                f"the machine profile {path} was measured with {what} {found}, not {wanted}; measure again"
+            )
+    return MachineProfile.from_dict(data)
+
+
+def _content(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"the machine profile {path} cannot be read: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InvalidInputError(f"{path} is no machine profile of format {FORMAT}; make one with `cacheblend profile`")
-    if data.get("model") != fingerprint:
-        raise InvalidInputError(f"the machine profile {path} was measured on another model; measure this one")
-    if data.get("codec") != layout.codec:
-        raise InvalidInputError(
-            f"the machine profile {path} was measured with codec {data.get('codec')}, not {layout.codec}; measure again"
-        )
-    return MachineProfile.from_dict(data)
+    return data
 
 
 def controller_of(profile: MachineProfile, config: BlendConfig, layout: KVLayout) -> Controller:

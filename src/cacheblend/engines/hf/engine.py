@@ -91,7 +91,7 @@ class BlendEngine:
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         self.controller: Controller | None = None
         if self.config.machine is not None:
-            machine = read_machine(self.config.machine, self.fingerprint, self.stored_layout)
+            machine = read_machine(self.config.machine, self.fingerprint, self.stored_layout, model.device.type)
             self.controller = controller_of(machine, self.config, self.stored_layout)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else open_store(store)
