@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import ctypes.util
+import os
 import sys
 
 import pytest
@@ -37,3 +38,12 @@ def test_it_can_be_called() -> None:
     if trim is None:
         pytest.skip("another C library")
     assert trim() in (0, 1)
+
+
+def test_an_administrators_own_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    memory.keep_few_kernels()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(memory.KERNELS)
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    memory.keep_few_kernels()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"

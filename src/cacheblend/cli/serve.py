@@ -115,6 +115,7 @@ def serve(
     from cacheblend.engines.hf.scheduler import Limits
     from cacheblend.serve.app import create_app
     from cacheblend.serve.keys import KeyRing, read_keys
+    from cacheblend.serve.memory import keep_few_kernels
     from cacheblend.serve.settings import ServeSettings
     from cacheblend.store import parse_bytes
 
@@ -142,6 +143,7 @@ def serve(
         "salt": salt,
         "machine": None if machine is None else str(machine),
     }
+    keep_few_kernels()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.

@@ -1,18 +1,27 @@
-"""Freed memory, given back to the system.
+"""What a server holds beside models and caches, kept small.
 
-Prompts of many lengths leave holes in glibc's heap, which it keeps: what a server holds creeps up for hours though no
-more is in use, and stays where the busiest moment left it.
+Two things make it creep up for hours though no tensor is left. oneDNN, which multiplies matrices on CPUs, keeps a kernel
+for each shape that it ever saw, 1,024 of them, half a MB and more each; and every prompt has shapes of its own. And
+glibc keeps the holes that prompts of many lengths leave in its heap.
 """
 
 import asyncio
 import ctypes
+import os
 from collections.abc import Callable
 
 EVERY_S = 30.0
+KERNELS = 256
+"""Several times those of one prefill, whose layers all have the same."""
+
+
+def keep_few_kernels() -> None:
+    """Before the first product; an administrator's own setting stays."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS))
 
 
 async def give_back_now_and_then(every_s: float = EVERY_S) -> None:
-    """Until it is cancelled; returns at once where there is no glibc."""
+    """The heap's holes, to the system, until it is cancelled; returns at once where there is no glibc."""
     trim = heap_trimmer()
     while trim is not None:
         await asyncio.sleep(every_s)
