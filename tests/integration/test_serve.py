@@ -13,12 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi.testclient import TestClient
 
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Limits
 from cacheblend.engines.hf.together import compute_logits
 from cacheblend.nano import model_path
 from cacheblend.nano.questions import draw_questions
+from cacheblend.serve.app import create_app
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from serving import running
@@ -106,10 +108,67 @@ def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
     assert events[-1].model_extra["cacheblend"]["generated_tokens"] == answer.usage.completion_tokens
 
 
-@pytest.mark.parametrize("mode", ["blend", "full", "reuse", "prefix"])
-def test_modes(url: str, mode: str) -> None:
-    report = extras(ask(url, extra_body={"cacheblend": {"mode": mode, "recompute_ratio": 0.3, "selector": "hkvd"}}))
-    assert (report["recomputed_tokens"] > 0) <= (mode == "blend")
+def test_every_event_of_a_stream_has_a_choice_unless_usage_is_asked_for(url: str) -> None:
+    events = list(ask(url, stream=True, n=2))
+    assert all(len(event.choices) == 1 for event in events)
+    reasons = [event.choices[0].finish_reason for event in events]
+    assert sum(reason is not None for reason in reasons) == 2 and reasons[-1]
+    assert [("cacheblend" in (event.model_extra or {})) for event in events] == [False] * (len(events) - 1) + [True]
+
+
+def test_offsets_of_a_streams_tokens_are_those_of_the_whole(url: str) -> None:
+    options: dict[str, Any] = {"model": "nano", "max_tokens": 6, "temperature": 0, "logprobs": 1, "prompt": QUESTION}
+    answer = client(url).completions.create(**options)
+    pieces = [e.choices[0].logprobs for e in client(url).completions.create(stream=True, **options)]
+    assert [offset for piece in pieces if piece for offset in piece.text_offset] == (
+        answer.choices[0].logprobs.text_offset
+    )
+
+
+def test_modes(url: str) -> None:
+    def of(mode: str) -> dict[str, Any]:
+        return extras(ask(url, extra_body={"cacheblend": {"mode": mode, "recompute_ratio": 0.3, "selector": "hkvd"}}))
+
+    stored_in_time(lambda: of("blend")["missed_tokens"] == 0)
+    blend, full, reuse, prefix = map(of, ("blend", "full", "reuse", "prefix"))
+    loaded = {mode: sum(report["hit_tokens"].values()) for mode, report in (("blend", blend), ("reuse", reuse))}
+    assert loaded["blend"] == loaded["reuse"] > 0
+    assert 0 < blend["recomputed_tokens"] < loaded["blend"] and reuse["recomputed_tokens"] == 0
+    assert sum(full["hit_tokens"].values()) == 0 == full["recomputed_tokens"]
+    assert sum(prefix["hit_tokens"].values()) == prefix["hit_tokens"]["prefix"] < loaded["blend"]
+    assert full["row_layers"] > blend["row_layers"] > reuse["row_layers"]
+
+
+def stored_in_time(is_so: Any) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_tool_message_is_a_chunk_and_the_question_in_front_of_it_is_not_stored() -> None:
+    """What a tool said recurs; what the user asked stands in front of it and is nobody's business."""
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    question = "Who has the key to the house? " * 12
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": PASSAGES[0]},
+    ]
+
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        engine.name = "nano"
+        with TestClient(create_app(engine, ServeSettings(chunk_tokens=16))) as web:
+            body = {"model": "nano", "messages": messages, "max_tokens": 2}
+            web.post("/v1/chat/completions", json=body).raise_for_status()
+            assert engine.flush(timeout=60)
+            again = web.post("/v1/chat/completions", json=body).json()["cacheblend"]
+            assert engine.flush(timeout=60)
+            (chunk,) = web.get("/v1/chunks").json()["data"]
+        assert again["missed_tokens"] == 0 and sum(again["hit_tokens"].values()) >= chunk["tokens"]
+        (manifest,) = engine.store.manifests()
+        assert again["hit_tokens"]["prefix"] == len(manifest.anchor_ids)
+        assert engine.store.stats().blocks == len(manifest.block_names) + len(manifest.anchor_ids)
 
 
 def test_choices_seeds_stops_and_log_probabilities(url: str) -> None:

@@ -32,7 +32,7 @@ from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.memory import give_back_now_and_then
 from cacheblend.serve.metrics import CONTENT_TYPE, Metrics
 from cacheblend.serve.middleware import BodyLimit, RequestLog
-from cacheblend.serve.prompts import chat_prompt, completion_prompt
+from cacheblend.serve.prompts import Read, chat_prompt, completion_prompt
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, ErrorAnswer, Extras, Sampling
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.tenants import Tenants, tenant_of
@@ -98,9 +98,7 @@ class Server:
         """Of one token, special ones by their names."""
         return self.token_text(token) or str(self.engine.tokenizer.convert_ids_to_tokens(token))
 
-    async def answer(
-        self, request: Request, asked: Sampling, key: ApiKey, make: Callable[[], Prompt], form: Form
-    ) -> Any:
+    async def answer(self, request: Request, asked: Sampling, key: ApiKey, make: Callable[[], Read], form: Form) -> Any:
         """An answer, whole or as a stream."""
         self._check_model(asked.model)
         ask = await run_in_threadpool(self._ask, asked, key, make)
@@ -117,11 +115,11 @@ class Server:
         if name and name != self.engine.name:
             raise ApiError(404, f"there is no model {name!r} here but {self.engine.name!r}", code="model_not_found")
 
-    def _ask(self, asked: Sampling, key: ApiKey, make: Callable[[], Prompt]) -> Ask:
+    def _ask(self, asked: Sampling, key: ApiKey, make: Callable[[], Read]) -> Ask:
         settings, extras = self.settings, asked.cacheblend or Extras()
         if asked.n > settings.max_choices:
             raise ApiError(400, f"n is {asked.n}, at most {settings.max_choices} choices are given", param="n")
-        prompt = make()
+        prompt, keep_text = make()
         self.check_size(prompt)
         remembered = self.tenants.seen(key, extras.salt)
         self.tenants.count(key)
@@ -136,7 +134,7 @@ class Server:
             logprobs=_logprobs(asked),
             tenant=tenant_of(key, extras.salt),
             may_keep=lambda tokens: remembered and self.tenants.take_room(key, tokens),
-            keep_text=self.settings.store_bytes is None,  # it belongs to no chunk: nobody would count it
+            keep_text=keep_text and settings.store_bytes is None,  # it belongs to no chunk: nobody would count it
         )
 
     def check_size(self, prompt: Prompt) -> None:

@@ -47,8 +47,8 @@ class Form(Protocol):
         """What a stream says of a choice before its first token."""
         ...
 
-    def piece(self, event: TokenEvent) -> dict[str, Any]:
-        """A choice in a stream's event."""
+    def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
+        """A choice in a stream's event, behind so many characters of it."""
         ...
 
     def choice(self, number: int, choice: Choice) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class ChatForm:
         """See `Form`."""
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def piece(self, event: TokenEvent) -> dict[str, Any]:
+    def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
         """See `Form`."""
         delta = {"content": event.text} if event.text else {}
         logprobs = self._logprobs([event])
@@ -110,9 +110,9 @@ class CompletionForm:
         """See `Form`."""
         return None
 
-    def piece(self, event: TokenEvent) -> dict[str, Any]:
+    def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
         """See `Form`."""
-        logprobs = self._logprobs([event], 0)
+        logprobs = self._logprobs([event], offset)
         return {"index": event.choice, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason}
 
     def choice(self, number: int, choice: Choice) -> dict[str, Any]:
@@ -155,25 +155,35 @@ async def whole(answering: Answering, form: Form, model: str) -> dict[str, Any]:
 
 
 async def stream(answering: Answering, form: Form, model: str, *, with_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events. The last one carries the report; with `with_usage` one more has the usage and no choice."""
+    """Server-sent events. The last one carries the report: that of the last token, so that clients which read
+    ``choices[0]`` of every event can, or with `with_usage`, as OpenAI has it, one without a choice."""
     head = _head(form, form.objects[1], model, new_id(form.kind))
-    generated = 0
+    generated, lengths, last = 0, [0] * answering.ask.choices, None
     for number in range(answering.ask.choices):
         opening = form.opening(number)
         if opening is not None:
             yield sse({**head, "choices": [opening]})
     try:
         async for event in answering.events():
+            if last is not None:
+                yield sse(last)
             generated += event.token_id is not None
-            yield sse({**head, "choices": [form.piece(event)]})
+            piece, last = {**head, "choices": [form.piece(event, lengths[event.choice])]}, None
+            lengths[event.choice] += len(event.text)
+            if event.finish_reason is None:
+                yield sse(piece)
+            else:  # it may be the very last
+                last = piece
     except Exception as error:  # the status was sent long ago
         yield sse(log_internal(error).body())
         yield DONE
         return
-    last = {**head, "choices": [], "cacheblend": told(answering.report)}
+    report = {"cacheblend": told(answering.report)}
     if with_usage:
-        last["usage"] = usage(answering.ask, answering.report, generated)
-    yield sse(last)
+        if last is not None:
+            yield sse(last)
+        last = {**head, "choices": [], "usage": usage(answering.ask, answering.report, generated)}
+    yield sse({**(last or head), **report})
     yield DONE
 
 

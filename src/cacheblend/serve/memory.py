@@ -1,8 +1,8 @@
 """What a server holds beside models and caches, kept small.
 
-Two things make it creep up for hours though no tensor is left. oneDNN, which multiplies matrices on CPUs, keeps a kernel
-for each shape that it ever saw, 1,024 of them, half a MB and more each; and every prompt has shapes of its own. And
-glibc keeps the holes that prompts of many lengths leave in its heap.
+Two things make it creep up for hours though no tensor is left. oneDNN, which multiplies matrices on CPUs, keeps a
+kernel for each shape that it saw, 1,024 of them at half a MB each, and every prompt has shapes of its own. And glibc
+keeps the holes that prompts of many lengths leave in its heap.
 """
 
 import asyncio

@@ -6,7 +6,7 @@ completions  spans of a prompt of token ids
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cacheblend.core.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import BlendEngine, Passage
@@ -17,7 +17,14 @@ _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasonin
 """Of ``chat_template_kwargs``, those that go on to the template: others might name its files or replace it."""
 
 
-def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> Prompt:
+class Read(NamedTuple):
+    """A request's prompt, and whether text in front of its first chunk may be stored: the question may not."""
+
+    prompt: Prompt
+    keep_text: bool
+
+
+def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> Read:
     """The prompt of a chat request.
 
     Args:
@@ -41,10 +48,11 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
         raise ApiError(400, f"chat_template_kwargs has {unknown[0]!r}; known are {sorted(_TEMPLATE_OPTIONS)}")
     if request.tools:
         options["tools"] = request.tools
-    return engine.chat(messages, documents, **options)
+    is_last = bool(documents) or any(_has_chunk(message) for message in messages[: question + 1])
+    return Read(engine.chat(messages, documents, **options), keep_text=is_last)
 
 
-def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Prompt:
+def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Read:
     """The prompt of a completion request.
 
     Raises:
@@ -58,13 +66,13 @@ def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Prompt
     if isinstance(given, str):
         if spans:
             raise ApiError(400, "chunks are spans of token ids: give the prompt as token ids", param="cacheblend")
-        return engine.prompt([given])
+        return Read(engine.prompt([given]), keep_text=False)
     ids = [token for token in given if isinstance(token, int)]
     if not ids:
         raise ApiError(400, "the prompt is empty", param="prompt")
     if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
         raise ApiError(400, f"token ids lie in 0..{engine.survey.vocab_size - 1}", param="prompt")
-    return engine.prompt(Prompt.of(_segments(ids, spans)))
+    return Read(engine.prompt(Prompt.of(_segments(ids, spans))), keep_text=True)
 
 
 def _segments(ids: list[int], spans: Sequence[tuple[int, int]]) -> list[Segment]:
@@ -86,8 +94,8 @@ def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_las
     """As `PromptBuilder.chat` takes it: parts of type ``chunk`` are chunks."""
     extra = message.model_extra or {}
     content = message.content
-    if content is None:
-        return {"role": message.role, **extra}
+    if content is None:  # beside tool calls; not every template asks before it reads
+        return {"role": message.role, "content": "", **extra}
     if isinstance(content, str):
         is_chunk = message.role == "tool" and _is_long(engine, content, chunk_tokens)
         return {"role": message.role, "content": [_part(content, is_chunk=is_chunk)] if is_chunk else content, **extra}
@@ -98,6 +106,11 @@ def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_las
         is_question = is_last_user and number == len(content) - 1
         parts.append(_part(part.text, is_chunk=not is_question and _is_long(engine, part.text, chunk_tokens)))
     return {"role": message.role, "content": parts, **extra}
+
+
+def _has_chunk(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(part["type"] == "chunk" for part in content)
 
 
 def _part(content: str, *, is_chunk: bool) -> dict[str, str]:
