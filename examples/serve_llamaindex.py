@@ -1,5 +1,7 @@
 """LlamaIndex against `cacheblend serve`: no adapter, its class for OpenAI-like servers does.
 
+It joins the text blocks of a message to one text, in which no passage is to be recognised: passages go as documents.
+
 pip install llama-index-llms-openai-like
 cacheblend serve --model nano          # in another terminal
 python examples/serve_llamaindex.py [--url http://127.0.0.1:8000]
@@ -7,7 +9,7 @@ python examples/serve_llamaindex.py [--url http://127.0.0.1:8000]
 
 import argparse
 
-from llama_index.core.llms import ChatMessage, TextBlock
+from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 from serve_openai import PASSAGES, QUESTION
 
@@ -27,8 +29,9 @@ def main() -> None:
         temperature=0,
         max_tokens=16,
     )
-    blocks = [TextBlock(text=text) for text in [*PASSAGES, QUESTION]]
-    for piece in model.stream_chat([ChatMessage(role="user", blocks=blocks)]):
+    documents = [{"title": f"passage {number}", "text": text} for number, text in enumerate(PASSAGES, 1)]
+    question = ChatMessage(role="user", content=QUESTION)
+    for piece in model.stream_chat([question], extra_body={"documents": documents}):
         print(piece.delta or "", end="", flush=True)
     print()
 

@@ -15,7 +15,7 @@ from serving import running
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def url() -> Iterator[str]:
     with running(ServeSettings()) as address:
         yield address
