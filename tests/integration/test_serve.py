@@ -2,7 +2,10 @@
 
 import json
 import math
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +26,8 @@ from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.app import create_app
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
-from serving import running
+from cacheblend.store import open_store
+from serving import free_port, running
 
 ROW = draw_questions(777, 1)[0]
 PASSAGES = [text.text for text in ROW.passages]
@@ -512,3 +516,31 @@ def test_the_page_and_what_it_asks_for(url: str) -> None:
     assert why["kl"] >= 0 and why["recomputed_tokens"] == sum(
         token["source"] == "recomputed" for segment in why["segments"] for token in segment["tokens"]
     )
+
+
+def test_a_server_that_is_stopped_answers_what_it_took_and_writes_what_it_missed(tmp_path: Path) -> None:
+    """SIGTERM in the middle of a stream: it goes on to its end, and its chunks are in the store's folder."""
+    port, folder = free_port(), tmp_path / "store"
+    arguments = ["serve", "-m", "nano", "--port", str(port), "--store", str(folder), "--chunk-tokens", "16"]
+    command = [sys.executable, "-c", "from cacheblend.cli import main; main()", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            stored_in_time(lambda: is_ready(port))
+            events = ask(f"http://127.0.0.1:{port}", stream=True, max_tokens=40, extra_body={"ignore_eos": True})
+            first = next(iter(events))
+            server.send_signal(signal.SIGTERM)
+            tokens = sum(bool(event.choices[0].delta.content) for event in [first, *events])
+            assert tokens >= 30
+            assert server.wait(60) in (0, -signal.SIGTERM)  # uvicorn ends itself by the signal it took
+        finally:
+            server.kill()
+    with open_store(folder) as store:
+        assert len(store.manifests()) == len(set(PASSAGES))
+        assert store.verify() == []
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
