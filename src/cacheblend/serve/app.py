@@ -51,7 +51,12 @@ class Server:
     def __init__(self, engine: BlendEngine, settings: ServeSettings) -> None:
         self.engine, self.settings = engine, settings
         self.scheduler = Scheduler(engine, settings.limits)
-        self.metrics = Metrics(engine.store, lambda: self.scheduler.waiting, lambda: self.scheduler.active)
+        self.metrics = Metrics(
+            engine.store,
+            lambda: self.scheduler.waiting,
+            lambda: self.scheduler.active,
+            lambda: engine.captures_given_up,
+        )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self._beside = asyncio.Lock()
         self._waiting_beside = 0

@@ -1,9 +1,9 @@
 """Figures of a running server, for Prometheus."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cacheblend.core.report import BlendReport
@@ -37,17 +37,40 @@ def _stats(store: KVStore) -> list[StoreStats]:
     return list(stats.tiers) or [stats]
 
 
+class _GivenUp(Collector):  # type: ignore[misc, unused-ignore]
+    """Missed chunks that were not stored, by reason."""
+
+    def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        found = CounterMetricFamily(
+            "cacheblend_captures_given_up", "Missed chunks that were not stored, by reason.", labels=["reason"]
+        )
+        for reason, count in self._counts().items():
+            found.add_metric([reason], count)
+        return [found]
+
+
 class Metrics:
     """Of one server.
 
     Args:
         store: whose bytes are told.
         waiting, active: how many requests are, now.
+        given_up: see `BlendEngine.captures_given_up`.
     """
 
-    def __init__(self, store: KVStore, waiting: Callable[[], int], active: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        waiting: Callable[[], int],
+        active: Callable[[], int],
+        given_up: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_StoreBytes(store))
+        registry.register(_GivenUp(given_up))
         self._ttft = Histogram(
             "cacheblend_ttft_seconds",
             "Time to first token, in the queue included.",

@@ -371,6 +371,11 @@ class BlendEngine:
         """One for each `begin_request`."""
         self._background.end_request()
 
+    @property
+    def captures_given_up(self) -> dict[str, int]:
+        """Work behind requests that was not done, by reason."""
+        return {"queue full": self._background.dropped, "failed": self._background.failed}
+
     def catch_up(self, after_s: float) -> bool:
         """Captures a chunk that has waited so many seconds for a moment without requests; False: there is none."""
         return self._background.catch_up(after_s)

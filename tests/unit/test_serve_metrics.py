@@ -1,0 +1,36 @@
+"""What a running server tells Prometheus, and what the dashboard asks for."""
+
+import json
+import re
+from pathlib import Path
+
+from cacheblend.core.report import BlendReport
+from cacheblend.serve.metrics import Metrics
+from cacheblend.store import MemoryStore
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
+
+
+def told() -> str:
+    with MemoryStore() as store:
+        metrics = Metrics(store, lambda: 3, lambda: 2, lambda: {"queue full": 5, "failed": 1})
+        report = BlendReport(10, {"memory": 4}, ttft_s=0.2, fallbacks=["1 block(s) lost: gone", "and again"])
+        metrics.report(report, "blend")
+        metrics.request(200)
+        metrics.gap(0.01)
+        return metrics.text().decode()
+
+
+def test_every_figure_of_the_dashboard_is_told() -> None:
+    known = {line.split("{")[0].split(" ")[0] for line in told().splitlines() if not line.startswith("#")}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = {name for p in panels for t in p["targets"] for name in re.findall(r"cacheblend_\w+", t["expr"])}
+    assert len(asked) >= 10
+    assert asked <= known
+
+
+def test_what_went_wrong_is_told_by_reason() -> None:
+    text = told()
+    assert 'cacheblend_fallbacks_total{reason="lost block"} 2.0' in text
+    assert 'cacheblend_captures_given_up_total{reason="queue full"} 5.0' in text
+    assert "cacheblend_requests_waiting 3.0" in text
