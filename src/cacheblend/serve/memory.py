@@ -1,8 +1,8 @@
 """What a server holds beside models and caches, kept small.
 
-Two things make it creep up for hours though no tensor is left. What multiplies matrices on CPUs (oneDNN, and torch's own
-layer over it) keeps a kernel for each shape that it saw, 1,024 of them at 0.7 MB each, and every prompt has shapes of its
-own. And glibc keeps the holes that prompts of many lengths leave in its heap.
+Two things make it creep up for hours though no tensor is left. What multiplies matrices on CPUs (oneDNN, and torch's
+own layer over it) keeps a kernel for each shape that it saw, 1,024 of them at 0.7 MB each, and every prompt has shapes
+of its own. And glibc keeps the holes that prompts of many lengths leave in its heap.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 EVERY_S = 30.0
 KERNELS = 256
-"""Three times those of a prefill of 4,000 tokens, whose layers all have the same; to make one takes half a millisecond."""
+"""Three times those of a prefill of 4,000 tokens, whose layers all have the same; each takes half a millisecond."""
 
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """oneDNN's own, and that of torch's layer over it."""
