@@ -60,9 +60,24 @@ def test_picking_reordering_and_asking(page: Any, tmp_path: Path) -> None:
         assert page.locator(f"#why span.{source}").count() > 0
     heat = {span.evaluate("s => s.style.backgroundColor") for span in page.locator("#why span.loaded").all()[:200]}
     assert len(heat) > 5
+    assert "prefix" in {span.get_attribute("class") for span in page.locator("#why span").all()}
     shots = Path(os.environ.get("CACHEBLEND_SCREENSHOTS", tmp_path))
     page.screenshot(path=shots / "playground.png", full_page=True)
     assert (shots / "playground.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("selector", "legend"),
+    [("hkvd", "darker: deviates more"), ("query", "darker: the question attends more"), ("random", None)],
+)
+def test_the_legend_says_what_is_drawn(page: Any, selector: str, legend: str | None) -> None:
+    page.select_option("#selector", selector)
+    page.click("#ask")
+    page.wait_for_function("document.body.dataset.state === 'asking'")
+    page.wait_for_function("document.body.dataset.state === 'done'", timeout=60_000)
+    shown = page.locator("#heat")
+    assert shown.is_visible() == (legend is not None)
+    assert legend is None or shown.inner_text() == legend
 
 
 def test_own_passages_and_what_is_missing(page: Any) -> None:

@@ -107,6 +107,7 @@ def _explain(server: "Server", asked: Explain, key: ApiKey) -> dict[str, Any]:
     close = agreement(result.logits, full.logits)
     return {
         "segments": _segments(server, result.plan, watched),
+        "strength": _measured(watched),
         "kl": close.kl,
         "top_1": close.top_1,
         "first_token": server.token_text(int(result.logits.argmax())),
@@ -136,6 +137,13 @@ def _segments(server: "Server", plan: BlendPlan, watched: Recorded) -> list[dict
                 {"text": server.shown(ids[position]), "source": source, "strength": round(strength, 3)}
             )
     return found
+
+
+def _measured(watched: Recorded) -> str:
+    """What strengths are of: ``deviation``, the question's ``attention``, or nothing where rows are chosen without."""
+    if any(asked.deviation is not None for asked in watched.asked):
+        return "deviation"
+    return "attention" if any(asked.attention is not None for asked in watched.asked) else ""
 
 
 def _strengths(watched: Recorded) -> dict[int, float]:

@@ -146,11 +146,13 @@ function drawWhy(found, blend, full) {
   const same = blend.text === full.text ? "Both answers are the same." : "The answers differ.";
   const first = found.top_1 ? "The likeliest first token is the same" : `The likeliest first token is ${found.first_token}, not ${found.full_first_token}`;
   byId("quality").textContent = `${same} ${first}; its distribution is ${found.kl.toPrecision(2)} nats from full recompute's.`;
+  byId("heat").hidden = !found.strength;
+  byId("heat").textContent = found.strength === "attention" ? "darker: the question attends more" : "darker: deviates more";
   byId("why").replaceChildren(...found.segments.map((segment) => {
     const title = segment.is_chunk ? segment.title || "passage" : "text";
     const part = element("div", undefined, { class: "part", "data-title": title });
     for (const token of segment.tokens) {
-      const shown = element("span", token.text, { class: token.source, title: `${token.source}, deviation ${token.strength}` });
+      const shown = element("span", token.text, { class: token.source, title: found.strength ? `${token.source}, ${found.strength} ${token.strength}` : token.source });
       const heated = token.source === "loaded" || token.source === "recomputed";
       if (heated && token.strength > 0) {
         shown.style.backgroundColor = `color-mix(in srgb, var(--accent) ${Math.round(70 * Math.sqrt(token.strength))}%, var(--loaded))`;
