@@ -31,9 +31,10 @@ from cacheblend.core.errors import (
     StoreReadOnlyError,
 )
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
-from cacheblend.store import DiskStore, MemoryStore, TieredStore
+from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.files import BlockFiles
 from cacheblend.store.folder import Folder
+from cacheblend.store.record_file import encode_block
 from store_blocks import ROOT, holds, make_block, make_manifest, raw_block, same_bits
 
 
@@ -299,6 +300,31 @@ def test_temporary_files_of_the_dead_are_removed_and_those_of_the_living_stay(tm
         process.communicate(b"\n")
     disk(tmp_path).close()
     assert not living.exists()
+
+
+@pytest.mark.parametrize("turned_off", [True, False], ids=["turned off", "refused by the file system"])
+def test_without_locks(tmp_path: Path, turned_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems: all but locks works, and nobody waits for one."""
+    calls: list[int] = []
+
+    def refuse(fd: int, how: int) -> None:
+        calls.append(fd)
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    size = sum(len(part) for part in encode_block(make_block(0)))
+    url = f"file://{tmp_path}?max_bytes={3 * size + size // 2}&locks={'false' if turned_off else 'true'}"
+    with open_store(url) as store:
+        young, old = (tmp_path / "tmp" / f"1-00000000000000{end}" for end in ("aa", "bb"))
+        for path in (young, old):
+            path.write_bytes(b"half a block")
+        os.utime(old, (1, 1))
+        for seed in range(6):
+            assert store.write(make_block(seed))
+        assert holds(store, make_block(5)) and store.stats().blocks == 3
+    open_store(url).close()
+    assert (young.exists(), old.exists()) == (True, False)
+    assert bool(calls) != turned_off
 
 
 def test_a_store_opened_while_a_block_is_written_does_not_harm_it(

@@ -75,8 +75,9 @@ class DiskStore(KVStore):
         direct: bool = False,
         eviction: str = "lru",
         ttl: float | None = None,
+        locks: bool = True,
     ) -> None:
-        self._folder, expiry = Folder(Path(path), read_only, durable), Expiry(ttl)
+        self._folder, expiry = Folder(Path(path), read_only, durable, locks), Expiry(ttl)
         self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
         policy = eviction_of(eviction)
         # Files have times, which all processes see: nothing need be remembered for recency.

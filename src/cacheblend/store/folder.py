@@ -45,6 +45,8 @@ class Folder:
         path: the folder.
         read_only: never write to it.
         durable: fsync files and folders before a write counts as done.
+        locks: flock files being written, and while evicting; without (a server's lock manager may hang, or be missing)
+            temporary files of the dead are told by their age, and processes that evict at once may evict more.
 
     Attributes:
         read_only: as asked, or because the folder cannot be written to.
@@ -54,8 +56,9 @@ class Folder:
         StoreError: not a folder, one with other things in it, or one that cannot be read.
     """
 
-    def __init__(self, path: Path, read_only: bool = False, durable: bool = True) -> None:
+    def __init__(self, path: Path, read_only: bool = False, durable: bool = True, locks: bool = True) -> None:
         self.path = path
+        self._locks = locks
         self.durable = durable
         self.read_only = read_only
         self.blocks = path / "blocks"
@@ -142,7 +145,7 @@ class Folder:
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(entry.path)
                 except BlockingIOError:
                     pass
@@ -203,10 +206,16 @@ class Folder:
             path = str(self.tmp / f"{os.getpid()}-{secrets.token_hex(8)}")
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             with contextlib.suppress(OSError):  # a file system without flock
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                self._lock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink:  # else: another process cleaned it up before it was locked
                 return path, fd
             os.close(fd)
+
+    def _lock(self, fd: int, how: int) -> None:
+        """Raises `OSError` where there are no locks."""
+        if not self._locks:
+            raise OSError(errno.ENOLCK, "locks are turned off")
+        fcntl.flock(fd, how)
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
@@ -220,7 +229,7 @@ class Folder:
             return
         try:
             with contextlib.suppress(OSError):  # a file system without flock
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                self._lock(fd, fcntl.LOCK_EX)
             yield
         finally:
             os.close(fd)

@@ -29,7 +29,7 @@ SUPPORTED = (
 _REDIS = ("redis", "rediss", "valkey")
 _OPTIONS = {
     "memory": ("max_bytes", "ttl", "evict"),
-    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict"),
+    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict", "locks"),
     **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster")),
     "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region"),
 }
@@ -65,7 +65,8 @@ def open_store(
             ``"memory://?max_bytes=8GiB, file:///nvme?max_bytes=500GiB, s3://bucket/kv"``. A URL may carry options:
             ``?max_bytes=200GiB&ram_bytes=4GiB``; ``ttl=30d`` (what nobody used for so long is gone, unless pinned);
             for memory and folders ``evict=lru`` or ``worth`` (see `eviction`); for folders ``direct=true`` (read past
-            the page cache); where there is a network ``timeout`` (seconds that an answer may take); for servers
+            the page cache) and ``locks=false`` (on a network file system whose locks are slow, or hang); where there is
+            a network ``timeout`` (seconds that an answer may take); for servers
             ``prefix`` (of all keys) and ``cluster=true``; for buckets ``endpoint`` and ``region`` (the keys are taken
             from AWS's usual environment variables).
         max_bytes: bound of the memory, folder or server; a server has none unless one is given. An argument goes
@@ -95,8 +96,10 @@ def open_store(
     back: KVStore
     if place.scheme == "file":
         kept = DEFAULT_DISK_BYTES if bound is None else bound
-        direct = _flag(options, "direct")
-        back = _folders(place.path, kept, read_only=read_only, direct=direct, eviction=eviction, ttl=kept_s)
+        direct, locks = _flag(options, "direct"), _flag(options, "locks", default="true")
+        back = _folders(
+            place.path, kept, read_only=read_only, direct=direct, eviction=eviction, ttl=kept_s, locks=locks
+        )
     else:
         back = RemoteStore(_remote(place, options), bound, read_only=read_only, ttl=kept_s)
     return TieredStore(MemoryStore(ram), back) if ram else back
@@ -140,8 +143,8 @@ def _folders(path: Path, max_bytes: int, **options: Any) -> KVStore:
     return StripedStore(dict(parts)) if len(parts) > 1 else next(iter(parts.values()))
 
 
-def _flag(options: Mapping[str, str], name: str) -> bool:
-    given = options.get(name, "false")
+def _flag(options: Mapping[str, str], name: str, default: str = "false") -> bool:
+    given = options.get(name, default)
     if given not in ("true", "false"):
         raise InvalidInputError(f"{name} must be true or false, got {given!r}")
     return given == "true"
