@@ -302,9 +302,11 @@ def test_missed_chunks_are_captured_where_requests_never_end() -> None:
             for _ in range(3):
                 report = submit(patient, RAG).wait().report
                 assert report is not None and report.missed_tokens > 0
-            for _ in range(3):
+            end = time.monotonic() + 60
+            while report is not None and report.missed_tokens:  # a tenth of the time is little on a busy machine
+                assert time.monotonic() < end
                 report = submit(busy, RAG).wait().report
-            assert report is not None and report.missed_tokens == 0
+            assert report is not None
         finally:
             patient.close()
             busy.close()

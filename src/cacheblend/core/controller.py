@@ -193,8 +193,10 @@ class Controller:
         ratio = self._floor if count else 1.0
         loaded = _Taken.of(stored[:count])
         if loaded.reused:
-            ratio = self._largest_hidden(plan, loaded, load)
-            load, compute, ttft = self._expected(plan, loaded, ratio)
+            more = self._largest_hidden(plan, loaded, load)
+            expected = self._expected(plan, loaded, more)
+            if expected[2] <= full:  # the part of a layer that nothing hides grows, too
+                ratio, (load, compute, ttft) = more, expected
         left_out = frozenset(span.name for span in stored[count:]) - {span.name for span in stored[:count]}
         reason = self._reason(stored, count, ratio, load, compute)
         return Decision(ratio, left_out, load, compute, ttft, full, reason, loaded.reused)
