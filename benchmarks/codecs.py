@@ -19,12 +19,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cacheblend.core.codec import CODECS
-from cacheblend.core.selection import NoRows
+from cacheblend.core.plan.codec import CODECS
+from cacheblend.core.select.selectors import NoRows
 from cacheblend.data import QuestionRow
-from cacheblend.engines import environment
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.arms import agreement, finish, full_recompute, fused
+from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, fused
 from cacheblend.evaluation.scorers import ExactMatch, best
 from cacheblend.evaluation.suite import SETTINGS, Suite
 from cacheblend.nano import model_path
@@ -145,9 +145,9 @@ def main() -> None:
             "selector": repr(profile),
             "data": f"the suite nano, main, seed {options.seed}: {len(asked)} rows",
             "categories": dict(Counter(row.category for row in asked)),
-            "machine": environment.machine(),
-            "versions": environment.versions(),
-            "commit": environment.commit(),
+            "machine": provenance.machine(),
+            "versions": provenance.versions(),
+            "commit": provenance.commit(),
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

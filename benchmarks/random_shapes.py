@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 
 from cacheblend.bench.shapes import SHAPES, build_shape
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.prompt import Prompt, Segment, chunk, text
-from cacheblend.engines import environment
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Fused, make_arms
 from cacheblend.evaluation.agreement import Sample, compare, reference, summarise
@@ -168,9 +168,9 @@ def main() -> None:
         },
         "caveat": CAVEAT,
         "arms": found,
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-        "commit": environment.commit(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
     }
     console.print(table(result))
     console.print(CAVEAT, highlight=False)

@@ -15,7 +15,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 from vllm import LLM, SamplingParams
 
 from cacheblend.data import read_questions
-from cacheblend.engines.hf.tokens import PromptBuilder
+from cacheblend.engines.tokens import PromptBuilder
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.query import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query
-from cacheblend.core.selection import (
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query
+from cacheblend.core.select.selectors import (
     AllRows,
     Candidates,
     Head,

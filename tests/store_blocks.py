@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from cacheblend.core.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name
+from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.store import KVStore
 
 ROOT = root_name("test model", "bfloat16")

@@ -8,8 +8,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from cacheblend.core.blocks import LayerShape
 from cacheblend.core.errors import BlockLostError
+from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.store import DiskStore
 from store_blocks import make_block, make_manifest, same_bits
 

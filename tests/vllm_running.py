@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from cacheblend.core.prompt import Prompt, chunk, text
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 
 CHILD = Path(__file__).parent / "vllm_plugin" / "child.py"
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make vllm")

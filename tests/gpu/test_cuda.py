@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 import torch
 
-from cacheblend.core.attention import AttentionSpec, attend_rows
-from cacheblend.core.prompt import Prompt, text
-from cacheblend.core.query import Hybrid, Query
-from cacheblend.core.selection import AllRows, Head, Hkvd, NoRows, RandomRows
+from cacheblend.core.layers.attention import AttentionSpec, attend_rows
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import MemoryStore
 from families import tiny_model
@@ -34,7 +34,7 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 FAMILIES = ["llama", "gemma3_text", "gpt_oss"]
-LAWS = {"hkvd": Hkvd((1,), (1.0,)), "all": AllRows()}
+INVARIANTS = {"hkvd": Hkvd((1,), (1.0,)), "all": AllRows()}
 SELECTORS = {
     "hkvd": Hkvd((1,), (0.3,)),
     "gradual": Hkvd((1, 2), (0.3, 0.1)),
@@ -57,18 +57,18 @@ def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits.float() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", INVARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_recompute_equals_full_prefill(family: str, law: str) -> None:
     model = on_device(family)
     with open_engine(model) as engine:
-        outcome = run(engine, RAG, LAWS[law])
+        outcome = run(engine, RAG, INVARIANTS[law])
     assert outcome.report.hit_tokens["memory"] == len(outcome.recomputed) == 115
     assert outcome.result.logits.device.type == DEVICE
     assert_same(outcome.result, *plain_kv(model, RAG.token_ids), FP32)
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", INVARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_recompute_in_bf16_is_as_near_the_truth_as_full_prefill(family: str, law: str) -> None:
     """The truth is an fp32 model of the same, rounded, weights."""
@@ -76,7 +76,7 @@ def test_full_recompute_in_bf16_is_as_near_the_truth_as_full_prefill(family: str
     exact, _ = plain_kv(copy.deepcopy(model).float(), RAG.token_ids)
     plain, _ = plain_kv(model, RAG.token_ids)
     with open_engine(model) as engine:
-        outcome = run(engine, RAG, LAWS[law])
+        outcome = run(engine, RAG, INVARIANTS[law])
     assert error(outcome.result.logits, exact) <= 1.5 * error(plain, exact) + 0.01
 
 

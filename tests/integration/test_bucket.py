@@ -9,8 +9,8 @@ import pytest
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import KVStore, open_store
-from cacheblend.store.bucket import BucketObjects
-from cacheblend.store.remote import RemoteStore
+from cacheblend.store.remote.bucket import BucketObjects
+from cacheblend.store.remote.remote import RemoteStore
 from families import tiny_model
 from moto_bucket import BUCKET, KEYS, bucket, needs_bucket
 from parity.scenes import RAG, assert_same, greedy, open_engine
@@ -55,7 +55,7 @@ def test_a_blend_is_the_same_as_from_memory(keys: None, codec: str) -> None:
 
 
 def test_a_long_header_takes_a_second_request() -> None:
-    from cacheblend.core.blocks import LayerShape
+    from cacheblend.core.plan.blocks import LayerShape
 
     with opened("long") as store, opened("long") as another:
         block = make_block(1, tokens=3, shapes=[LayerShape(9, 2)] * 500)

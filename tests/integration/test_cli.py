@@ -429,7 +429,7 @@ def test_the_bench_table_fits_80_columns(seconds: float) -> None:
 @pytest.fixture
 def small_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A demo of few and short passages, in a folder of its own."""
-    monkeypatch.setattr("cacheblend.evaluation.story.STYLE", Style(3, 60, dense=1.0, hard=0.4, chains=0.9))
+    monkeypatch.setattr("cacheblend.evaluation.demo.STYLE", Style(3, 60, dense=1.0, hard=0.4, chains=0.9))
     monkeypatch.chdir(tmp_path)
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from cacheblend.core.controller import Controller, MachineProfile, TierSpeed
+from cacheblend.core.cost.controller import Controller, CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.cost_model import read_cost_model, write_cost_model
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
-from cacheblend.engines.machine import read_machine, write_machine
 from cacheblend.store import MemoryStore, TieredStore
-from cacheblend.store.cascade import CascadeStore
-from cacheblend.store.throttled import ThrottledStore
+from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined.throttled import ThrottledStore
 from command_line import runner
 from families import tiny_model
 from parity.scenes import RAG, A, B, C, assert_same, greedy, open_engine
@@ -24,22 +24,22 @@ FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 PREFILL = ((32, 0.02), (128, 0.1))
 
 
-def machine_file(path: Path, engine: BlendEngine, **tiers: float) -> str:
-    profile = MachineProfile(PREFILL, {name: TierSpeed(speed) for name, speed in tiers.items()})
-    write_machine(path, profile, engine.fingerprint, "cpu", engine.stored_layout)
+def cost_model_file(path: Path, engine: BlendEngine, **tiers: float) -> str:
+    profile = CostModel(PREFILL, {name: TierSpeed(speed) for name, speed in tiers.items()})
+    write_cost_model(path, profile, engine.fingerprint, "cpu", engine.stored_layout)
     return str(path)
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> str:
+def cost_model(tmp_path: Path) -> str:
     """Of a store that is much slower than computing."""
     with open_engine(tiny_model("llama"), []) as engine:
-        return machine_file(tmp_path / "machine.json", engine, slow=1e3, memory=1e9)
+        return cost_model_file(tmp_path / "cost-model.json", engine, slow=1e3, memory=1e9)
 
 
-def test_what_is_slower_to_load_than_to_compute_is_computed(machine: str) -> None:
+def test_what_is_slower_to_load_than_to_compute_is_computed(cost_model: str) -> None:
     model, store = tiny_model("llama"), ThrottledStore(1e9, tier="slow")
-    with open_engine(model, store=store, machine=machine) as engine:
+    with open_engine(model, store=store, cost_model=cost_model) as engine:
         result, report = engine.prefill(RAG)
         stored = len(A) + len(B) + len(C)
         assert (report.left_out_tokens, report.missed_tokens, report.hit_tokens.get("slow", 0)) == (stored, 0, 0)
@@ -49,24 +49,24 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(machine: str) -> Non
         assert engine.generate(RAG, FOUR).token_ids == greedy(model, RAG, 4)
 
 
-def test_what_is_soon_here_is_loaded(machine: str) -> None:
-    with open_engine(tiny_model("llama"), store=MemoryStore(), machine=machine) as engine:
+def test_what_is_soon_here_is_loaded(cost_model: str) -> None:
+    with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model) as engine:
         _, report = engine.prefill(RAG)
         assert (report.left_out_tokens, report.missed_tokens) == (0, 0)
         assert report.recomputed_tokens < report.loaded_tokens
         assert "all stored blocks from memory" in report.decision
 
 
-def test_a_ratio_of_ones_own_is_not_decided_upon(machine: str) -> None:
-    with open_engine(tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), machine=machine) as engine:
+def test_a_ratio_of_ones_own_is_not_decided_upon(cost_model: str) -> None:
+    with open_engine(tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model) as engine:
         _, report = engine.prefill(RAG, ratio=0.15)
         assert (report.decision, report.left_out_tokens) == ("", 0)
         assert report.hit_tokens["slow"] > 0
 
 
-def test_what_is_left_out_is_not_captured_again(machine: str) -> None:
+def test_what_is_left_out_is_not_captured_again(cost_model: str) -> None:
     with open_engine(
-        tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), machine=machine, capture=True
+        tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model, capture=True
     ) as engine:
         blocks = engine.store.stats().blocks
         engine.generate(RAG, FOUR)
@@ -75,9 +75,9 @@ def test_what_is_left_out_is_not_captured_again(machine: str) -> None:
         assert engine.store.stats().blocks <= blocks + 1  # the system prompt, which is exact
 
 
-def test_what_is_left_out_comes_nearer_behind_the_request(machine: str) -> None:
+def test_what_is_left_out_comes_nearer_behind_the_request(cost_model: str) -> None:
     store = TieredStore(MemoryStore(), ThrottledStore(1e9, tier="slow"))
-    with open_engine(tiny_model("llama"), store=store, machine=machine) as engine:
+    with open_engine(tiny_model("llama"), store=store, cost_model=cost_model) as engine:
         store.front.prune(0)
         stored = len(A) + len(B) + len(C)
         assert engine.generate(RAG, FOUR).report.left_out_tokens == stored
@@ -89,9 +89,9 @@ def test_what_is_left_out_comes_nearer_behind_the_request(machine: str) -> None:
 def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with open_engine(model, []) as engine:
-        file = machine_file(tmp_path / "machine.json", engine, slow=1e9)
+        file = cost_model_file(tmp_path / "cost-model.json", engine, slow=1e9)
     store = ThrottledStore(2e5, tier="slow")
-    with open_engine(model, store=store, machine=file) as engine:
+    with open_engine(model, store=store, cost_model=file) as engine:
         assert engine.prefill(RAG)[1].left_out_tokens == 0
         reports = [engine.prefill(RAG)[1] for _ in range(60)]
         assert engine.controller is not None
@@ -104,8 +104,8 @@ def test_of_two_tiers_each_answers_for_itself(tmp_path: Path) -> None:
     model, near, far = tiny_model("llama"), MemoryStore(), ThrottledStore(1e5, tier="slow")
     open_engine(model, [A], store=near).close()
     with open_engine(model, [B, C], store=far) as engine:
-        file = machine_file(tmp_path / "machine.json", engine, slow=1e9, memory=1e6)
-    with open_engine(model, [], store=CascadeStore([near, far]), machine=file) as engine:
+        file = cost_model_file(tmp_path / "cost-model.json", engine, slow=1e9, memory=1e6)
+    with open_engine(model, [], store=CascadeStore([near, far]), cost_model=file) as engine:
         hits = engine.prefill(RAG)[1].hit_tokens
         assert (hits["memory"], hits["slow"]) == (len(A), len(B) + len(C))
         assert engine.controller is not None
@@ -115,7 +115,7 @@ def test_of_two_tiers_each_answers_for_itself(tmp_path: Path) -> None:
 
 
 def test_what_is_computed_beside_others_says_nothing_about_computing(
-    machine: str, monkeypatch: pytest.MonkeyPatch
+    cost_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learnt: list[bool] = []
     inner = Controller.learn
@@ -125,7 +125,7 @@ def test_what_is_computed_beside_others_says_nothing_about_computing(
         inner(self, decision, plan, compute_s, read_s)
 
     monkeypatch.setattr(Controller, "learn", learn)
-    with open_engine(tiny_model("llama"), store=MemoryStore(), machine=machine) as engine:
+    with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model) as engine:
         for together in (1, 3):
             scheduler = Scheduler(engine, Limits(active=3, row_layers=50))
             done = [threading.Event() for _ in range(together)]
@@ -140,37 +140,37 @@ def test_what_is_computed_beside_others_says_nothing_about_computing(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "no machine profile of format 1"),
+        ({"format": 2}, "no cost model of format 1"),
         ({"model": "x"}, "another model"),
         ({"codec": "int8"}, "codec int8, not raw"),
         ({"device": "cuda"}, "device cuda, not cpu"),
     ],
 )
-def test_a_profile_of_something_else_is_refused(machine: str, change: dict[str, object], message: str) -> None:
-    Path(machine).write_text(json.dumps(json.loads(Path(machine).read_text()) | change))
+def test_a_profile_of_something_else_is_refused(cost_model: str, change: dict[str, object], message: str) -> None:
+    Path(cost_model).write_text(json.dumps(json.loads(Path(cost_model).read_text()) | change))
     with pytest.raises(InvalidInputError, match=message):
-        open_engine(tiny_model("llama"), [], machine=machine)
+        open_engine(tiny_model("llama"), [], cost_model=cost_model)
 
 
 def test_a_profile_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(InvalidInputError, match="cannot be read"):
-        open_engine(tiny_model("llama"), [], machine=str(tmp_path / "x.json"))
+        open_engine(tiny_model("llama"), [], cost_model=str(tmp_path / "x.json"))
     with pytest.raises(InvalidInputError, match="cannot be read"):
-        open_engine(tiny_model("llama"), [], machine=str(tmp_path / "none.json"))
+        open_engine(tiny_model("llama"), [], cost_model=str(tmp_path / "none.json"))
 
 
 def test_profile_and_ask_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runner(capsys)
-    store, out = f"file://{tmp_path}/store?ram_bytes=64MiB", tmp_path / "machine.json"
-    done = run("profile", "-m", "nano", "-s", store, "-o", out, "-l", 128, "-l", 512, "--rounds", 1)
+    store, out = f"file://{tmp_path}/store?ram_bytes=64MiB", tmp_path / "cost-model.json"
+    done = run("calibrate", "-m", "nano", "-s", store, "-o", out, "-l", 128, "-l", 512, "--rounds", 1)
     assert done.code == 0, done.err
     assert "read from memory" in done.out and "read from disk" in done.out
     data = json.loads(out.read_text())
     assert [tokens for tokens, _ in data["prefill_s"]] == [128, 512]
     with open_engine(tiny_model("llama"), []) as engine, pytest.raises(InvalidInputError, match="another model"):
-        read_machine(out, engine.fingerprint, engine.stored_layout, "cpu")
+        read_cost_model(out, engine.fingerprint, engine.stored_layout, "cpu")
     question = ("-p", "Anna has a red key.", "-q", "Who has a key?")
-    answered = run("ask", "-m", "nano", "-s", store, "--machine", out, *question)
+    answered = run("ask", "-m", "nano", "-s", store, "--cost-model", out, *question)
     assert answered.code == 0, answered.err
     assert "loading controller:" in answered.err

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from cacheblend.core.blocks import Block
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreReadOnlyError
 from cacheblend.core.naming import BlockName, chain_names, split_blocks
-from cacheblend.core.prompt import Prompt, chunk, text
-from cacheblend.core.selection import NoRows
+from cacheblend.core.plan.blocks import Block
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
 from cacheblend.store import KVStore, MemoryStore
 from tokenizers_for_tests import sentencepiece
@@ -200,14 +200,14 @@ def test_what_was_warmed_is_hit(open_engine: Open, anchor: str) -> None:
 
 def test_what_was_warmed_behind_a_system_prompt_is_hit_behind_it(open_engine: Open) -> None:
     engine = open_engine(anchor="system")
-    engine.warm(PASSAGES, behind=PARTS[:1])
+    engine.warm(PASSAGES, system=PARTS[:1])
     prompt = engine.prompt(PARTS)
     report = engine.generate(PARTS, GREEDY).report
     assert report.missed_tokens == 0
     first_chunk = next(i for i, s in enumerate(prompt.segments) if s.is_chunk)
     assert report.hit_tokens["prefix"] == sum(len(s) for s in prompt.segments[: first_chunk + 1])
     assert engine.generate(["Another. ", *PARTS[1:]], GREEDY).report.loaded_tokens == 1  # BOS
-    with pytest.raises(InvalidInputError, match=r"'system' needs the text .*behind="):
+    with pytest.raises(InvalidInputError, match=r"'system' needs the text .*system="):
         engine.warm(PASSAGES)
 
 

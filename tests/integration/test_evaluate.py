@@ -18,7 +18,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import QuestionRow, Text
 from cacheblend.data.split import split_text
-from cacheblend.engines import environment
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.layout import PromptLayout
 from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_arms
@@ -417,10 +417,10 @@ def test_other_code_or_libraries_are_another_run(
     first = evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
     assert set(first.config["libraries"]) >= {"torch", "transformers"}
     assert f"{torch.get_num_threads()} threads" in first.rows[0].machine
-    monkeypatch.setattr(environment, "code_digest", lambda parts: "changed")
+    monkeypatch.setattr(provenance, "code_digest", lambda parts: "changed")
     evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
-    versions = environment.versions()
-    monkeypatch.setattr(environment, "versions", lambda: versions | {"transformers": "4.0"})
+    versions = provenance.versions()
+    monkeypatch.setattr(provenance, "versions", lambda: versions | {"transformers": "4.0"})
     evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -428,18 +428,18 @@ def test_other_code_or_libraries_are_another_run(
 def test_the_digest_is_of_source_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     (package / "engines").mkdir(parents=True)
-    monkeypatch.setattr(environment, "__file__", str(package / "engines" / "environment.py"))
+    monkeypatch.setattr(provenance, "__file__", str(package / "engines" / "provenance.py"))
     found = set()
     for name, text in (("a", "1"), ("a", "2"), ("b", "2")):
         file = package / "engines" / f"{name}.py"
         file.write_text(text)
         (package / "engines" / "notes.txt").write_text(f"{name}{text}")
-        environment.code_digest.cache_clear()
-        digest = environment.code_digest(("engines",))
-        assert digest == environment.code_digest(("engines",))
+        provenance.code_digest.cache_clear()
+        digest = provenance.code_digest(("engines",))
+        assert digest == provenance.code_digest(("engines",))
         found.add(digest)
         file.unlink()
-    environment.code_digest.cache_clear()
+    provenance.code_digest.cache_clear()
     assert len(found) == 3
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from cacheblend.core.naming import BlockName
-from cacheblend.core.selection import Head
+from cacheblend.core.select.selectors import Head
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.store import KVStore, folder, open_store, remote
-from cacheblend.store.bucket import BucketObjects
-from cacheblend.store.remote import RemoteStore
+from cacheblend.store import KVStore, open_store
+from cacheblend.store.disk import folder
+from cacheblend.store.remote import remote
+from cacheblend.store.remote.bucket import BucketObjects
+from cacheblend.store.remote.remote import RemoteStore
 from families import tiny_model
 from faults import Faults
 from moto_bucket import BUCKET, bucket, needs_bucket

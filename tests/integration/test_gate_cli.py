@@ -19,7 +19,7 @@ from cacheblend.cli import main, models
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Profile
-from cacheblend.core.selection import AllRows, Hkvd, NoRows
+from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.evaluation import gate_run

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend.core.selection import AllRows, NoRows, Selector
+from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.evaluation.templates import Template
@@ -90,4 +90,4 @@ def test_its_profile_answers_what_needs_two(engine: BlendEngine, category: str) 
 
 
 def test_its_card_and_profile_ship(tmp_path: Path) -> None:
-    assert {"README.md", "cacheblend.json", "model.safetensors"} <= {file.name for file in model_path().iterdir()}
+    assert {"README.md", "blend-profile.json", "model.safetensors"} <= {file.name for file in model_path().iterdir()}

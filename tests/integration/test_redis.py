@@ -14,9 +14,10 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.naming import BlockName
 from cacheblend.engines.hf import SamplingParams, warming
-from cacheblend.store import KVStore, open_store, remote
-from cacheblend.store import redis as redis_objects
-from cacheblend.store.record_file import encode_block
+from cacheblend.store import KVStore, open_store
+from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.remote import redis as redis_objects
+from cacheblend.store.remote import remote
 from families import tiny_model
 from parity.scenes import RAG, A, assert_same, greedy, open_engine
 from redis_server import RedisServer, needs_redis, redis_server

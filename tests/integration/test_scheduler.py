@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.decode import Draws
 from cacheblend.engines.hf.scheduler import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.query import Query
-from cacheblend.core.question import rows_to_ask
+from cacheblend.core.fuse.question import rows_to_ask
+from cacheblend.core.select.question_selectors import Query
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf import engine as engine_module
 from parity.scenes import Recorded

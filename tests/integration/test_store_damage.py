@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cacheblend.core.blocks import Block, LayerShape
 from cacheblend.core.errors import BlockLostError
+from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore
 from faults import Faults
 from store_blocks import holds, make_block, make_manifest, same_bits

@@ -13,8 +13,8 @@ import torch
 from cacheblend.cli import main
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Measurement, Profile
-from cacheblend.core.query import Hybrid, Query
-from cacheblend.core.selection import Hkvd, RandomRows, Selector
+from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selectors import Hkvd, RandomRows, Selector
 from cacheblend.data import QuestionRow, Text
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.settings import PROFILE_NAME, write_profile

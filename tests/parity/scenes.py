@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from cacheblend.core.config import AnchorKind, BlendConfig
-from cacheblend.core.fusor import FusedPrefill, Prefill, first_reused_layer
-from cacheblend.core.loader import LayerLoader
-from cacheblend.core.prompt import Prompt, Segment, chunk, text
-from cacheblend.core.recorded import Recorded
+from cacheblend.core.fuse.prefill import FusedPrefill, Prefill, first_reused_layer
+from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.report import BlendReport
-from cacheblend.core.selection import Selector
+from cacheblend.core.select.recorded import Recorded
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.walk import HfWalk
+from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.store import KVStore, MemoryStore
 from families import BLENDABLE, VOCAB, tiny_model
 from reference import Reference
@@ -63,7 +63,7 @@ def open_engine(
         bos_id=BOS if anchor == "bos" else None,
         sentence_end_ids=sentence_end_ids,
     )
-    engine.warm(list(stored), behind=RAG if anchor == "system" else None)
+    engine.warm(list(stored), system=RAG if anchor == "system" else None)
     return engine
 
 
@@ -98,7 +98,7 @@ def stepper(engine: BlendEngine, prompt: Prompt, selector: Selector, **options: 
     loader = LayerLoader(
         plan, engine.store, survey.layout, survey.rotations, first_reused_layer=first_reused_layer(selector)
     )
-    return FusedPrefill(plan, HfWalk(engine.view, ids, positions), loader, selector, tile_rows=7, **options)
+    return FusedPrefill(plan, HfLayerRunner(engine.view, ids, positions), loader, selector, tile_rows=7, **options)
 
 
 def finish(run: FusedPrefill) -> Prefill:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cacheblend.core.config import AnchorKind
-from cacheblend.core.prompt import Prompt, run_of
-from cacheblend.core.selection import Hkvd, NoRows
+from cacheblend.core.plan.prompt import Prompt, run_of
+from cacheblend.core.select.selectors import Hkvd, NoRows
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from families import tiny_model

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from cacheblend.core.attention import AttentionSpec
-from cacheblend.core.blocks import KVLayout, LayerShape
-from cacheblend.core.fusor import FusedPrefill, Prefill, first_reused_layer
-from cacheblend.core.loader import LayerLoader
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.query import Hybrid
-from cacheblend.core.selection import Hkvd, Selector
-from cacheblend.core.walk import Attend
+from cacheblend.core.fuse.prefill import FusedPrefill, Prefill, first_reused_layer
+from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.layers.runner import Attend
+from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.question_selectors import Hybrid
+from cacheblend.core.select.selectors import Hkvd, Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.walk import HfWalk
+from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.store import MemoryStore
 from families import tiny_model
 from parity.scenes import (
@@ -124,25 +124,25 @@ class Ranks:
 
 
 @dataclass
-class RankWalk:
-    """A tensor-parallel rank of a walk: its half of the heads, attention outputs gathered from both."""
+class RankRunner:
+    """A tensor-parallel rank of a runner: its half of the heads, attention outputs gathered from both."""
 
-    walk: HfWalk
+    runner: HfLayerRunner
     rank: int
     ranks: Ranks
 
     @property
     def num_layers(self) -> int:
-        return self.walk.num_layers
+        return self.runner.num_layers
 
     def embed(self) -> torch.Tensor:
-        return self.walk.embed()
+        return self.runner.embed()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.walk.logits(hidden)
+        return self.runner.logits(hidden)
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.walk.project(layer, hidden, rows)
+        keys, values = self.runner.project(layer, hidden, rows)
         return self._mine(keys), self._mine(values)
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -154,7 +154,7 @@ class RankWalk:
             part = attend(self._mine(query), self._mine(keys), self._mine(values), mine)
             return torch.cat(self.ranks.gather(self.rank, part), dim=1)
 
-        return self.walk.run(layer, hidden, rows, attend_both)
+        return self.runner.run(layer, hidden, rows, attend_both)
 
     def _mine(self, by_head: torch.Tensor) -> torch.Tensor:
         return by_head.chunk(2)[self.rank]
@@ -171,7 +171,7 @@ def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Rec
     first = first_reused_layer(seen[rank])
     loader = LayerLoader(plan, engine.store, layout, engine.survey.rotations, first_reused_layer=first, heads=heads)
     ids = torch.tensor(plan.prompt.token_ids.tolist())
-    walk = RankWalk(HfWalk(engine.view, ids, torch.arange(len(ids))), rank, ranks)
+    runner = RankRunner(HfLayerRunner(engine.view, ids, torch.arange(len(ids))), rank, ranks)
 
     def join(by_row: torch.Tensor, how: str) -> torch.Tensor:
         parts = torch.stack(ranks.gather(rank, by_row))
@@ -179,7 +179,7 @@ def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Rec
 
     with loader:
         over_ranks = None if alone else join
-        return finish(FusedPrefill(plan, walk, loader, seen[rank], over_ranks=over_ranks, tile_rows=32))
+        return finish(FusedPrefill(plan, runner, loader, seen[rank], over_ranks=over_ranks, tile_rows=32))
 
 
 def on_two_ranks(engine: BlendEngine, selector: Selector, alone: bool = False) -> tuple[list[Prefill], list[Recorded]]:

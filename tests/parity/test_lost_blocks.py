@@ -7,9 +7,9 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.prompt import Prompt, text
-from cacheblend.core.query import Hybrid, Query
-from cacheblend.core.selection import Head, Hkvd, NoRows, Selector
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selectors import Head, Hkvd, NoRows, Selector
 from cacheblend.store import MemoryStore
 from families import tiny_model
 from parity.scenes import BOS, QUESTION, RAG, A, B, C, Recorded, assert_as_reference, assert_same, open_engine, run

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cacheblend.core.prompt import Prompt, text
-from cacheblend.core.selection import AllRows, Head, Hkvd, Measure, NoRows, RandomRows, Threshold
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.select.selectors import AllRows, Head, Hkvd, Measure, NoRows, RandomRows, Threshold
 from cacheblend.engines.hf import SamplingParams
 from families import tiny_model
 from parity.scenes import (

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from cacheblend.core.prompt import Prompt, chunk, text
-from cacheblend.core.query import Hybrid, Query
-from cacheblend.core.selection import Selector
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selectors import Selector
 from families import tiny_model
 from parity.scenes import (
     BOS,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan import Source
-from cacheblend.core.prompt import Prompt, run_of
-from cacheblend.core.selection import AllRows, NoRows
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.plan import Source
+from cacheblend.core.plan.prompt import Prompt, run_of
+from cacheblend.core.select.selectors import AllRows, NoRows
 from cacheblend.engines.hf import BlendEngine
 from families import tiny_model
 from parity.scenes import BLOCK_SIZE, QUESTION, SYSTEM, A, B, assert_same, open_engine, run, warm_engine

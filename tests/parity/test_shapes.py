@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cacheblend.core.prompt import Prompt, Segment, chunk, text
-from cacheblend.core.selection import AllRows, Head, Hkvd, NoRows, Selector
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, Selector
 from families import tiny_model
 from parity.scenes import QUESTION, SYSTEM, UNSEEN, A, B, C, assert_as_reference, open_engine, random_ids, rows_of, run
 from reference import blend

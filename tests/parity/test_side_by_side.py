@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from cacheblend.core.fusor import FusedPrefill
-from cacheblend.core.lockstep import run_in_lockstep
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.selection import Hkvd
-from cacheblend.engines.hf.walk import JoinedRows
+from cacheblend.core.fuse.batching import run_together
+from cacheblend.core.fuse.prefill import FusedPrefill
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import Hkvd
+from cacheblend.engines.hf.layers import JoinedRows
 from parity.scenes import (
     DIVERSE,
     FAMILIES,
@@ -29,7 +29,7 @@ PROMPTS = (RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), Prompt.of([B, QUEST
 
 def advance_together(passes: list[FusedPrefill], tile_rows: int) -> None:
     while not passes[0].done:
-        assert run_in_lockstep([each.next_layer() for each in passes], JoinedRows, tile_rows) == [None] * len(passes)
+        assert run_together([each.next_layer() for each in passes], JoinedRows, tile_rows) == [None] * len(passes)
 
 
 @torch.no_grad()

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.selection import AllRows
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import AllRows
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.decode import Draws
-from cacheblend.engines.hf.together import ROOM, Answering, compute_logits
+from cacheblend.engines.hf.together import GROW_ROWS, Answering, compute_logits
 from cacheblend.engines.hf.view import ModelView
 from families import tiny_model
 from parity.scenes import FAMILIES, QUESTION, RAG, SYSTEM, A, B, C, greedy, warm_engine
@@ -41,11 +41,11 @@ def test_each_answer_is_that_of_generate(family: str) -> None:
 
 
 def test_answers_outgrow_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend.engines.hf.together.ROOM", 3)
+    monkeypatch.setattr("cacheblend.engines.hf.together.GROW_ROWS", 3)
     answer = answering("llama", RAG, SamplingParams(max_tokens=20))
     while answer.draws.finish_reason is None:
         step(warm_engine("llama").view, [answer])
-    assert ROOM > 3 and answer.draws.token_ids == greedy(tiny_model("llama"), RAG, 20)
+    assert GROW_ROWS > 3 and answer.draws.token_ids == greedy(tiny_model("llama"), RAG, 20)
 
 
 def test_answers_of_one_prompt_share_its_kv_and_not_their_own() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cacheblend.core import attention
-from cacheblend.core.attention import AttentionSpec, attend_rows
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.layers import attention
+from cacheblend.core.layers.attention import AttentionSpec, attend_rows
 from reference_attention import dense_attention
 
 DEVICES = [

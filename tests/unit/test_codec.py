@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.codec import CODECS, GROUP, codec_of
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.codec import CODECS, GROUP, codec_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,8 +7,8 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.query import Hybrid, Query
-from cacheblend.core.selection import (
+from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selectors import (
     AllRows,
     Head,
     Hkvd,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
-from cacheblend.core.controller import MARGIN, Controller, MachineProfile, TierSpeed
+from cacheblend.core.cost.controller import MARGIN, Controller, CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName, root_name
-from cacheblend.core.plan import BlendPlan, Planner
-from cacheblend.core.prompt import Prompt, chunk, text
+from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.plan.plan import BlendPlan, Planner
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 
 LAYERS, BYTES = 24, 12_288
 PLANNER = Planner(root_name("m", "bfloat16"))
@@ -49,7 +49,7 @@ def plan_of(tiers: list[str], tokens: int = 512, system: str = "") -> BlendPlan:
 
 def controller(tiers: dict[str, float], floor: float = 0.15, latency: float = 0.0, **profile: float) -> Controller:
     speeds = {name: TierSpeed(speed, latency) for name, speed in tiers.items()}
-    return Controller(MachineProfile(PREFILL, speeds, **profile), layers=LAYERS, bytes_per_token=BYTES, floor=floor)
+    return Controller(CostModel(PREFILL, speeds, **profile), layers=LAYERS, bytes_per_token=BYTES, floor=floor)
 
 
 def test_fast_memory_loads_all_at_the_floor() -> None:
@@ -174,7 +174,7 @@ def test_it_learns_what_a_full_prefill_takes() -> None:
     control = controller({})
     plan = plan_of([""] * 4)
     for _ in range(40):
-        control.observe(control.decide(plan), 3 * MachineProfile(PREFILL).full_s(len(plan)), {})
+        control.observe(control.decide(plan), 3 * CostModel(PREFILL).full_s(len(plan)), {})
     assert control.profile.full_s(1024) == pytest.approx(1.5, rel=0.02)
     assert control.decide(plan).full_s == pytest.approx(control.profile.full_s(len(plan)))
     for _ in range(40):
@@ -199,7 +199,7 @@ def test_one_wild_observation_does_not_turn_it_round() -> None:
 
 
 def test_times_between_and_behind_the_measured_lengths() -> None:
-    profile = MachineProfile(PREFILL)
+    profile = CostModel(PREFILL)
     assert profile.full_s(1024) == pytest.approx(0.5)
     assert profile.full_s(0) == 0
     assert profile.full_s(64) == pytest.approx(64 * 0.12 / 256)
@@ -207,13 +207,13 @@ def test_times_between_and_behind_the_measured_lengths() -> None:
     assert profile.full_s(8192) > 2 * 2.3
     times = [profile.full_s(n) for n in range(1, 9000, 50)]
     assert all(later > earlier for earlier, later in itertools.pairwise(times))
-    falling = MachineProfile(((100, 1.0), (200, 1.1)))
+    falling = CostModel(((100, 1.0), (200, 1.1)))
     assert falling.full_s(100_000) > 0 and math.isfinite(falling.full_s(100_000))
 
 
 def test_a_profile_survives_json() -> None:
     profile = controller({"disk": 1e9}, latency=0.001, overhead=1.3, request_s=0.01).profile
-    assert MachineProfile.from_dict(profile.to_dict()) == profile
+    assert CostModel.from_dict(profile.to_dict()) == profile
 
 
 @pytest.mark.parametrize(
@@ -230,4 +230,4 @@ def test_a_profile_survives_json() -> None:
 )
 def test_what_is_no_profile_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError):
-        MachineProfile.from_dict(broken)
+        CostModel.from_dict(broken)

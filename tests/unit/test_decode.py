@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.loader import LayerKV
+from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
-from cacheblend.engines.hf.tokens import PromptBuilder
+from cacheblend.engines.tokens import PromptBuilder
 from families import VOCAB, tiny_model
 from tokenizers_for_tests import sentencepiece
 

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from cacheblend.core.deviation import kv_deviation
+from cacheblend.core.select.deviation import kv_deviation
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.selection import Hkvd, RandomRows, Threshold
+from cacheblend.core.select.selectors import Hkvd, RandomRows, Threshold
 from cacheblend.evaluation import Fused, SelectorChoice, make_arms
 
 

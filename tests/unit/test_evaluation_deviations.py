@@ -11,9 +11,9 @@ from rich.console import Console
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.prompt import Prompt, chunk, text
-from cacheblend.core.selection import AllRows, Hkvd, NoRows
-from cacheblend.engines import environment
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Evaluation, RowResult, make_arms, summarise
 from cacheblend.evaluation.deviation_file import FILE, DeviationFile
@@ -159,7 +159,7 @@ def test_what_was_measured_is_kept(tmp_path: Path) -> None:
 def test_of_other_arms_or_other_code_nothing_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DeviationFile(tmp_path, ["reuse"]).add(3, None, KEPT)
     assert DeviationFile(tmp_path, ["reuse", "blend"]).found == {}
-    monkeypatch.setattr(environment, "code_digest", lambda parts: "changed")
+    monkeypatch.setattr(provenance, "code_digest", lambda parts: "changed")
     assert DeviationFile(tmp_path, ["reuse"]).found == {}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.selection import AllRows, Hkvd
+from cacheblend.core.select.selectors import AllRows, Hkvd
 from cacheblend.evaluation import gate
 from cacheblend.evaluation.agreement import Sample, Summary, equal_share, summarise
 from cacheblend.evaluation.bounds import (

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.loader import LayerKV
-from cacheblend.core.prompt import Prompt, chunk, text
-from cacheblend.core.query import Query
-from cacheblend.core.selection import AllRows, Hkvd, NoRows, Selector
+from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.question_selectors import Query
+from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.arms import Agreement
+from cacheblend.engines.hf.baselines import Agreement
 from cacheblend.evaluation.inspection import (
     Inspection,
     attention_deviation_by_layer,
@@ -66,7 +66,7 @@ def engine_of(family: str = "llama", prompt: Prompt = RAG, **settings: object) -
     config = BlendConfig(**{"block_size": 16, "tile_rows": 24, "capture": False, "anchor": "none", **settings})  # type: ignore[arg-type]
     bos = BOS if anchor == "bos" else None
     engine = BlendEngine(tiny_model(family), store=MemoryStore(), config=config, bos_id=bos)
-    engine.warm(prompt.chunks, behind=prompt)
+    engine.warm(prompt.chunks, system=prompt)
     return engine
 
 
@@ -110,7 +110,7 @@ def test_attention_is_transformers_own(family: str) -> None:
 @pytest.mark.parametrize("selector", [NoRows(), Hkvd(), Hkvd((1, 2), (0.4, 0.2)), Query(0.2)], ids=repr)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_watching_a_pass_changes_nothing(family: str, selector: Selector) -> None:
-    """The second walk over the KV that the pass left gives the pass's own logits: its attention is the pass's."""
+    """The second runner over the KV that the pass left gives the pass's own logits: its attention is the pass's."""
     engine = engine_of(family)
     result, report = engine.prefill(RAG, selector=selector)
     seen = observe_fused(engine, RAG, selector)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from cacheblend.core import loader as loader_module
-from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.loader import ROWS_AT_ONCE, LayerLoader
+from cacheblend.core.load import loader as loader_module
+from cacheblend.core.load.loader import ROWS_AT_ONCE, LayerLoader
+from cacheblend.core.load.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.naming import BlockName, root_name
-from cacheblend.core.plan import RESIDENT, Anchor, BlendPlan, Planner, Source
-from cacheblend.core.prompt import Prompt, chunk, text
-from cacheblend.core.rope import KeyRotation, Turn, reposition_keys, turn_by
+from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.plan.plan import RESIDENT, Anchor, BlendPlan, Planner, Source
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 
 ROOT = root_name("model", "float32")
 BOS = 1

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.matching import SHORTEST, WINDOW, ChunkIndex, window_hashes
 from cacheblend.core.naming import TokenIds, block_name, root_name
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.matching import SHORTEST, WINDOW, ChunkIndex, window_hashes
 
 ROOT = root_name("a model", "float32")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend.core.controller import MARGIN
+from cacheblend.core.cost.controller import MARGIN
+from cacheblend.core.cost.placement import Device, cheapest, place, recompute_s
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.placement import Device, cheapest, place, recompute_s
 from command_line import runner
 
 GB = 1e9
@@ -70,14 +70,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert result["devices"][0]["monthly"] == pytest.approx(result["bytes_per_token"] * 0.5)
     int4 = run("--prefill-s", 0.5, "--codec", "int4", "--json").json
     assert int4["bytes_per_token"] < 0.32 * result["bytes_per_token"]
-    machine = tmp_path / "machine.json"
+    cost_model = tmp_path / "machine.json"
     tiers = {"disk": {"bytes_per_s": 2e9}}
-    machine.write_text(json.dumps({"format": 1, "prefill_s": [[100, 0.1], [1000, 1.0]], "tiers": tiers}))
-    own = run("--machine", machine, "-c", 500, "-d", "disk::0.1", "-d", "tape:0.1:0", "--json").json
+    cost_model.write_text(json.dumps({"format": 1, "prefill_s": [[100, 0.1], [1000, 1.0]], "tiers": tiers}))
+    own = run("--cost-model", cost_model, "-c", 500, "-d", "disk::0.1", "-d", "tape:0.1:0", "--json").json
     assert own["prefill_s"] == pytest.approx(0.5)
     assert [each["bytes_per_s"] for each in own["devices"]] == [2e9, 1e8]
-    assert "no tier 'nvme' was measured (disk)" in run("--machine", machine, "-d", "nvme::1").err
-    assert "--machine has them" in run("--prefill-s", 1, "-d", "nvme::1").err
-    assert "either a machine profile" in run().err
-    assert "cannot be read" in run("--machine", tmp_path / "none").err
+    assert "no tier 'nvme' was measured (disk)" in run("--cost-model", cost_model, "-d", "nvme::1").err
+    assert "--cost-model has them" in run("--prefill-s", 1, "-d", "nvme::1").err
+    assert "either a cost model" in run().err
+    assert "cannot be read" in run("--cost-model", tmp_path / "none").err
     assert "a device is name:GB/s:price" in run("--prefill-s", 1, "-d", "x").err

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name, split_blocks
-from cacheblend.core.plan import Anchor, BlendPlan, Planner, Source, Span, cut_bos
-from cacheblend.core.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.plan.plan import Anchor, BlendPlan, Planner, Source, Span, cut_bos
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 
 ROOT = root_name("model", "float32")
 LAYOUT = KVLayout((LayerShape(1, 2),), torch.float32)
@@ -300,7 +300,7 @@ def test_the_system_anchor_is_the_text_in_front_of_the_first_chunk() -> None:
     system = [text([BOS, 5, 6]), text([7])]
     with_chunk = anchor.segments(Prompt.of([*system, chunk([8]), text([9]), chunk([4])]))
     assert [ids.tolist() for ids in with_chunk] == [[BOS], [5, 6], [7]]
-    alone = anchor.segments(Prompt.of(system))  # what `warm(..., behind=...)` is given
+    alone = anchor.segments(Prompt.of(system))  # what `warm(..., system=...)` is given
     assert [ids.tolist() for ids in alone] == [[BOS], [5, 6], [7]]
     assert anchor.segments(Prompt.of([chunk([8]), text([9])])) == []
 

@@ -11,8 +11,8 @@ import pytest
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import QUALITY_FIELDS, RUNNING_FIELDS, Measurement, Profile, quality_settings
-from cacheblend.core.selection import AllRows, Hkvd
-from cacheblend.engines.settings import PROFILE_NAME, check_writable, read_profile, settle, write_profile
+from cacheblend.core.select.selectors import AllRows, Hkvd
+from cacheblend.engines.settings import PROFILE_NAME, check_writable, read_profile, resolve_settings, write_profile
 
 SETTINGS = {"selector": "hkvd", "check_layers": (1, 2), "ratios": (0.4, 0.2), "recompute_ratio": 0.2}
 MEASURED = Measurement(
@@ -124,7 +124,7 @@ def test_a_profile_cannot_set_how_an_engine_runs() -> None:
 
 def test_without_a_configuration_the_profile_decides(tmp_path: Path) -> None:
     write(tmp_path / PROFILE_NAME)
-    found = settle(None, tmp_path, "f1")
+    found = resolve_settings(None, tmp_path, "f1")
     assert found.config == BlendConfig(**SETTINGS)
     assert found.profile == PROFILE
     assert "hkvd, check_layers 1 2" in found.source
@@ -132,13 +132,13 @@ def test_without_a_configuration_the_profile_decides(tmp_path: Path) -> None:
 
 def test_fields_that_do_not_decide_quality_are_laid_over_the_profile(tmp_path: Path) -> None:
     write(tmp_path / PROFILE_NAME)
-    found = settle({"salt": "x", "capture": False}, tmp_path, "f1")
+    found = resolve_settings({"salt": "x", "capture": False}, tmp_path, "f1")
     assert found.config == replace(BlendConfig(**SETTINGS), salt="x", capture=False)
 
 
 def test_one_field_that_decides_quality_sets_the_profile_aside(tmp_path: Path) -> None:
     write(tmp_path / PROFILE_NAME)
-    found = settle({"recompute_ratio": 0.3}, tmp_path, "f1")
+    found = resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1")
     assert found.config == BlendConfig(recompute_ratio=0.3)
     assert found.profile is None
     assert PROFILE.config(recompute_ratio=0.3) == found.config
@@ -146,14 +146,14 @@ def test_one_field_that_decides_quality_sets_the_profile_aside(tmp_path: Path) -
 
 def test_a_whole_configuration_wins_over_a_damaged_profile(tmp_path: Path) -> None:
     (tmp_path / PROFILE_NAME).write_text("{")
-    assert settle(BlendConfig(), tmp_path, "f1").config == BlendConfig()
+    assert resolve_settings(BlendConfig(), tmp_path, "f1").config == BlendConfig()
     with pytest.raises(InvalidInputError, match="damaged"):
-        settle(None, tmp_path, "f1")
+        resolve_settings(None, tmp_path, "f1")
 
 
 def test_a_profile_of_other_weights_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / PROFILE_NAME)
-    found = settle(None, tmp_path, "f2")
+    found = resolve_settings(None, tmp_path, "f2")
     assert (found.config, found.profile) == (BlendConfig(), None)
     assert "other weights" in found.source
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -162,33 +162,33 @@ def test_a_profile_of_other_weights_is_not_used(tmp_path: Path, caplog: pytest.L
 
 def test_a_profile_that_says_not_to_blend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_profile(tmp_path / PROFILE_NAME, Profile("f1", {"selector": "all"}, MEASURED))
-    found = settle({"salt": "x"}, tmp_path, "f1")
+    found = resolve_settings({"salt": "x"}, tmp_path, "f1")
     assert found.selector() == AllRows()
     assert found.selector(0.3) == Hkvd(ratios=(0.3,)), "a ratio tells it to blend"
     assert len(caplog.records) == 1
     assert "nothing is blended" in caplog.text
-    assert settle({"recompute_ratio": 0.3}, tmp_path, "f1").selector() == Hkvd(ratios=(0.3,))
+    assert resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1").selector() == Hkvd(ratios=(0.3,))
 
 
 def test_a_profile_elsewhere(tmp_path: Path) -> None:
     elsewhere = write(tmp_path / "other.json")
-    assert settle(None, tmp_path / "model", "f1", elsewhere).profile == PROFILE
+    assert resolve_settings(None, tmp_path / "model", "f1", elsewhere).profile == PROFILE
     with pytest.raises(InvalidInputError, match="cannot be read"):
-        settle(None, tmp_path, "f1", tmp_path / "none.json")
+        resolve_settings(None, tmp_path, "f1", tmp_path / "none.json")
     for config in (BlendConfig(), {"selector": "none"}):
         with pytest.raises(InvalidInputError, match="has no say"):
-            settle(config, tmp_path, "f1", elsewhere)
+            resolve_settings(config, tmp_path, "f1", elsewhere)
 
 
 def test_no_profile_means_the_defaults(tmp_path: Path) -> None:
-    found = settle(None, tmp_path, "f1")
+    found = resolve_settings(None, tmp_path, "f1")
     assert (found.config, found.profile) == (BlendConfig(), None)
     assert "has no profile" in found.source
 
 
 def test_an_unknown_field_is_named() -> None:
     with pytest.raises(InvalidInputError, match="no field 'ratio'"):
-        settle({"ratio": 0.3}, Path(), "f1")
+        resolve_settings({"ratio": 0.3}, Path(), "f1")
 
 
 def test_quality_settings_are_those_that_differ() -> None:

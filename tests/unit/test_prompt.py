@@ -5,7 +5,7 @@ import pytest
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.naming import as_token_ids
-from cacheblend.core.prompt import Prompt, check_ids, chunk, text
+from cacheblend.core.plan.prompt import Prompt, check_ids, chunk, text
 
 
 def test_segments_in_order_without_the_empty_ones() -> None:

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.core import question
-from cacheblend.core.attention import AttentionSpec
-from cacheblend.core.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.errors import BlockLostError
+from cacheblend.core.fuse import question
+from cacheblend.core.fuse.question import rows_to_ask
+from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.naming import BlockName, root_name
-from cacheblend.core.plan import Planner, Source
-from cacheblend.core.prompt import Prompt, chunk, text
-from cacheblend.core.question import rows_to_ask
-from cacheblend.core.weights import attention_weights
+from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.plan.plan import Planner, Source
+from cacheblend.core.plan.prompt import Prompt, chunk, text
 from reference_attention import dense_attention
 
 SPECS = {

@@ -7,7 +7,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
-from cacheblend.store.cascade import CascadeStore
+from cacheblend.store.combined.cascade import CascadeStore
 from store_blocks import holds, make_block, make_manifest
 
 

@@ -14,16 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.blocks import Block, LayerShape
-from cacheblend.core.codec import CODECS
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name
+from cacheblend.core.plan.blocks import Block, LayerShape
+from cacheblend.core.plan.codec import CODECS
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
-from cacheblend.store.bucket import BucketObjects
-from cacheblend.store.cascade import CascadeStore
-from cacheblend.store.redis import RedisObjects
-from cacheblend.store.remote import RemoteStore
-from cacheblend.store.striped import StripedStore
+from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined.striped import StripedStore
+from cacheblend.store.remote.bucket import BucketObjects
+from cacheblend.store.remote.redis import RedisObjects
+from cacheblend.store.remote.remote import RemoteStore
 from moto_bucket import BUCKET, bucket, needs_bucket
 from redis_server import RedisServer, needs_redis
 from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, raw_block, same_bits

@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store import DiskStore, open_store
-from cacheblend.store.striped import StripedStore
+from cacheblend.store.combined.striped import StripedStore
 from store_blocks import holds, make_block, make_manifest
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from cacheblend.core.blocks import Block
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError
+from cacheblend.core.plan.blocks import Block
 from cacheblend.store import MemoryStore, WriteBehind
 from store_blocks import holds, make_block
 

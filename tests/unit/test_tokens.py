@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.prompt import Prompt
-from cacheblend.engines.hf.tokens import Passage, PromptBuilder
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.engines.tokens import Passage, PromptBuilder
 from tokenizers_for_tests import (
     CHATML,
     CHATML_WITH_DOCUMENTS,

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.matching import ChunkIndex
 from cacheblend.core.naming import block_name, root_name
-from cacheblend.core.prompt import Prompt
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.vllm.chunks import find_chunks
 
 END = 9

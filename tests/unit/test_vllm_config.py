@@ -6,7 +6,7 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.selection import Hkvd
+from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.config import ConnectorConfig, read_config
 
 UCM_STORE = {

@@ -8,9 +8,9 @@ from threading import Event
 
 import pytest
 
-from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.errors import StoreError
-from cacheblend.core.matching import ChunkIndex
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.matching import ChunkIndex
 from cacheblend.engines.vllm.listing import ChunkListing
 from cacheblend.store import MemoryStore, open_store
 from store_blocks import make_block, make_manifest
@@ -28,7 +28,7 @@ def refreshed(listing: ChunkListing, is_done: Callable[[], bool]) -> None:
         listing.refresh()
 
 
-def settle(folder: Path) -> None:
+def resolve_settings(folder: Path) -> None:
     """As if the last change were a while ago."""
     long_ago = time.time() - 60
     os.utime(folder / "manifests", (long_ago, long_ago))
@@ -97,7 +97,7 @@ def test_a_folder_that_did_not_change_is_not_listed_again(tmp_path: Path, monkey
         first, second = manifests(2)
         store.put_manifest(first)
         assert store.listing_stamp() is None  # a change may still come unseen
-        settle(tmp_path)
+        resolve_settings(tmp_path)
         index = ChunkIndex(64)
         listing = ChunkListing(store, index, lambda m: True, refresh_s=0)
         listing.refresh()
@@ -108,7 +108,7 @@ def test_a_folder_that_did_not_change_is_not_listed_again(tmp_path: Path, monkey
         store.put_manifest(second)
         listing.refresh()
         assert len(index) == 2
-        settle(tmp_path)
+        resolve_settings(tmp_path)
         before = store.listing_stamp()
         store.delete_manifest(first.chunk_id)
         assert store.listing_stamp() != before

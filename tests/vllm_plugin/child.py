@@ -59,7 +59,7 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
     found: list[Any] = []
     for batch in batches:
         found += ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], what.get("sampling", {}))
-        settle(llm)
+        resolve_settings(llm)
     return found
 
 
@@ -90,7 +90,7 @@ def _logprobs(answer: Any) -> list[dict[str, float]]:
     return [{str(token): found.logprob for token, found in each.items()} for each in answer.logprobs or []]
 
 
-def settle(llm: Any) -> None:
+def resolve_settings(llm: Any) -> None:
     """Until the store has what was missed; the engine's own process does so by itself, this one has to be told."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     connector = getattr(getattr(core, "scheduler", None), "connector", None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cacheblend.core.selection import Hkvd
+from cacheblend.core.select.selectors import Hkvd
 from reference import blend
 from vllm_running import MODELS, Texts, Vllm, needs_vllm
 

@@ -45,11 +45,11 @@ class Request(SimpleNamespace):
 
 
 def scheduling(held: list[list[int]], **config: Any) -> Any:
-    from cacheblend.core.blocks import Block, KVLayout, LayerShape
-    from cacheblend.core.capture import ChunkJob, manifest_of
+    from cacheblend.core.load.capture import ChunkJob, manifest_of
     from cacheblend.core.naming import as_token_ids, root_name
-    from cacheblend.core.plan import Anchor, Planner
-    from cacheblend.core.selection import Hkvd
+    from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
+    from cacheblend.core.plan.plan import Anchor, Planner
+    from cacheblend.core.select.selectors import Hkvd
     from cacheblend.engines.vllm.config import ConnectorConfig
     from cacheblend.engines.vllm.scheduling import Scheduling
     from cacheblend.store import MemoryStore
@@ -132,7 +132,7 @@ def test_a_request_whose_hits_are_all_exact_keeps_its_names() -> None:
 
 
 def test_names_differ_by_what_the_blocks_hold() -> None:
-    from cacheblend.core.selection import Hkvd
+    from cacheblend.core.select.selectors import Hkvd
     from cacheblend.engines.vllm.scheduling import Scheduling
 
     side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, 7, 8]

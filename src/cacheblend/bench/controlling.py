@@ -21,19 +21,19 @@ from typing import Any
 import torch
 
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
-from cacheblend.core.blocks import Block
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.controller import MachineProfile
-from cacheblend.core.prompt import Prompt
-from cacheblend.engines import environment
+from cacheblend.core.cost.controller import CostModel
+from cacheblend.core.plan.blocks import Block
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.engines import provenance
+from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.arms import full_recompute
-from cacheblend.engines.hf.measuring import measure_machine
-from cacheblend.engines.machine import controller_of
-from cacheblend.store.cascade import CascadeStore
+from cacheblend.engines.hf.baselines import full_recompute
+from cacheblend.engines.hf.calibrate import calibrate
+from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined.throttled import ThrottledStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.speed import measure
-from cacheblend.store.throttled import ThrottledStore
 
 SLOWNESS = (0.1, 0.3, 1.0, 3.0, 10.0)
 """T_load of the context over T_prefill, of each device."""
@@ -78,7 +78,7 @@ def run(
             for store in (near, far, both)
         )
         tokens = [count * settings.chunk_tokens for count in lengths]
-        profile = measure_machine(engine, lengths=sorted({256, *tokens}), rounds=settings.runs)
+        profile = calibrate(engine, lengths=sorted({256, *tokens}), rounds=settings.runs)
         ratios = sorted({floor, *(ratio for ratio in RATIOS if ratio > floor)})
         for chunks in lengths:
             point = replace(settings, chunks=chunks)
@@ -119,9 +119,9 @@ def run(
         "model": name,
         "profile": profile.to_dict(),
         "cells": cells,
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-        "commit": environment.commit(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
     }
 
 
@@ -141,7 +141,7 @@ class _Filled(MemoryStore):
 
 def _cell(
     engine: BlendEngine,
-    profile: MachineProfile,
+    profile: CostModel,
     fixed: Mapping[str, tuple[BlendEngine, float]],
     prompts: Callable[[], Prompt],
     runs: int,

@@ -23,21 +23,21 @@ import torch
 
 from cacheblend.bench.shapes import shape_config
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
-from cacheblend.core.blocks import Block, KVLayout, LayerShape
-from cacheblend.core.codec import CODECS
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
-from cacheblend.engines import environment
+from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
+from cacheblend.core.plan.codec import CODECS
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.survey import expected_layout
 from cacheblend.store import DiskStore, KVStore, open_store
-from cacheblend.store.record_file import encode_block
-from cacheblend.store.throttled import ThrottledStore
+from cacheblend.store.combined.throttled import ThrottledStore
+from cacheblend.store.disk.record_file import encode_block
 
 Progress = Callable[[str], None]
 _BLOCK = 256  # tokens
-_ROOM = 64 << 30
+_GROW_ROWS = 64 << 30
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
     return {
         "figures": figures,
         **result,
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-        "commit": environment.commit(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
     }
 
 
@@ -110,7 +110,7 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
     """TTFT where loading takes as long as computing: arms in turns, each with its own throughput."""
     draw = random.Random(prompt.seed)
     with ExitStack() as stack:
-        slow = ThrottledStore(1e15, max_bytes=_ROOM)
+        slow = ThrottledStore(1e15, max_bytes=_GROW_ROWS)
         stack.enter_context(slow)
         ahead, serial = (stack.enter_context(_engine(model, tokenizer, slow, n)) for n in (2, 0))
         chunks = open_chunks(prompt, ahead, draw)

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from cacheblend.bench.loading import random_block
-from cacheblend.core.blocks import KVLayout, LayerShape
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.naming import BlockName, root_name
-from cacheblend.engines import environment
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.engines import provenance
 from cacheblend.store import DiskStore
 
 Progress = Callable[[int, int], None]
@@ -80,9 +80,9 @@ def run(
         "figures": figures,
         "blocks": blocks,
         **measured,
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-        "commit": environment.commit(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
     }
 
 

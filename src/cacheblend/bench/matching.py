@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.matching import ChunkIndex
 from cacheblend.core.naming import BlockName, TokenIds
-from cacheblend.engines import environment
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.engines import provenance
 
 VOCABULARY = 150_000
 
@@ -62,7 +62,7 @@ def run(
         "stored": stored,
         "chunk_tokens": chunk_tokens,
         "prompt_tokens": of_prompt * (chunk_tokens + 4),
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-        "commit": environment.commit(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
     }

@@ -15,9 +15,9 @@ from rich.table import Table
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.engines import environment
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.arms import full_recompute
+from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.store import open_store
 
 Progress = Callable[[int, int, str], None]
@@ -45,9 +45,9 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         "model": settings.model or settings.shape,
         "prompt_tokens": settings.prompt_tokens,
         "ratio": settings.ratios[0],
-        "machine": environment.machine(),
-        "versions": environment.versions(),
-        "commit": environment.commit(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
     }
 
 

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.prompt import Segment, chunk
+from cacheblend.core.plan.prompt import Segment, chunk
 from cacheblend.data import read_passages
 from cacheblend.engines.hf import BlendEngine
 

@@ -24,7 +24,7 @@ import torch
 
 from cacheblend.bench.shapes import build_shape, check_choice, config_of
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import environment
+from cacheblend.engines import provenance
 
 NAME = "served"
 START_S = FILL_S = 600
@@ -190,9 +190,9 @@ class Pair:
             "model": self.model or self.shape,
             "ratio": self.ratio,
             "max_num_batched_tokens": self.batched_tokens,
-            "machine": environment.machine(),
-            "versions": environment.versions() | found,
-            "commit": environment.commit(),
+            "machine": provenance.machine(),
+            "versions": provenance.versions() | found,
+            "commit": provenance.commit(),
         }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from cacheblend.cli import ask, bench, bench_vllm, demo, doctor, evaluate, inspect, plan, profile, serve, store, warm
+from cacheblend.cli import ask, bench, bench_vllm, calibrate, demo, doctor, evaluate, inspect, plan, serve, store, warm
 from cacheblend.cli.output import error_text, print_error
 
 ERROR = 2
@@ -30,7 +30,7 @@ FIRST, DAILY, MEASURE = "See whether it fits", "Use it", "Measure it"
 app.command("demo", rich_help_panel=FIRST)(demo.demo)
 app.command("doctor", rich_help_panel=FIRST)(doctor.doctor)
 app.command("warm", rich_help_panel=DAILY)(warm.warm)
-app.command("profile", rich_help_panel=DAILY)(profile.profile)
+app.command("calibrate", rich_help_panel=DAILY)(calibrate.calibrate)
 app.command("plan", rich_help_panel=MEASURE)(plan.plan)
 app.command("ask", rich_help_panel=DAILY)(ask.ask)
 app.command("serve", rich_help_panel=DAILY)(serve.serve)

@@ -22,9 +22,9 @@ from cacheblend.cli.options import (
     Capture,
     Chat,
     Codec,
+    CostModelFile,
     Device,
     Dtype,
-    Machine,
     ModelFolder,
     Salt,
     System,
@@ -33,7 +33,7 @@ from cacheblend.cli.output import console, print_json, status, write
 from cacheblend.cli.prompts import Data, Passages, Question, RowNumber, build_prompt, read_inputs
 
 if TYPE_CHECKING:
-    from cacheblend.core.prompt import Prompt
+    from cacheblend.core.plan.prompt import Prompt
     from cacheblend.engines.hf import Answer, BlendEngine, SamplingParams
     from cacheblend.engines.settings import Settings
 
@@ -67,7 +67,7 @@ def ask(
     block_size: BlockSize = 256,
     codec: Codec = "raw",
     salt: Salt = "",
-    machine: Machine = None,
+    cost_model: CostModelFile = None,
     capture: Capture = True,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -91,7 +91,7 @@ def ask(
         "block_size": block_size,
         "codec": codec,
         "salt": salt,
-        "machine": None if machine is None else str(machine),
+        "cost_model": None if cost_model is None else str(cost_model),
         "capture": capture and not compare,
     }
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -138,7 +138,7 @@ def _show(answer: "Answer", layers: int, settings: "Settings", as_json: bool) ->
 
 def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
     """Blend and full recompute on the same ids, the weights touched before either is timed."""
-    from cacheblend.engines.hf.arms import agreement, finish, full_recompute, touch
+    from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, touch
 
     touch(engine, prompt)
     if not as_json:

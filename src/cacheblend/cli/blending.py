@@ -53,7 +53,7 @@ ProfileFile = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="The model's profile, where it is not cacheblend.json in its folder.",
+        help="The model's profile, where it is not blend-profile.json in its folder.",
         rich_help_panel=BLENDING,
         show_default=False,
     ),

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from cacheblend.engines.hf import BlendEngine, WarmReport
     from cacheblend.engines.hf.live_check import Outcome
     from cacheblend.evaluation import Evaluation
-    from cacheblend.evaluation.story import Story
-    from cacheblend.evaluation.story_results import Standing
+    from cacheblend.evaluation.demo import Demo
+    from cacheblend.evaluation.demo_results import Standing
 
 Ratio = Annotated[
     float,
@@ -45,12 +45,12 @@ DTYPE = "float32"
 
 
 @dataclass(frozen=True)
-class Told:
-    """The whole story, with its end.
+class DemoResult:
+    """The whole demo, with its end.
 
     Attributes:
         seed: it was drawn from.
-        story: passages and questions.
+        demo: passages and questions.
         warmed: storing the passages.
         found: all answers.
         summary: of them, see `summarise`.
@@ -60,7 +60,7 @@ class Told:
     """
 
     seed: int
-    story: "Story"
+    demo: "Demo"
     warmed: "WarmReport"
     found: "Evaluation"
     summary: dict[str, Any]
@@ -86,20 +86,20 @@ def demo(
         _make(keep)
 
     from cacheblend.cli.demo_report import show, show_kept
-    from cacheblend.evaluation.story import draw_story
+    from cacheblend.evaluation.demo import draw_story
 
-    story = draw_story(seed, questions)
+    demo = draw_story(seed, questions)
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
-        model = _model(keep, story)
+        model = _model(keep, demo)
         engine = stack.enter_context(_open(model, folder / "store", quiet=json))
-        told = _tell(engine, story, seed, ratio, plot, quiet=json)
+        told = _tell(engine, demo, seed, ratio, plot, quiet=json)
         if json:
             print_json(_facts(engine, told))
             return
         show(engine, told)
     if keep is not None:
-        show_kept(keep, story)
+        show_kept(keep, demo)
 
 
 # ---- before the work --------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def demo(
 def _check(ratio: float, plot: Path) -> None:
     """What would fail in the end is said at once."""
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.core.selection import check_ratio
+    from cacheblend.core.select.selectors import check_ratio
 
     check_ratio(ratio)
     if plot.suffix not in PICTURES:
@@ -128,7 +128,7 @@ def _make(folder: Path) -> None:
         raise InvalidInputError(f"--keep {folder}: the folder cannot be made: {error.strerror}") from error
 
 
-def _model(keep: Path | None, story: "Story") -> Path:
+def _model(keep: Path | None, demo: "Demo") -> Path:
     """The model's folder; where the rest is kept, a copy of it beside passages and questions."""
     import json
     import shutil
@@ -139,8 +139,8 @@ def _model(keep: Path | None, story: "Story") -> Path:
     if keep is None:
         return model_path()
     shutil.copytree(model_path(), keep / "model")
-    passages = (json.dumps({"title": passage.title, "text": passage.text}) for passage in story.passages())
-    for name, written in (("passages", passages), ("questions", lines(story.rows()))):
+    passages = (json.dumps({"title": passage.title, "text": passage.text}) for passage in demo.passages())
+    for name, written in (("passages", passages), ("questions", lines(demo.rows()))):
         (keep / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
     return keep / "model"
 
@@ -154,43 +154,43 @@ def _open(model: Path, store: Path, *, quiet: bool) -> "BlendEngine":
     return open_engine(model, str(store), {"capture": False}, dtype=DTYPE, quiet=quiet)
 
 
-def _tell(engine: "BlendEngine", story: "Story", seed: int, ratio: float, plot: Path, *, quiet: bool) -> Told:
+def _tell(engine: "BlendEngine", demo: "Demo", seed: int, ratio: float, plot: Path, *, quiet: bool) -> DemoResult:
     """Warms, asks, checks, draws."""
     from cacheblend.engines.hf.live_check import LiveCheck
     from cacheblend.evaluation import summarise
+    from cacheblend.evaluation.demo_results import standings
     from cacheblend.evaluation.scorers import ExactMatch
-    from cacheblend.evaluation.story_results import standings
 
-    warmed = _warm(engine, story, quiet=quiet)
-    found = _ask(engine, story, ratio, quiet=quiet)
+    warmed = _warm(engine, demo, quiet=quiet)
+    found = _ask(engine, demo, ratio, quiet=quiet)
     summary = summarise(found, [ExactMatch()])
     with status("checking the exactness laws ...", quiet=quiet):
         laws = list(LiveCheck(engine.model, engine.survey).run())
     arms = standings(found, summary)
-    picture = _draw(engine, arms, len(story.told.passages), plot)
-    return Told(seed, story, warmed, found, summary, arms, laws, picture)
+    picture = _draw(engine, arms, len(demo.told.passages), plot)
+    return DemoResult(seed, demo, warmed, found, summary, arms, laws, picture)
 
 
-def _warm(engine: "BlendEngine", story: "Story", *, quiet: bool) -> "WarmReport":
+def _warm(engine: "BlendEngine", demo: "Demo", *, quiet: bool) -> "WarmReport":
     from cacheblend.engines.hf import Passage
 
     with progress("warming", "passages", quiet=quiet) as advance:
-        return engine.warm([Passage(text.text, text.title) for text in story.passages()], progress=advance)
+        return engine.warm([Passage(text.text, text.title) for text in demo.passages()], progress=advance)
 
 
-def _ask(engine: "BlendEngine", story: "Story", ratio: float, *, quiet: bool) -> "Evaluation":
+def _ask(engine: "BlendEngine", demo: "Demo", ratio: float, *, quiet: bool) -> "Evaluation":
     """All questions by all arms, next to each other."""
     from cacheblend.evaluation import Settings, evaluate
-    from cacheblend.evaluation.story_results import story_arms
+    from cacheblend.evaluation.demo_results import demo_methods
 
-    arms = story_arms(engine.settings.config, ratio)
+    arms = demo_methods(engine.settings.config, ratio)
     with progress("asking, each way", "questions", quiet=quiet) as advance:
 
         def answered(stage: str, done: int, total: int) -> None:
             if stage == "answering":
                 advance(done, total)
 
-        return evaluate(engine, story.rows(), arms, settings=Settings(max_tokens=MAX_TOKENS), progress=answered)
+        return evaluate(engine, demo.rows(), arms, settings=Settings(max_tokens=MAX_TOKENS), progress=answered)
 
 
 def _draw(engine: "BlendEngine", arms: "list[Standing]", passages: int, plot: Path) -> Path | None:
@@ -201,14 +201,14 @@ def _draw(engine: "BlendEngine", arms: "list[Standing]", passages: int, plot: Pa
     if find_spec("matplotlib") is None:
         console(stderr=True).print(f"no picture is drawn, that needs matplotlib: {INSTALL}", soft_wrap=True)
         return None
-    from cacheblend.evaluation.story_plot import draw_story_plot
+    from cacheblend.evaluation.demo_plot import draw_story_plot
 
     title = f"{passages} passages stored once; {arms[0].score[1]} questions, each over the passages in another order"
     draw_story_plot(arms, plot, title=title, remark=f"The small model that ships: {model_text(engine)}")
     return plot
 
 
-def _facts(engine: "BlendEngine", told: Told) -> dict[str, Any]:
+def _facts(engine: "BlendEngine", told: DemoResult) -> dict[str, Any]:
     """Everything, for JSON."""
     from cacheblend.core.profile import quality_settings
     from cacheblend.evaluation import with_cells
@@ -219,11 +219,11 @@ def _facts(engine: "BlendEngine", told: Told) -> dict[str, Any]:
         "seed": told.seed,
         "settings": {"source": settings.source, **quality_settings(settings.config)},
         "warm": {"passages": told.warmed.stored, "tokens": told.warmed.tokens, "seconds": told.warmed.seconds},
-        "passages": [{"title": passage.title, "text": passage.text} for passage in told.story.passages()],
+        "passages": [{"title": passage.title, "text": passage.text} for passage in told.demo.passages()],
         "questions": [
             {"order": [index + 1 for index in asked.order], "question": row.question, "category": row.category}
             | {"answer": row.answers[0]}
-            for asked, row in zip(told.story.asked, told.story.rows(), strict=True)
+            for asked, row in zip(told.demo.asked, told.demo.rows(), strict=True)
         ],
         "arms": [asdict(arm) for arm in told.standings],
         "evaluation": with_cells(told.summary, told.found, [ExactMatch()]),

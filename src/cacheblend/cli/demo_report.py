@@ -10,23 +10,23 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.cli.output import console, seconds_text, visible
-from cacheblend.evaluation.story import CATEGORIES, Excerpt, find_example
-from cacheblend.evaluation.story_results import is_right, telling_rows
+from cacheblend.evaluation.demo import CATEGORIES, Excerpt, find_example
+from cacheblend.evaluation.demo_results import is_right, telling_rows
 from cacheblend.nano.scenes import spell
 
 if TYPE_CHECKING:
-    from cacheblend.cli.demo import Told
+    from cacheblend.cli.demo import DemoResult
     from cacheblend.engines.hf import BlendEngine
-    from cacheblend.evaluation.story import Story
-    from cacheblend.evaluation.story_results import Standing
+    from cacheblend.evaluation.demo import Demo
+    from cacheblend.evaluation.demo_results import Standing
 
 RIGHT, WRONG = ("✓", "green"), ("✗", "red")
 MARKED = {"blend": "bold green"}
 SHORT = {"full": "full", "prefix": "prefix", "reuse": "reuse", "blend": "blend", "hkvd": "HKVD"}
 
 
-def show(engine: "BlendEngine", told: "Told") -> None:
-    """The story in six steps."""
+def show(engine: "BlendEngine", told: "DemoResult") -> None:
+    """The demo in six steps."""
     out = console()
     for number, (heading, part) in enumerate(
         (
@@ -35,7 +35,7 @@ def show(engine: "BlendEngine", told: "Told") -> None:
             (_asked(told), _costs(told.standings, engine)),
             ("Right answers", _categories(told.standings)),
             ("Some of the answers", _samples(told)),
-            ("What must be exact is exact, to rounding" if _all_hold(told) else "NOT exact", _laws(told)),
+            ("What must be exact is exact, to rounding" if _all_hold(told) else "NOT exact", _invariants(told)),
         ),
         start=1,
     ):
@@ -47,11 +47,11 @@ def show(engine: "BlendEngine", told: "Told") -> None:
         out.print(f"\nAll of it in one picture: {told.plot}", soft_wrap=True)
 
 
-def show_kept(folder: Path, story: "Story") -> None:
+def show_kept(folder: Path, demo: "Demo") -> None:
     """Which commands take what was kept."""
     kept = {name: shlex.quote(str(folder / name)) for name in ("model", "store", "passages.jsonl", "questions.jsonl")}
     model = f"--model {kept['model']} --dtype float32"
-    asked = find_example(story)
+    asked = find_example(demo)
     question = f"--data {kept['passages.jsonl']} --question 'Who has the {asked.thing}?'"
     out = console()
     out.print("\nTry:")
@@ -79,9 +79,9 @@ def model_text(engine: "BlendEngine") -> str:
 # ---- the parts --------------------------------------------------------------------------------------------
 
 
-def _passages(told: "Told") -> Text:
+def _passages(told: "DemoResult") -> Text:
     """A pronoun, and its antecedent in a passage in front of it."""
-    example = find_example(told.story)
+    example = find_example(told.demo)
     order = " ".join(str(index + 1) for index in example.asked.order)
     text = Text()
     for excerpt in (example.named, example.told):
@@ -103,7 +103,7 @@ def _excerpt(of: Excerpt) -> Text:
     return text
 
 
-def _stored(told: "Told") -> str:
+def _stored(told: "DemoResult") -> str:
     warmed = told.warmed
     return (
         f"{warmed.stored} passages, {warmed.tokens} tokens, computed once, each alone, and stored: "
@@ -111,7 +111,7 @@ def _stored(told: "Told") -> str:
     )
 
 
-def _asked(told: "Told") -> str:
+def _asked(told: "DemoResult") -> str:
     longest = max(cell.prompt_tokens for row in told.found.rows for cell in row.cells)
     return f"{len(told.found.rows)} questions, each over all passages in another order ({longest} tokens at most)"
 
@@ -163,9 +163,9 @@ def _categories(arms: "list[Standing]") -> Table:
     return table
 
 
-def _samples(told: "Told") -> Text:
+def _samples(told: "DemoResult") -> Text:
     """Some questions, and who answered what."""
-    asked = {str(number): each for number, each in enumerate(told.story.asked)}
+    asked = {str(number): each for number, each in enumerate(told.demo.asked)}
     text = Text()
     for row in telling_rows(told.found):
         order = " ".join(str(index + 1) for index in asked[row.id].order)
@@ -181,14 +181,14 @@ def _samples(told: "Told") -> Text:
     return text
 
 
-def _laws(told: "Told") -> Table:
+def _invariants(told: "DemoResult") -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     for title, ok, detail in told.laws:
         table.add_row(Text(*RIGHT) if ok else Text(*WRONG), title, detail)
     return table
 
 
-def _all_hold(told: "Told") -> bool:
+def _all_hold(told: "DemoResult") -> bool:
     return all(ok for _, ok, _ in told.laws)
 
 

@@ -72,7 +72,7 @@ ProfileFile = Annotated[
     Path | None,
     typer.Option(
         "--profile",
-        help="Where the profile is written. Default: cacheblend.json in the model's folder.",
+        help="Where the profile is written. Default: blend-profile.json in the model's folder.",
         rich_help_panel=GATE,
         show_default=False,
     ),
@@ -127,6 +127,7 @@ def doctor(
         raise InvalidInputError("--quality needs a model folder (--model) and questions with passages (--data)")
 
     from cacheblend.cli.quality import GateOptions, run_quality
+    from cacheblend.engines.settings import PROFILE_NAME
     from cacheblend.evaluation.gate import Bar
 
     options = GateOptions(
@@ -143,7 +144,7 @@ def doctor(
         ratios=tuple(ratio or ()),
         seed=seed,
         store=store,
-        profile=None if dry_run else profile or folder / "cacheblend.json",
+        profile=None if dry_run else profile or folder / PROFILE_NAME,
         dtype=dtype,
         device=device,
     )
@@ -191,10 +192,10 @@ def _profile(model: Path) -> "Check":
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.engines.fingerprint import fingerprint_folder
     from cacheblend.engines.hf.doctor import Check
-    from cacheblend.engines.settings import settle
+    from cacheblend.engines.settings import resolve_settings
 
     try:
-        settings = settle(None, model, fingerprint_folder(model))
+        settings = resolve_settings(None, model, fingerprint_folder(model))
     except InvalidInputError as error:
         return Check("profile", False, str(error))
     blends = settings.profile is not None and settings.profile.blend

@@ -54,10 +54,10 @@ def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict
     """Writes figures and plots to `folder`; the summary comes back with machine, versions and commit."""
     from json import dumps
 
-    from cacheblend.engines import environment
+    from cacheblend.engines import provenance
     from cacheblend.evaluation.records import write_whole
 
-    stamp = {"machine": environment.machine(), "versions": environment.versions(), "commit": environment.commit()}
+    stamp = {"machine": provenance.machine(), "versions": provenance.versions(), "commit": provenance.commit()}
     summary = {"data": data, **summary, **stamp}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "summary.json", dumps(summary, ensure_ascii=False, indent=2) + "\n")

@@ -142,7 +142,7 @@ def _check_passages(texts: list[tuple[str, str]]) -> None:
 
 def _check_settings(settings: dict[str, Any], layers: int | None) -> None:
     from cacheblend.core.config import BlendConfig
-    from cacheblend.core.fusor import check_selector
+    from cacheblend.core.fuse.prefill import check_selector
 
     if settings and layers is not None:
         check_selector(BlendConfig(**settings).make_selector(), layers)

@@ -51,9 +51,9 @@ Codec = Annotated[
     str,
     typer.Option("--codec", help="How stored passages are compressed: raw, fp8, int8, int4.", rich_help_panel=BLENDING),
 ]
-Machine = Annotated[
+CostModelFile = Annotated[
     Path | None,
-    typer.Option("--machine", help="Machine profile of `profile`: load what pays.", rich_help_panel=BLENDING),
+    typer.Option("--cost-model", help="Cost model of `calibrate`: load what pays.", rich_help_panel=BLENDING),
 ]
 Salt = Annotated[
     str,

@@ -6,28 +6,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.cli.options import AsJson, Codec, Machine, ModelFolder
+from cacheblend.cli.options import AsJson, Codec, CostModelFile, ModelFolder
 from cacheblend.cli.output import check_outputs, console, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cacheblend.core.blocks import KVLayout
-    from cacheblend.core.placement import Placement
+    from cacheblend.core.cost.placement import Placement
+    from cacheblend.core.plan.blocks import KVLayout
 
 DEVICES = ("memory:20:3", "nvme:3:0.1", "ssd:0.5:0.08", "disk:0.15:0.02", "bucket:0.1:0.023")
 RATIOS = (0.05, 0.15, 0.3, 0.5, 1.0)
 
 Context = Annotated[int, typer.Option("--context", "-c", help="Tokens of a context.", min=2)]
 PrefillS = Annotated[
-    float | None, typer.Option("--prefill-s", help="Seconds of its full prefill, where there is no --machine.")
+    float | None, typer.Option("--prefill-s", help="Seconds of its full prefill, where there is no --cost-model.")
 ]
 Devices = Annotated[
     list[str] | None,
     typer.Option(
         "--device",
         "-d",
-        help="name:GB/s:price of a GB a month, or name::price for a tier of --machine; several times. Default, no "
+        help="name:GB/s:price of a GB a month, or name::price for a tier of --cost-model; several times. Default, no "
         f"offers: {' '.join(DEVICES)}.",
     ),
 ]
@@ -39,7 +39,7 @@ Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it here (.png, .
 def plan(
     model: ModelFolder,
     context: Context = 4096,
-    machine: Machine = None,
+    cost_model: CostModelFile = None,
     prefill_s: PrefillS = None,
     device: Devices = None,
     stored_tokens: Stored = 1e8,
@@ -50,19 +50,19 @@ def plan(
 ) -> None:
     """Where to keep KV caches: time of loading and of recomputing by device, the ratio, the price a month.
 
-    Prefill times come from a machine profile (`profile`), or from --prefill-s.
+    Prefill times come from a cost model (`calibrate`), or from --prefill-s.
     """
     check_outputs(plot)
     from cacheblend.cli.bench import picture_file
     from cacheblend.cli.models import model_folder
+    from cacheblend.core.cost.placement import Device, cheapest, place
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.core.placement import Device, cheapest, place
-    from cacheblend.engines.machine import load_machine
+    from cacheblend.engines.cost_model import load_cost_model
 
-    if (machine is None) == (prefill_s is None):
-        raise InvalidInputError("give either a machine profile (--machine), or the time of a prefill (--prefill-s)")
+    if (cost_model is None) == (prefill_s is None):
+        raise InvalidInputError("give either a cost model (--cost-model), or the time of a prefill (--prefill-s)")
     picture = None if plot is None else picture_file(plot)
-    measured = None if machine is None else load_machine(machine)
+    measured = None if cost_model is None else load_cost_model(cost_model)
     speeds = {} if measured is None else {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
     devices = [Device.parse(text, speeds) for text in device or DEVICES]
     layout = _layout(model_folder(model), codec)
@@ -103,8 +103,8 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
     """
     from transformers import AutoConfig
 
-    from cacheblend.core.codec import codec_of
     from cacheblend.core.errors import InvalidInputError
+    from cacheblend.core.plan.codec import codec_of
     from cacheblend.engines.hf.survey import expected_layout
 
     codec_of(codec)
@@ -118,7 +118,7 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
 def _result(
     placed: "list[Placement]", best: "Placement | None", seconds: float, a_token: float, layers: int
 ) -> dict[str, Any]:
-    from cacheblend.core.placement import recompute_s
+    from cacheblend.core.cost.placement import recompute_s
 
     return {
         "prefill_s": seconds,

@@ -9,7 +9,7 @@ import typer
 from cacheblend.cli.options import PROMPT
 
 if TYPE_CHECKING:
-    from cacheblend.core.prompt import Prompt
+    from cacheblend.core.plan.prompt import Prompt
     from cacheblend.engines.hf import BlendEngine, Passage
 
 Question = Annotated[

@@ -9,7 +9,7 @@ from cacheblend.cli.output import seconds_text, share_text
 from cacheblend.core.report import BlendReport
 
 if TYPE_CHECKING:
-    from cacheblend.engines.hf.arms import Agreement
+    from cacheblend.engines.hf.baselines import Agreement
     from cacheblend.engines.settings import Settings
 
 

@@ -21,9 +21,9 @@ from cacheblend.cli.options import (
     BlockSize,
     Capture,
     Codec,
+    CostModelFile,
     Device,
     Dtype,
-    Machine,
     ModelFolder,
     Salt,
     StoreUrl,
@@ -84,7 +84,7 @@ def serve(
     block_size: BlockSize = 256,
     codec: Codec = "raw",
     salt: Salt = "",
-    machine: Machine = None,
+    cost_model: CostModelFile = None,
     chunk_tokens: ChunkTokens = 64,
     capture: Capture = True,
     active: Active = 8,
@@ -141,7 +141,7 @@ def serve(
         "codec": codec,
         "capture": capture,
         "salt": salt,
-        "machine": None if machine is None else str(machine),
+        "cost_model": None if cost_model is None else str(cost_model),
     }
     keep_few_kernels()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

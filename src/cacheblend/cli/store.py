@@ -8,8 +8,8 @@ from cacheblend.cli.options import AsJson
 from cacheblend.cli.output import console, print_json, progress, size_text, visible
 
 if TYPE_CHECKING:
-    from cacheblend.core.blocks import ChunkManifest
     from cacheblend.core.naming import BlockName
+    from cacheblend.core.plan.blocks import ChunkManifest
     from cacheblend.store import Damage, KVStore, StoreStats
 
 app = typer.Typer(help="Look at a store, check it, make room in it.", no_args_is_help=True, rich_markup_mode="rich")

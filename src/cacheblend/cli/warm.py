@@ -112,7 +112,7 @@ def _warm_hf(
     from cacheblend.cli.models import open_engine
     from cacheblend.cli.prompts import build_prompt
     from cacheblend.core.config import BlendConfig
-    from cacheblend.core.prompt import chunk
+    from cacheblend.core.plan.prompt import chunk
     from cacheblend.engines.hf import Passage
 
     with open_engine(model, store, BlendConfig(**config), dtype=dtype, device=device, quiet=quiet) as engine:
@@ -124,7 +124,7 @@ def _warm_hf(
             encode = engine.builder.encode_in_frame
             wanted = [chunk(encode(passage.text, frame), passage.title) for passage in passages]
         with progress("warming", "passages", quiet=quiet) as advance:
-            return engine.warm(wanted, behind=behind, progress=advance)
+            return engine.warm(wanted, system=behind, progress=advance)
 
 
 def _warm_vllm(
@@ -137,7 +137,7 @@ def _warm_vllm(
     quiet: bool,
 ) -> "WarmReport":
     from cacheblend.cli.models import model_folder
-    from cacheblend.engines.hf.tokens import PromptBuilder
+    from cacheblend.engines.tokens import PromptBuilder
     from cacheblend.engines.vllm.warming import warm_with_vllm
 
     def encode(builder: PromptBuilder) -> list[tuple[str, list[int]]]:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cacheblend.core.codec import codec_of
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.query import Hybrid, Pool, Query, Rank
-from cacheblend.core.selection import (
+from cacheblend.core.plan.codec import codec_of
+from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, Rank
+from cacheblend.core.select.selectors import (
     AllRows,
     Head,
     Hkvd,
@@ -47,7 +47,7 @@ class BlendConfig:
         salt: separates tenants who must not share a store's contents.
         tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
         read_ahead: layers loaded ahead of the one being computed.
-        machine: a machine profile's file (`cacheblend profile`), by which the loading controller decides what is
+        cost_model: a cost model's file (`cacheblend calibrate`), by which the loading controller decides what is
             loaded, and raises the ratio where loading takes longer. None: all that is stored is loaded.
         capture: store missed chunks after the request, in the background.
         capture_queue: missed chunks that wait for that at most; more are dropped and counted.
@@ -72,7 +72,7 @@ class BlendConfig:
     salt: str = ""
     tile_rows: int = 1024
     read_ahead: int = 2
-    machine: str | None = None
+    cost_model: str | None = None
     capture: bool = True
     capture_queue: int = 256
     capture_batch_tokens: int = 4096

@@ -20,7 +20,7 @@ RUNNING_FIELDS = frozenset(
         "anchor",
         "block_size",
         "codec",
-        "machine",
+        "cost_model",
         "salt",
         "tile_rows",
         "read_ahead",

@@ -12,10 +12,11 @@ from typing import Any
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Profile, config_of, decides_quality
-from cacheblend.core.selection import Selector
+from cacheblend.core.select.selectors import Selector
 
-PROFILE_NAME = "cacheblend.json"
+PROFILE_NAME = "blend-profile.json"
 """Of a profile in a model's folder."""
+_OLD_PROFILE_NAME = "cacheblend.json"  # up to 0.1; a store's format file has this name, too
 
 logger = logging.getLogger("cacheblend.engine")
 
@@ -40,7 +41,7 @@ class Settings:
         return (BlendConfig() if told else self.config).make_selector(ratio)
 
 
-def settle(
+def resolve_settings(
     config: BlendConfig | Mapping[str, Any] | None,
     folder: Path,
     fingerprint: str,
@@ -66,10 +67,16 @@ def settle(
         return Settings(config)
     if by_hand:
         return Settings(config_of(overrides))
-    path = folder / PROFILE_NAME if file is None else Path(file)
+    path = profile_file(folder) if file is None else Path(file)
     if file is None and not path.is_file():
         return Settings(config_of(overrides), source=f"the defaults; {folder.resolve().name} has no profile")
     return _of_profile(read_profile(path), path, fingerprint, overrides)
+
+
+def profile_file(folder: Path) -> Path:
+    """The profile in a model's folder, or where it would be; one of the old name is read as long as it is the only."""
+    named, old = folder / PROFILE_NAME, folder / _OLD_PROFILE_NAME
+    return old if old.is_file() and not named.exists() else named
 
 
 def _of_profile(profile: Profile, path: Path, fingerprint: str, overrides: dict[str, Any]) -> Settings:

@@ -1,7 +1,7 @@
 """Quality of blending on a user's own data: arms, scorers, intervals, reports."""
 
-from cacheblend.evaluation.arms import Arm, Asked, Fused, Label, Outcome
 from cacheblend.evaluation.choices import ARMS, SelectorChoice, make_arms
+from cacheblend.evaluation.methods import Arm, Asked, Fused, Label, Outcome
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation, Settings, evaluate
 from cacheblend.evaluation.scorers import SCORERS, Scorer, make_scorers

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
-from cacheblend.core.selection import Selector
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.arms import FirstToken, agreement, finish, full_recompute, fused
+from cacheblend.engines.hf.baselines import FirstToken, agreement, finish, full_recompute, fused
 from cacheblend.evaluation.bounds import lower_bound, mean_lower_bound
 from cacheblend.evaluation.compute import ComputeScale
 

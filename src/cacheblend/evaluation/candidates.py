@@ -6,7 +6,7 @@ from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.selection import Selector, check_ratio
+from cacheblend.core.select.selectors import Selector, check_ratio
 from cacheblend.evaluation.choices import SelectorChoice
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)

@@ -7,8 +7,8 @@ from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.selection import NoRows, Selector
-from cacheblend.evaluation.arms import Arm, FullRecompute, Fused, Label, MapReduce, MapRerank, PrefixCaching
+from cacheblend.core.select.selectors import NoRows, Selector
+from cacheblend.evaluation.methods import Arm, FullRecompute, Fused, Label, MapReduce, MapRerank, PrefixCaching
 
 ARMS = ("full", "prefix", "reuse", "blend", "map-reduce", "map-rerank")
 PROFILE = "profile"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import environment
+from cacheblend.engines import provenance
 from cacheblend.evaluation.bootstrap import Values
 from cacheblend.evaluation.records import write_whole
 
@@ -41,7 +41,7 @@ class DeviationFile:
 
     def __init__(self, folder: Path | None, arms: Iterable[str]) -> None:
         self._path = None if folder is None else folder / FILE
-        self._of = {"code": environment.code_digest(CODE), "arms": list(arms)}
+        self._of = {"code": provenance.code_digest(CODE), "arms": list(arms)}
         self.found: dict[tuple[int, int | None], dict[str, Values]] = {}
         if self._path is not None and self._path.exists():
             self._read(self._path)

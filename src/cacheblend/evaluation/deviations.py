@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.selection import Selector
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import Selector
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage
-from cacheblend.evaluation.arms import Arm, Fused
 from cacheblend.evaluation.bootstrap import Values, bootstrap_means
 from cacheblend.evaluation.deviation_file import DeviationFile
 from cacheblend.evaluation.inspection import (
@@ -28,6 +27,7 @@ from cacheblend.evaluation.inspection import (
     observe_fused,
 )
 from cacheblend.evaluation.inspection.deviation import kv_norm_by_layer, relative_deviation
+from cacheblend.evaluation.methods import Arm, Fused
 from cacheblend.evaluation.runner import Settings
 
 Progress = Callable[[int, int], None]
@@ -125,7 +125,7 @@ def prompt_deviations(engine: BlendEngine, prompt: Prompt, selectors: Mapping[st
         a new position: an exact prefix does not deviate), and forward attention deviation
         (`attention_deviation_by_layer`). Empty if nothing of the prompt is loaded at a new position.
     """
-    engine.warm(prompt.chunks, behind=prompt)
+    engine.warm(prompt.chunks, system=prompt)
     loaded = engine.planner.plan(prompt, engine.store).candidate_rows
     if not len(loaded):
         return {}

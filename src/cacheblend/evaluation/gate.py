@@ -20,7 +20,7 @@ from typing import Any, Literal
 from cacheblend import __version__
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Measurement, Profile
-from cacheblend.core.selection import Selector
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation.agreement import Summary, summarise
 from cacheblend.evaluation.candidates import Candidate

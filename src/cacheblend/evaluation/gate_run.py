@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.selection import Selector
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.arms import touch
+from cacheblend.engines.hf.baselines import touch
 from cacheblend.engines.hf.engine import PromptLike
 from cacheblend.evaluation.agreement import Sample, Summary, compare, reference, summarise
 from cacheblend.evaluation.bounds import allowed_errors, check_share, needed_rows, reaches
@@ -182,7 +182,7 @@ class Run:
         Answers are drawn where there are gold ones, and elsewhere if `with_answers`.
         """
         engine, prompt, bar = self.engine, row.prompt, self.bar
-        engine.warm(prompt.chunks, behind=prompt)
+        engine.warm(prompt.chunks, system=prompt)
         self.done += 1
         samples: list[Sample] = []
         if len(engine.planner.plan(prompt, engine.store).candidate_rows):

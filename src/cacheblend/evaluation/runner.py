@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
-from cacheblend.core.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt
 from cacheblend.data import QuestionRow
-from cacheblend.engines import environment
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.arms import agreement, touch
-from cacheblend.evaluation.arms import Arm, Asked, Label, Outcome
+from cacheblend.engines.hf.baselines import agreement, touch
 from cacheblend.evaluation.choices import make_arms
 from cacheblend.evaluation.compute import ComputeScale
-from cacheblend.evaluation.identity import describe
+from cacheblend.evaluation.methods import Arm, Asked, Label, Outcome
 from cacheblend.evaluation.records import Cell, RowLog, RowResult, folder_name
+from cacheblend.evaluation.run_config import describe
 from cacheblend.evaluation.templates import Template
 
 Progress = Callable[[str, int, int], None]
@@ -200,7 +200,7 @@ def _warm(engine: BlendEngine, group: Sequence[_Case], progress: Progress, *, fi
         return
     behind = prompts[0] if engine.planner.anchor.rule == "system" else None
     chunks = [segment for prompt in prompts for segment in prompt.chunks]
-    engine.warm(chunks, behind=behind, progress=lambda done, total: progress("warming", done, total))
+    engine.warm(chunks, system=behind, progress=lambda done, total: progress("warming", done, total))
     if first:
         touch(engine, prompts[0])
         request = engine.start(prompts[0], SamplingParams(max_tokens=1))
@@ -236,7 +236,7 @@ def _run(engine: BlendEngine, case: _Case, arms: Sequence[Arm], settings: Settin
         answers=list(row.answers),
         cells=cells,
         too_long=list(case.too_long.items()),
-        machine=environment.machine_line(),
+        machine=provenance.machine_line(),
     )
 
 

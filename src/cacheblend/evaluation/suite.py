@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.query import Hybrid
-from cacheblend.core.selection import RandomRows, Selector
+from cacheblend.core.select.question_selectors import Hybrid
+from cacheblend.core.select.selectors import RandomRows, Selector
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation.arms import Arm, Fused, Label
 from cacheblend.evaluation.choices import make_arms
+from cacheblend.evaluation.methods import Arm, Fused, Label
 from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
 from cacheblend.evaluation.runner import Evaluation, Progress, Settings, evaluate
 from cacheblend.nano.questions import draw_questions

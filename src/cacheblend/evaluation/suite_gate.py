@@ -8,11 +8,11 @@ from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import QuestionRow
-from cacheblend.engines import environment
+from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.evaluation.gate import Bar, GateRow, Progress, check
-from cacheblend.evaluation.identity import LIBRARIES
 from cacheblend.evaluation.records import folder_name, write_whole
+from cacheblend.evaluation.run_config import LIBRARIES
 from cacheblend.evaluation.scorers import WordF1
 from cacheblend.evaluation.suite import GATE_SEED, SETTINGS, Suite
 from cacheblend.nano.questions import draw_questions, lines
@@ -69,9 +69,9 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, progress: Progress 
 
 def _describe(engine: BlendEngine, bar: Bar, rows: list[QuestionRow]) -> dict[str, Any]:
     """All that shapes the result."""
-    versions = environment.versions()
+    versions = provenance.versions()
     described = {
-        "code": environment.code_digest(CODE),
+        "code": provenance.code_digest(CODE),
         "libraries": {name: versions[name] for name in LIBRARIES},
         "fingerprint": engine.planner.root.hex(),
         "device": engine.model.device.type,

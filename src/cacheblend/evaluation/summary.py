@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from cacheblend.evaluation.agreement import equal_share
-from cacheblend.evaluation.arms import Label
 from cacheblend.evaluation.bootstrap import Values, bootstrap_means
+from cacheblend.evaluation.methods import Label
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation
 from cacheblend.evaluation.scorers import Scorer, best

@@ -19,8 +19,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.selection import Selector
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.background import run_apart
 from cacheblend.engines.hf.scheduler import Ask, Scheduler

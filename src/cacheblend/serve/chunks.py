@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
-from cacheblend.core.blocks import ChunkManifest
-from cacheblend.core.capture import ChunkJob, manifest_of
+from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.naming import BlockName
-from cacheblend.core.prompt import chunk
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.prompt import chunk
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey

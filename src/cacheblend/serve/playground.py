@@ -17,10 +17,10 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.plan import BlendPlan, Source
-from cacheblend.core.recorded import Recorded
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.select.recorded import Recorded
 from cacheblend.engines.hf import Passage
-from cacheblend.engines.hf.arms import agreement, full_recompute
+from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey

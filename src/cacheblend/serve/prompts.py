@@ -8,7 +8,7 @@ completions  spans of a prompt of token ids
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cacheblend.core.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message

@@ -4,9 +4,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from cacheblend.core.blocks import ChunkManifest
 from cacheblend.core.errors import StoreError
 from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.keys import ApiKey
 

@@ -1,10 +1,10 @@
 """The KV cache store: blocks and manifests in memory, in a folder, or both."""
 
 from cacheblend.store.base import Damage, KVStore, StoreStats
-from cacheblend.store.disk import DiskStore
+from cacheblend.store.combined.tiered import TieredStore
+from cacheblend.store.disk.disk import DiskStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.open import open_store, parse_bytes
-from cacheblend.store.tiered import TieredStore
 from cacheblend.store.writer import WriteBehind, WriterStats
 
 __all__ = [

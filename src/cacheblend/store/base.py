@@ -10,9 +10,9 @@ from types import TracebackType
 
 import torch
 
-from cacheblend.core.blocks import Block, BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, block_name
+from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape
 
 Progress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all)."""
@@ -120,7 +120,7 @@ class KVStore(BlockSource):
         """
         return [_read_or_error(self, name, layer, heads) for name in names]
 
-    def bring_nearer(self, names: Sequence[BlockName]) -> None:
+    def promote(self, names: Sequence[BlockName]) -> None:
         """A hint that these blocks will be read, where what was read is kept nearer; blocks that are lost are left."""
         return
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend.core.blocks import Block, BlockEntry, ChunkManifest, KVLayout
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, KVLayout
 from cacheblend.store.base import (
     LOGGER_NAME,
     Damage,

@@ -10,16 +10,16 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
-from cacheblend.store.bucket import BucketObjects
-from cacheblend.store.cascade import CascadeStore, close_all
-from cacheblend.store.disk import DEFAULT_DISK_BYTES, DiskStore
+from cacheblend.store.combined.cascade import CascadeStore, close_all
+from cacheblend.store.combined.striped import StripedStore
+from cacheblend.store.combined.tiered import TieredStore
+from cacheblend.store.disk.disk import DEFAULT_DISK_BYTES, DiskStore
 from cacheblend.store.expiry import parse_seconds
 from cacheblend.store.memory import MemoryStore, default_memory_bytes
-from cacheblend.store.objects import Objects
-from cacheblend.store.redis import RedisObjects
-from cacheblend.store.remote import RemoteStore
-from cacheblend.store.striped import StripedStore
-from cacheblend.store.tiered import TieredStore
+from cacheblend.store.remote.bucket import BucketObjects
+from cacheblend.store.remote.objects import Objects
+from cacheblend.store.remote.redis import RedisObjects
+from cacheblend.store.remote.remote import RemoteStore
 
 SUPPORTED = (
     '"memory", "memory://?max_bytes=8GiB", a folder, "file:///folder?max_bytes=200GiB&ram_bytes=4GiB", '

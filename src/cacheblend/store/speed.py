@@ -8,15 +8,15 @@ import time
 
 import torch
 
-from cacheblend.core.blocks import Block, KVLayout
-from cacheblend.core.controller import TierSpeed
+from cacheblend.core.cost.controller import TierSpeed
 from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
+from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store.base import KVStore
-from cacheblend.store.cascade import CascadeStore
-from cacheblend.store.disk import DiskStore
-from cacheblend.store.striped import StripedStore
-from cacheblend.store.tiered import TieredStore
+from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined.striped import StripedStore
+from cacheblend.store.combined.tiered import TieredStore
+from cacheblend.store.disk.disk import DiskStore
 
 FEW, MANY = 1, 8
 """Blocks of the two measurements."""

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cacheblend.core.blocks import Block
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import Block
 from cacheblend.store.base import LOGGER_NAME, KVStore
 
 logger = logging.getLogger(LOGGER_NAME)

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from cacheblend.core.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of
-from cacheblend.core.loader import LayerKV
+from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of
+from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.naming import join_ids
-from cacheblend.core.plan import Planner
+from cacheblend.core.plan.plan import Planner
 
 
 def batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.loader import LayerKV
+from cacheblend.core.load.loader import LayerKV
 
 GREEDY_BELOW = 1e-5
 """A temperature under it is greedy: logits divided by it would leave float32."""

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cacheblend.core.blocks import KVLayout
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.core.rope import KeyRotation
+from cacheblend.core.load.rope import KeyRotation
+from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.engines.fingerprint import WEIGHT_FILES
 from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.engines.hf.survey import Survey, check_config, survey_model
-from cacheblend.engines.hf.tokens import PromptBuilder
 from cacheblend.engines.hf.view import ModelView
+from cacheblend.engines.tokens import PromptBuilder
 
 
 @dataclass(frozen=True)

@@ -17,28 +17,28 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.controller import Controller
+from cacheblend.core.cost.controller import Controller
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.fusor import Prefill, PrefillRun, check_selector
-from cacheblend.core.loader import LayerKV, LayerLoader
-from cacheblend.core.plan import Anchor, BlendPlan, Planner
-from cacheblend.core.prompt import Prompt, Segment, chunk
+from cacheblend.core.fuse.prefill import Prefill, PrefillRun, check_selector
+from cacheblend.core.load.loader import LayerKV, LayerLoader
+from cacheblend.core.plan.plan import Anchor, BlendPlan, Planner
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk
 from cacheblend.core.report import BlendReport
-from cacheblend.core.selection import NoRows, Selector
+from cacheblend.core.select.selectors import NoRows, Selector
+from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
+from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefilling import Mode, Prefilling, plan_in_mode
 from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.survey import survey_model
-from cacheblend.engines.hf.tokens import Content, Message, Passage, PromptBuilder
 from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.hf.walk import HfWalk
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress, WarmReport
-from cacheblend.engines.machine import controller_of, floor_of, read_machine
 from cacheblend.engines.sentences import find_sentence_end_ids
-from cacheblend.engines.settings import Settings, settle
+from cacheblend.engines.settings import Settings, resolve_settings
+from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder
 from cacheblend.store import KVStore, open_store
 
 PromptLike = Prompt | Sequence[Content] | Sequence[Message]
@@ -90,9 +90,9 @@ class BlendEngine:
         self.planner = self.planner_of("")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         self.controller: Controller | None = None
-        if self.config.machine is not None:
-            machine = read_machine(self.config.machine, self.fingerprint, self.stored_layout, model.device.type)
-            self.controller = controller_of(machine, self.config, self.stored_layout)
+        if self.config.cost_model is not None:
+            measured = read_cost_model(self.config.cost_model, self.fingerprint, self.stored_layout, model.device.type)
+            self.controller = controller_of(measured, self.config, self.stored_layout)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else open_store(store)
         self._background = Background(self.config.capture_queue)
@@ -116,8 +116,8 @@ class BlendEngine:
             path: a folder with config.json, weights and tokenizer.
             store: a store, or its URL: ``memory``, a folder, ``file:///folder?max_bytes=...&ram_bytes=...``.
             config: how to blend. None takes the model's profile, if it has one, or the defaults; a mapping of some
-                fields is laid over that, see `settle`; a whole `BlendConfig` goes before any profile.
-            profile: its file, where it is not ``cacheblend.json`` in the model's folder.
+                fields is laid over that, see `resolve_settings`; a whole `BlendConfig` goes before any profile.
+            profile: its file, where it is not ``blend-profile.json`` in the model's folder.
             dtype: of the weights; ``auto`` takes the folder's own.
             device: None takes CUDA where there is one.
             with_tokenizer: False where all prompts are token ids.
@@ -128,7 +128,7 @@ class BlendEngine:
             ModelNotBlendableError: the model cannot be blended; said before its weights are read where possible.
         """
         opened = open_folder(path, dtype=dtype, device=device, with_tokenizer=with_tokenizer, **model_options)
-        settings = settle(config, Path(path), opened.fingerprint, profile)
+        settings = resolve_settings(config, Path(path), opened.fingerprint, profile)
         engine = BlendEngine(
             opened.model,
             opened.tokenizer,
@@ -201,7 +201,7 @@ class BlendEngine:
         self,
         chunks: Iterable[Passage | str | Segment],
         *,
-        behind: PromptLike | None = None,
+        system: PromptLike | None = None,
         progress: Progress | None = None,
         tenant: str = "",
     ) -> WarmReport:
@@ -209,7 +209,7 @@ class BlendEngine:
 
         Args:
             chunks: passages; those that the store holds are not computed again.
-            behind: the plain text in front of the first chunk, for the anchor rule ``system``.
+            system: the plain text in front of the first chunk, for the anchor rule ``system``.
             progress: called with (chunks done, chunks in all).
             tenant: for whom, see `planner_of`.
 
@@ -219,7 +219,7 @@ class BlendEngine:
         """
         segments = [self._segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
         planner = self.planner_of(tenant) if tenant else self.planner
-        anchor = planner.anchor.segments(None if behind is None else self.prompt(behind))
+        anchor = planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(planner, anchor, segments, progress)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -289,7 +289,7 @@ class BlendEngine:
     def step(self, request: Request) -> int:
         """Draws a request's next token. What is stored of its KV is taken behind the first one."""
         if request.token_ids:
-            self._settle(request)
+            self._store_missed_of(request)
         request.token_ids.append(request.decoding.step())
         if len(request.token_ids) == 1:
             request.report.ttft_s = time.perf_counter() - request.started
@@ -299,7 +299,7 @@ class BlendEngine:
         """Ends a request: what it missed may be captured now. Idempotent."""
         if not request.finished:
             request.finished = True
-            self._settle(request)
+            self._store_missed_of(request)
             self._background.end_request()
 
     @torch.no_grad()
@@ -342,7 +342,7 @@ class BlendEngine:
         check_selector(chosen, len(self.survey.layout.layers))
         run = PrefillRun(
             plan,
-            self._walk,
+            self._runner,
             self._loader,
             chosen,
             tile_rows=self.config.tile_rows,
@@ -380,17 +380,17 @@ class BlendEngine:
         """Captures a chunk that has waited so many seconds for a moment without requests; False: there is none."""
         return self._background.catch_up(after_s)
 
-    def keep(self, result: Prefill, tenant: str = "", *, text: bool = True) -> None:
+    def store_missed(self, result: Prefill, tenant: str = "", *, text: bool = True) -> None:
         """Behind a prefill's first token: what it missed is stored for the tenant; with `text`, also plain text that
         the prompt begins with."""
-        self._warmer.behind(self.planner_of(tenant) if tenant else self.planner, result, text=text)
+        self._warmer.after_request(self.planner_of(tenant) if tenant else self.planner, result, text=text)
 
     # ---- inside -----------------------------------------------------------------------------------------
 
-    def _walk(self, plan: BlendPlan) -> HfWalk:
+    def _runner(self, plan: BlendPlan) -> HfLayerRunner:
         first = plan.prefix_length
         ids = self.ids_of(plan.prompt)[first:]
-        return HfWalk(self.view, ids, torch.arange(first, len(plan), device=ids.device))
+        return HfLayerRunner(self.view, ids, torch.arange(first, len(plan), device=ids.device))
 
     def _loader(self, plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
         return LayerLoader(
@@ -424,10 +424,10 @@ class BlendEngine:
         room = params.max_tokens if limit is None else limit - len(prompt) + 1
         return replace(params, max_tokens=min(params.max_tokens, room))
 
-    def _settle(self, request: Request) -> None:
+    def _store_missed_of(self, request: Request) -> None:
         result, request.to_capture = request.to_capture, None
         if result is not None:
-            self.keep(result)
+            self.store_missed(result)
 
     def synchronize(self) -> None:
         """Waits for the device, so that a clock read behind it tells the truth."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend.core.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf.engine import BlendEngine
-from cacheblend.engines.hf.tokens import Content, Passage
+from cacheblend.engines.tokens import Content, Passage
 
 SEPARATOR = "\n\n"
 

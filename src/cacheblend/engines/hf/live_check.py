@@ -14,10 +14,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.loader import LayerKV
-from cacheblend.core.prompt import Prompt, Segment, chunk, text
-from cacheblend.core.rope import reposition_keys, turn_by
-from cacheblend.core.selection import AllRows, Hkvd, NoRows, Selector
+from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.load.rope import reposition_keys, turn_by
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.store import MemoryStore
@@ -115,16 +115,16 @@ class LiveCheck:
         selector: Selector = Hkvd(check_layers=(1,), ratios=(1.0,)) if deep else AllRows()
         chunks = [chunk(self._ids(self._chunk_tokens).tolist()) for _ in range(CHUNKS)]
         prompts = [self._prompt([self._text(), *chunks, self._text()]) for _ in range(self._prompts)]
-        return self._law(chunks, prompts, selector)
+        return self._invariant(chunks, prompts, selector)
 
     def _lone_chunk(self) -> tuple[bool, str]:
         """The second law: a chunk right behind its anchor is an exact prefix, whatever the ratio."""
         chunks = [chunk(self._ids(self._chunk_tokens).tolist())]
         prompts = [self._prompt([*chunks, self._text()]) for _ in range(self._prompts)]
-        return self._law(chunks, prompts, NoRows())
+        return self._invariant(chunks, prompts, NoRows())
 
     @torch.no_grad()
-    def _law(self, chunks: list[Segment], prompts: list[Prompt], selector: Selector) -> tuple[bool, str]:
+    def _invariant(self, chunks: list[Segment], prompts: list[Prompt], selector: Selector) -> tuple[bool, str]:
         """Blended against plain on each prompt; the median, since one row of a mixture of experts may be routed
         elsewhere by rounding alone."""
         config = BlendConfig(selector="all", capture=False)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
-from cacheblend.core.controller import Controller, Decision
-from cacheblend.core.fusor import Prefill, PrefillRun
-from cacheblend.core.lockstep import LayerSteps
-from cacheblend.core.plan import BlendPlan, Source
+from cacheblend.core.cost.controller import Controller, Decision
+from cacheblend.core.fuse.batching import LayerSteps
+from cacheblend.core.fuse.prefill import Prefill, PrefillRun
+from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.request import report_of
 
@@ -67,7 +67,7 @@ class Prefilling:
         return self._run.advance()
 
     def next_layer(self) -> LayerSteps:
-        """The next layer, for `run_in_lockstep`."""
+        """The next layer, for `run_together`."""
         return self._run.next_layer()
 
     def share(self) -> None:

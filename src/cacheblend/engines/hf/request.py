@@ -3,8 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-from cacheblend.core.fusor import Prefill
-from cacheblend.core.plan import Source
+from cacheblend.core.fuse.prefill import Prefill
+from cacheblend.core.plan.plan import Source
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.decode import Decoding, TextStream
 

@@ -1,6 +1,6 @@
 """Many requests on one engine: prefills side by side, answers decoded together, in one thread.
 
-    submit ─> waiting (bounded) ─> prefilling (a convoy, some row-layers a round) ─> answering (a token a round) ─> done
+    submit ─> waiting (bounded) ─> prefilling (batched, some row-layers a round) ─> answering (a token a round) ─> done
                    │ cancelled, too late ──────────────────────────────────────────────────────────────────────> done
 
 A round computes a slice of the prefills and one token of every answer, so that answers go on while prompts are read.
@@ -17,18 +17,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cacheblend.core.convoy import Convoy
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.core.fusor import Prefill
-from cacheblend.core.lockstep import run_in_lockstep
-from cacheblend.core.prompt import Prompt
+from cacheblend.core.fuse.batching import PrefillBatcher, run_together
+from cacheblend.core.fuse.prefill import Prefill
+from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
-from cacheblend.core.selection import Selector
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.decode import Draws, SamplingParams, TextStream
 from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.layers import JoinedRows
 from cacheblend.engines.hf.prefilling import Mode, Prefilling
 from cacheblend.engines.hf.together import Answering, compute_logits
-from cacheblend.engines.hf.walk import JoinedRows
 
 _LEAST_LOGPROB = -9999.0  # as OpenAI has it: JSON knows no infinity
 _CATCH_UP_SHARE = 0.1  # of the time, for missed chunks
@@ -171,12 +170,12 @@ class Ticket:
 
     @property
     def layer(self) -> int:
-        """See `Traveller`."""
+        """See `BatchJob`."""
         return 0 if self.prefilling is None else self.prefilling.layer
 
     @property
     def active_rows(self) -> int:
-        """See `Traveller`."""
+        """See `BatchJob`."""
         return 0 if self.prefilling is None else self.prefilling.active_rows
 
 
@@ -191,7 +190,7 @@ class Scheduler:
     def __init__(self, engine: BlendEngine, limits: Limits | None = None) -> None:
         self._engine, self._limits = engine, limits or Limits()
         last_check = max(engine.config.make_selector().check_layers, default=0)
-        self._convoy: Convoy[Ticket] = Convoy(last_check + 1, engine.config.tile_rows)
+        self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, engine.config.tile_rows)
         self._waiting: deque[Ticket] = deque()
         self._answering: list[Ticket] = []
         self._changed = threading.Condition()
@@ -229,7 +228,7 @@ class Scheduler:
     @property
     def active(self) -> int:
         """Requests that are prefilled or answered."""
-        return len(self._answering) + sum(1 for _ in self._convoy)
+        return len(self._answering) + sum(1 for _ in self._batcher)
 
     @property
     def is_alive(self) -> bool:
@@ -252,7 +251,7 @@ class Scheduler:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._convoy or self._answering or self._in_round)
+        return bool(self._waiting or self._batcher or self._answering or self._in_round)
 
     def _work(self) -> None:
         try:
@@ -293,7 +292,7 @@ class Scheduler:
     def _all(self) -> Iterator[Ticket]:
         with self._changed:
             waiting = list(self._waiting)
-        yield from (*waiting, *self._convoy, *self._answering)
+        yield from (*waiting, *self._batcher, *self._answering)
 
     def _admit(self) -> None:
         while True:
@@ -310,25 +309,25 @@ class Scheduler:
             except Exception as error:
                 self._end(ticket, error)
                 continue
-            self._convoy.add(ticket)
+            self._batcher.add(ticket)
 
     def _has_room(self, choices: int) -> bool:
         """Each choice has KV of its own."""
-        under_way: int = sum(ticket.ask.choices for ticket in (*self._convoy, *self._answering))
+        under_way: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
         return under_way == 0 or under_way + choices <= self._limits.active
 
     def _prefill(self) -> None:
         """A slice of the layers of the prompts at hand, or less where one is ready."""
         left = self._limits.row_layers
         if self.active > 1:
-            for ticket in self._convoy:
+            for ticket in self._batcher:
                 if ticket.prefilling is not None:
                     ticket.prefilling.share()
-        while self._convoy and left > 0:
-            tickets = self._convoy.next()
+        while self._batcher and left > 0:
+            tickets = self._batcher.next()
             opened = [ticket.prefilling for ticket in tickets if ticket.prefilling is not None]
             left -= max(1, sum(each.active_rows for each in opened))
-            ended = run_in_lockstep([each.next_layer() for each in opened], JoinedRows, self._engine.config.tile_rows)
+            ended = run_together([each.next_layer() for each in opened], JoinedRows, self._engine.config.tile_rows)
             for ticket, error in zip(tickets, ended, strict=True):
                 if error is not None:
                     self._end(ticket, error)
@@ -343,7 +342,7 @@ class Scheduler:
         except Exception as error:
             self._end(ticket, error)
             return
-        self._convoy.remove(ticket)
+        self._batcher.remove(ticket)
         self._answering.append(ticket)
 
     def _open_choices(self, ticket: Ticket, prefilling: Prefilling) -> None:
@@ -382,7 +381,7 @@ class Scheduler:
         self._tell(ticket, number, choice, draws.draw())
         result, ticket.captured = ticket.captured, None
         if result is not None and ticket.ask.may_keep(sum(map(len, result.plan.missed_chunks()))):
-            self._engine.keep(result, ticket.ask.tenant, text=ticket.ask.keep_text)
+            self._engine.store_missed(result, ticket.ask.tenant, text=ticket.ask.keep_text)
 
     def _catch_up(self) -> None:
         """A missed chunk, where requests never end."""
@@ -413,7 +412,7 @@ class Scheduler:
                 was_admitted = False
             else:
                 was_admitted = True
-        self._convoy.remove(ticket)
+        self._batcher.remove(ticket)
         if ticket in self._answering:
             self._answering.remove(ticket)
         took = time.perf_counter() - ticket.submitted

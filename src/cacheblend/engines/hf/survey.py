@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cacheblend.core.attention import AttentionSpec, attend_rows
-from cacheblend.core.blocks import KVLayout, LayerShape
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.rope import KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
+from cacheblend.core.layers.attention import AttentionSpec, attend_rows
+from cacheblend.core.load.rope import KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.view import LayerMask, ModelView
-from cacheblend.engines.hf.walk import HfWalk
 
 ROWS = 5
 TOLERANCE = 0.05  # of a pair's norm: bf16 rounds at 0.004, a wrong rotation is off by about 1
@@ -152,9 +152,9 @@ class _Probe:
         self._candidates = list(_candidate_rotations(view.model))
         self.masks: list[LayerMask] = []
 
-    def _open(self, shift: int, ids: torch.Tensor | None = None) -> HfWalk:
+    def _open(self, shift: int, ids: torch.Tensor | None = None) -> HfLayerRunner:
         try:
-            return HfWalk(self._view, self._ids if ids is None else ids, self._rows + shift)
+            return HfLayerRunner(self._view, self._ids if ids is None else ids, self._rows + shift)
         except ModelNotBlendableError:
             raise
         except Exception as error:
@@ -244,7 +244,7 @@ class _Probe:
             )
 
     def _rotation(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KeyRotation | None:
-        moved = [walk.project(index, self._noise, self._rows) for walk in self._moved]
+        moved = [runner.project(index, self._noise, self._rows) for runner in self._moved]
         if any(not _close(new_values, values) for _, new_values in moved):
             raise ModelNotBlendableError(f"the values of {self._layer(index)} depend on the position")
         if all(_close(new_keys, keys) for new_keys, _ in moved):

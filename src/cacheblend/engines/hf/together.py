@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend.core.attention import AttentionSpec, attend_last
-from cacheblend.core.loader import LayerKV
+from cacheblend.core.layers.attention import AttentionSpec, attend_last
+from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.decode import Draws
+from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.hf.walk import HfWalk
 
-ROOM = 256  # rows that a KV cache grows by
+GROW_ROWS = 256  # rows that a KV cache grows by
 
 
 class Answering:
@@ -51,7 +51,7 @@ class Answering:
 
 def _with_room(kv: LayerKV, length: int) -> LayerKV:
     kv_heads, _, head_dim = kv.keys.shape
-    grown = [part.new_empty(kv_heads, length + ROOM, head_dim) for part in kv]
+    grown = [part.new_empty(kv_heads, length + GROW_ROWS, head_dim) for part in kv]
     for new, old in zip(grown, kv, strict=True):
         new[:, :length] = old[:, :length]
     return LayerKV(*grown)
@@ -70,9 +70,9 @@ def _forward(view: ModelView, answers: Sequence[Answering]) -> torch.Tensor:
     """[answers, vocab] logits behind the last token of each."""
     token_ids = torch.cat([answer.draws.last_id for answer in answers])
     positions = torch.tensor([answer.position for answer in answers], device=token_ids.device)
-    walk, rows = HfWalk(view, token_ids, positions), torch.arange(len(answers), device=token_ids.device)
-    hidden = walk.embed()
-    for layer in range(walk.num_layers):
+    runner, rows = HfLayerRunner(view, token_ids, positions), torch.arange(len(answers), device=token_ids.device)
+    hidden = runner.embed()
+    for layer in range(runner.num_layers):
 
         def attend(
             query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec, layer: int = layer
@@ -83,5 +83,5 @@ def _forward(view: ModelView, answers: Sequence[Answering]) -> torch.Tensor:
                 mixed.append(attend_last(query[:, row], kv.keys, kv.values, spec))
             return torch.stack(mixed)
 
-        hidden = walk.run(layer, hidden, rows, attend)
-    return walk.logits_of_all(hidden)
+        hidden = runner.run(layer, hidden, rows, attend)
+    return runner.logits_of_all(hidden)

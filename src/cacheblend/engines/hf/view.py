@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from cacheblend.core.attention import AttentionSpec
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.walk import Attend
+from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.layers.runner import Attend
 
 ATTENTION = "cacheblend"
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})  # attention functions are handed them and ignore them
@@ -65,7 +65,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Hands q, k, v [1, heads, n, head_dim] to the mask's `attend`; returns [1, n, heads, head_dim]."""
     if not isinstance(attention_mask, LayerMask) or attention_mask.attend is None:
-        raise ModelNotBlendableError(f"{type(module).__name__} attends outside a walk; use the model, not its view")
+        raise ModelNotBlendableError(f"{type(module).__name__} attends outside a runner; use the model, not its view")
     unknown = [name for name, value in others.items() if torch.is_tensor(value) and name not in WITHOUT_EFFECT]
     if unknown:
         raise ModelNotBlendableError(

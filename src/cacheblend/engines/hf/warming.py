@@ -8,13 +8,13 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from cacheblend.core.capture import ChunkJob, manifest_of, publish
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, StoreError
-from cacheblend.core.fusor import Prefill
+from cacheblend.core.fuse.prefill import Prefill
+from cacheblend.core.load.capture import ChunkJob, manifest_of, publish
 from cacheblend.core.naming import TokenIds
-from cacheblend.core.plan import Planner
-from cacheblend.core.prompt import Segment, check_ids
+from cacheblend.core.plan.plan import Planner
+from cacheblend.core.plan.prompt import Segment, check_ids
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.capture import batches, compute_chunks
 from cacheblend.engines.hf.survey import Survey
@@ -92,14 +92,14 @@ class ChunkWarmer:
         tokens = sum(len(job.token_ids) for job in missing)
         return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
 
-    def behind(self, planner: Planner, result: Prefill, *, text: bool = True) -> None:
+    def after_request(self, planner: Planner, result: Prefill, *, text: bool = True) -> None:
         """Behind a request: its exact blocks are written as they are (`text`), its missed chunks computed alone, later.
 
         What the loading controller left where it lies, since loading it takes long, is brought nearer: it is asked for.
         """
         left_out = result.plan.left_out
-        if left_out and self._config.machine is not None:
-            self._background.submit(left_out, partial(self._store.bring_nearer, sorted(left_out)), patient=True)
+        if left_out and self._config.cost_model is not None:
+            self._background.submit(left_out, partial(self._store.promote, sorted(left_out)), patient=True)
         if not self._config.capture or time.monotonic() < self._resume_at:
             return
         for block in publish(result.plan, result.kv) if text else ():
@@ -114,7 +114,7 @@ class ChunkWarmer:
             )
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits for `behind`'s work; False after `timeout` seconds."""
+        """Waits for `after_request`'s work; False after `timeout` seconds."""
         done = self._background.flush(timeout)
         return self._writer.flush(timeout) and done
 

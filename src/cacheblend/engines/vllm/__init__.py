@@ -5,7 +5,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "CacheBlendConnector",
   "kv_connector_extra_config": {"store": "file:///var/cache/cacheblend"}}'
 
 scheduler process: connector -> scheduling (chunks, plans, claims)     | jobs: what goes across
-worker processes:  connector -> worker (load, fuse, write, capture)    | model, walk, paged: vLLM's layers and cache
+worker processes:  connector -> worker (load, fuse, write, capture)    | model, runner, paged: vLLM's layers and cache
 compat: every name of vLLM's that is not its public interface
 """
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.matching import ChunkIndex
 from cacheblend.core.naming import TokenIds, as_token_ids
-from cacheblend.core.prompt import Prompt, Segment, chunk, run_of, text
+from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
 
 KEY = "cacheblend"
 """Of this project's object in a request's `kv_transfer_params`."""

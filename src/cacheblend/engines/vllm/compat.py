@@ -28,9 +28,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from cacheblend.core.attention import AttentionSpec
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.rope import KeyRotation
+from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.load.rope import KeyRotation
 
 __all__ = [
     "ARCHITECTURES",
@@ -163,7 +163,7 @@ class AttentionShim:
     ) -> torch.Tensor:
         """Of [n, heads, head_dim] each; writes to `output` as vLLM's implementations do."""
         if self.answer is None:
-            raise RuntimeError(f"{self.layer_name} was called outside of a walk")
+            raise RuntimeError(f"{self.layer_name} was called outside of a runner")
         output: torch.Tensor = options["output"]
         output.copy_(self.answer(query, key, value).view_as(output))
         return output

@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.matching import SHORTEST
+from cacheblend.core.plan.matching import SHORTEST
 
-_NOT_HERE = ("tile_rows", "read_ahead", "capture_batch_tokens", "machine")
+_NOT_HERE = ("tile_rows", "read_ahead", "capture_batch_tokens", "cost_model")
 """Fields of `BlendConfig` that the connector sets by vLLM's own limits."""
 
 _UCM_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")

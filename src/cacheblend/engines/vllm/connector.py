@@ -5,8 +5,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan import Anchor, Planner
-from cacheblend.engines.settings import settle
+from cacheblend.core.plan.plan import Anchor, Planner
+from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.identity import identify
@@ -20,7 +20,7 @@ from cacheblend.store import KVStore, open_store
 if TYPE_CHECKING:
     import torch
 
-    from cacheblend.core.capture import ChunkJob
+    from cacheblend.core.load.capture import ChunkJob
 
 
 class CacheBlendConnector(compat.KVConnectorBase_V1):
@@ -39,7 +39,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
         self.identity = identify(vllm_config)
         fields = self._config.blend_fields
-        self._settings = settle(fields, self.identity.folder, self.identity.fingerprint)
+        self._settings = resolve_settings(fields, self.identity.folder, self.identity.fingerprint)
         self._selector = self._settings.selector()
         config = self._settings.config
         self._planner = Planner.of_model(

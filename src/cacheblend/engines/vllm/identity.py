@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.fingerprint import fingerprint_folder
-from cacheblend.engines.hf.tokens import PromptBuilder
 from cacheblend.engines.sentences import find_sentence_end_ids
+from cacheblend.engines.tokens import PromptBuilder
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from cacheblend.core.capture import ChunkJob
-from cacheblend.core.plan import BlendPlan
+from cacheblend.core.load.capture import ChunkJob
+from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.engines.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from cacheblend.core.blocks import ChunkManifest
-from cacheblend.core.matching import ChunkIndex
 from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.matching import ChunkIndex
 from cacheblend.store import KVStore
 
 logger = logging.getLogger("cacheblend.vllm")

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from cacheblend.core.fusor import Prefill
+from cacheblend.core.fuse.prefill import Prefill
 from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
 
 HIT_TOKENS, FALLBACKS = "hit_tokens", "fallbacks"

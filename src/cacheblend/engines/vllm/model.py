@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.attention import attend_rows
-from cacheblend.core.blocks import KVLayout, LayerShape
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.rope import KeyRotation, reposition_keys, turn_by
+from cacheblend.core.layers.attention import attend_rows
+from cacheblend.core.load.rope import KeyRotation, reposition_keys, turn_by
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.engines.vllm import compat
-from cacheblend.engines.vllm.walk import VllmWalk
+from cacheblend.engines.vllm.layers import VllmLayerRunner
 
 _PROBE_ROWS, _PROBE_SHIFT = 8, 37
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -52,7 +52,7 @@ class BlendModel:
         self.total_kv_heads = int(total)
         self.heads = self._heads_of_rank(shapes[0].kv_heads)
         with torch.inference_mode():
-            self._check_walk()
+            self._check_layers()
             self.rotations = self._find_rotations()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -79,22 +79,22 @@ class BlendModel:
 
     # ---- checks -----------------------------------------------------------------------------------------
 
-    def _check_walk(self) -> None:
-        """The walk gives each layer what the model's own forward gives it."""
+    def _check_layers(self) -> None:
+        """The runner gives each layer what the model's own forward gives it."""
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
         positions = torch.arange(_PROBE_ROWS, device=self.device)
         plain = self._plain_keys(ids, positions)
-        walk, rows = VllmWalk(self, ids, positions), torch.arange(_PROBE_ROWS, device=self.device)
-        hidden = walk.embed()
+        runner, rows = VllmLayerRunner(self, ids, positions), torch.arange(_PROBE_ROWS, device=self.device)
+        hidden = runner.embed()
         for layer in range(len(self.layers)):
-            keys, _ = walk.project(layer, hidden, rows)
+            keys, _ = runner.project(layer, hidden, rows)
             if not torch.allclose(keys.float(), plain[layer].float(), rtol=1e-3, atol=_TOLERANCE[self.dtype]):
                 raise ModelNotBlendableError(
                     f"layer {layer} of {type(self._model).__name__}, called by itself, gives other keys than in the "
                     "model's own forward"
                 )
-            hidden = walk.run(layer, hidden, rows, lambda q, k, v, spec: attend_rows(q, k, v, positions, spec))
+            hidden = runner.run(layer, hidden, rows, lambda q, k, v, spec: attend_rows(q, k, v, positions, spec))
 
     def _plain_keys(self, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
         """[kv_heads, n, head_dim] of each layer in the model's own forward."""
@@ -125,7 +125,7 @@ class BlendModel:
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
         rows = torch.arange(_PROBE_ROWS, device=self.device)
-        first, moved = VllmWalk(self, ids, rows), VllmWalk(self, ids, rows + _PROBE_SHIFT)
+        first, moved = VllmLayerRunner(self, ids, rows), VllmLayerRunner(self, ids, rows + _PROBE_SHIFT)
         hidden = first.embed()
         found: list[KeyRotation | None] = []
         for layer in range(len(self.layers)):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.attention import AttentionSpec
-from cacheblend.core.loader import LayerKV
+from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.paged import PagedLayer
 

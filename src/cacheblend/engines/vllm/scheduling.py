@@ -14,15 +14,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend.core.blocks import ChunkManifest
-from cacheblend.core.capture import ChunkJob, manifest_of
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, StoreError
-from cacheblend.core.matching import ChunkIndex
+from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.naming import BlockName, join_ids
-from cacheblend.core.plan import BlendPlan, Planner, Source
-from cacheblend.core.prompt import Prompt, Segment, run_of, text
-from cacheblend.core.selection import Selector
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.plan import BlendPlan, Planner, Source
+from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.chunks import find_chunks
 from cacheblend.engines.vllm.config import ConnectorConfig

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheblend.core.capture import ChunkJob, manifest_of
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan import Anchor, Planner
-from cacheblend.core.prompt import chunk
-from cacheblend.engines.hf.tokens import PromptBuilder
+from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.plan.plan import Anchor, Planner
+from cacheblend.core.plan.prompt import chunk
 from cacheblend.engines.hf.warming import WarmReport
+from cacheblend.engines.tokens import PromptBuilder
 from cacheblend.store import open_store
 
 Encode = Callable[[PromptBuilder], Sequence[tuple[str, list[int]]]]

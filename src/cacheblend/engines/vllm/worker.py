@@ -4,7 +4,7 @@
                       prompt: load, fuse, write each finished layer to the paged cache -> done
                       chunk:  compute alone behind its anchor -> store
 
-Jobs of a kind go through their layers side by side where they have few rows (`Convoy`).
+Jobs of a kind go through their layers side by side where they have few rows (`PrefillBatcher`).
 
 Every rank does the same rows in the same order; where ranks must agree (chosen rows, lost blocks), they are asked.
 """
@@ -22,24 +22,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.blocks import Block, BlockEntry, BlockSource
-from cacheblend.core.capture import ChunkJob, blocks_of, manifest_of
-from cacheblend.core.convoy import Convoy
 from cacheblend.core.errors import BlockLostError, StoreError
-from cacheblend.core.fusor import OnLayer, PrefillRun
-from cacheblend.core.loader import LayerKV, LayerLoader
-from cacheblend.core.lockstep import run_in_lockstep
+from cacheblend.core.fuse.batching import PrefillBatcher, run_together
+from cacheblend.core.fuse.prefill import OnLayer, PrefillRun
+from cacheblend.core.load.capture import ChunkJob, blocks_of, manifest_of
+from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan import RESIDENT, BlendPlan, Planner
-from cacheblend.core.prompt import Prompt, text
-from cacheblend.core.selection import NoRows, Selector
+from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource
+from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Planner
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
+from cacheblend.engines.vllm.layers import VllmLayerRunner, join
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
 from cacheblend.engines.vllm.paged_attention import PagedAttention
-from cacheblend.engines.vllm.walk import VllmWalk, join
 from cacheblend.store import KVStore
 
 PAUSE_S = 60  # behind a store that cannot take a chunk
@@ -107,8 +106,8 @@ class Worker:
         self._over_ranks = compat.over_ranks if model.tp_size > 1 else None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-writer")
         last_check = max(selector.check_layers, default=0)
-        self._blends: Convoy[_Task] = Convoy(last_check + 1, tile_rows)
-        self._captures: Convoy[_Task] = Convoy(1, tile_rows)
+        self._blends: PrefillBatcher[_Task] = PrefillBatcher(last_check + 1, tile_rows)
+        self._captures: PrefillBatcher[_Task] = PrefillBatcher(1, tile_rows)
         self._provided: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._resume_at = 0.0
@@ -128,8 +127,8 @@ class Worker:
             self._captures.add(_Task(capture))
         left = self._budget
         while left > 0 and (self._blends or self._captures):
-            convoy = self._blends or self._captures
-            left -= self._advance(convoy.next())
+            batcher = self._blends or self._captures
+            left -= self._advance(batcher.next())
 
     def capture(self, jobs: Sequence[ChunkJob]) -> None:
         """Chunks, computed and stored before this returns."""
@@ -175,7 +174,7 @@ class Worker:
         runs = [task.run for task in opened if task.run is not None]
         rows = sum(run.active_rows for run in runs)
         steps = [run.next_layer() for run in runs]
-        ended = run_in_lockstep(steps, join, self._tile_rows, isolate=self._over_ranks is None)
+        ended = run_together(steps, join, self._tile_rows, isolate=self._over_ranks is None)
         for task, run, error in zip(opened, runs, ended, strict=True):
             if error is not None:
                 self._fail(task, error)
@@ -266,10 +265,10 @@ class Worker:
     ) -> PrefillRun:
         model = self._model
 
-        def open_walk(plan: BlendPlan) -> VllmWalk:
+        def open_runner(plan: BlendPlan) -> VllmLayerRunner:
             ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
             positions = torch.arange(plan.prefix_length, len(plan))
-            return VllmWalk(model, ids.to(model.device), positions.to(model.device))
+            return VllmLayerRunner(model, ids.to(model.device), positions.to(model.device))
 
         def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
             kind = LayerLoader if model.tp_size == 1 else _AgreedLoader
@@ -288,7 +287,7 @@ class Worker:
 
         return PrefillRun(
             plan,
-            open_walk,
+            open_runner,
             open_loader,
             selector,
             over_ranks=self._over_ranks,

@@ -2,9 +2,9 @@
 
 Three passes are held against each other: full recompute, full reuse and blend.
 
-Deviation is counted in squares where rows are chosen by it (`core.deviation`). In tables and figures it is *relative*:
-its root, over the layer's root mean square norm of the loaded rows' fresh KV. That keeps the order of rows and makes
-layers comparable: 0 is exact, 1 is as far off as the KV itself is large.
+Deviation is counted in squares where rows are chosen by it (`core.select.deviation`). In tables and figures it is
+*relative*: its root, over the layer's root mean square norm of the loaded rows' fresh KV. That keeps the order of rows
+and makes layers comparable: 0 is exact, 1 is as far off as the KV itself is large.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.engines.hf.arms import Agreement
+from cacheblend.engines.hf.baselines import Agreement
 from cacheblend.evaluation.inspection.deviation import Array, relative_deviation
 from cacheblend.evaluation.inspection.parts import Part, part_of_row
 

@@ -8,11 +8,11 @@ import numpy.typing as npt
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan import BlendPlan
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.selection import Hkvd, NoRows, RandomRows, Selector
+from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import Hkvd, NoRows, RandomRows, Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.arms import agreement
+from cacheblend.engines.hf.baselines import agreement
 from cacheblend.evaluation.inspection.deviation import (
     Array,
     attention_deviation_by_layer,
@@ -65,7 +65,7 @@ def inspect_prompt(
     prompt, curves = engine.prompt(prompt), curves or {}
     _check(prompt, max_tokens)
     selector = selector or engine.settings.selector()
-    engine.warm(prompt.chunks, behind=prompt)
+    engine.warm(prompt.chunks, system=prompt)
     plan = engine.planner.plan(prompt, engine.store)
     _check_reused(plan)
 

@@ -1,7 +1,7 @@
 """A pass over a prompt, watched: its KV, which rows it computed, and what they attend to.
 
 Slow and plain, for figures and not for answers: every row's attention is written out, layer by layer, a few rows at a
-time. It goes through the model's own layers (`core.walk`), so scaling, soft-cap, sinks and windows are the model's.
+time. It goes through the model's own layers, so scaling, soft-cap, sinks and windows are the model's.
 """
 
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.attention import AttentionSpec
-from cacheblend.core.loader import LayerKV
-from cacheblend.core.plan import BlendPlan, Source
-from cacheblend.core.prompt import Prompt
-from cacheblend.core.recorded import Recorded
-from cacheblend.core.selection import Selector
-from cacheblend.core.walk import Attend
-from cacheblend.core.weights import attention_weights
+from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.layers.attention_weights import attention_weights
+from cacheblend.core.layers.runner import Attend
+from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.recorded import Recorded
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.walk import HfWalk
+from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.inspection.parts import context_length, part_of_row, parts_of
 
@@ -93,7 +93,7 @@ def alone_mass(engine: BlendEngine, plan: BlendPlan) -> npt.NDArray[np.float32]:
         stop = start + len(ids) - anchor
         columns = np.concatenate([part[:anchor] if in_prompt else np.full(anchor, -1), part[start:stop]])
         watch = _Watch(_layers(engine), columns, len(parts), first_last_row=len(ids), context=0)
-        _walk(engine, ids, 0, watch, np.ones((_layers(engine), len(ids)), dtype=np.bool_))
+        _runner(engine, ids, 0, watch, np.ones((_layers(engine), len(ids)), dtype=np.bool_))
         mass[:, start:stop] = watch.mass[:, anchor:]
     return mass
 
@@ -169,12 +169,12 @@ def _observe(
     watch = _Watch(len(computed), part, len(parts), first_last_row=first_last_row, context=context)
     watch.kv = [] if kv is None else kv
     first = plan.prefix_length
-    logits = _walk(engine, plan.prompt.token_ids, first, watch, computed)
+    logits = _runner(engine, plan.prompt.token_ids, first, watch, computed)
     forward = [torch.cat(rows, dim=1) for rows in watch.forward]
     return Observation(plan, logits, watch.kv, computed, watch.mass, forward, compute)
 
 
-def _walk(
+def _runner(
     engine: BlendEngine,
     token_ids: npt.NDArray[np.uint32],
     first: int,
@@ -183,14 +183,14 @@ def _walk(
 ) -> torch.Tensor:
     """All layers over the rows from position `first` on; `computed` [layers, tokens] says which. Last logits."""
     ids = torch.from_numpy(token_ids.astype("i8")[first:]).to(engine.model.device)
-    walk = HfWalk(engine.view, ids, torch.arange(first, len(token_ids), device=ids.device))
-    hidden = walk.embed()
-    for layer in range(walk.num_layers):
+    runner = HfLayerRunner(engine.view, ids, torch.arange(first, len(token_ids), device=ids.device))
+    hidden = runner.embed()
+    for layer in range(runner.num_layers):
         active = torch.from_numpy(np.flatnonzero(computed[layer, first:])).to(ids.device)
         for start in range(0, len(active), engine.config.tile_rows):
             rows = active[start : start + engine.config.tile_rows]
-            hidden[rows] = walk.run(layer, hidden[rows], rows, watch.attend(layer, rows + first))
-    return walk.logits(hidden[-1:])
+            hidden[rows] = runner.run(layer, hidden[rows], rows, watch.attend(layer, rows + first))
+    return runner.logits(hidden[-1:])
 
 
 def _layers(engine: BlendEngine) -> int:

@@ -6,7 +6,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt
 
 
 @dataclass(frozen=True)

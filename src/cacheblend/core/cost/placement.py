@@ -1,0 +1,128 @@
+"""Where to keep KV caches: loading against recomputing by device and ratio (paper, section 5.2 and figure 10)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cacheblend.core.cost.controller import MARGIN
+from cacheblend.core.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place for KV caches.
+
+    Attributes:
+        name: for people.
+        bytes_per_s: of reading.
+        price: of a GB (10^9 bytes) a month, in any currency; 0: it is there anyway.
+    """
+
+    name: str
+    bytes_per_s: float
+    price: float
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or not self.price >= 0:
+            raise InvalidInputError(
+                f"device {self.name!r} needs a throughput above 0 and a price of 0 or more, "
+                f"got {self.bytes_per_s} bytes/s and {self.price}"
+            )
+
+    @staticmethod
+    def parse(text: str, measured: Mapping[str, float] = MappingProxyType({})) -> "Device":
+        """Of ``name:GB/s:price``, or ``name::price`` for a tier that was measured.
+
+        Args:
+            text: the device.
+            measured: bytes/s by tier.
+
+        Raises:
+            InvalidInputError: it is not of that form, or was not measured.
+        """
+        try:
+            name, speed, price = text.split(":")
+            if not speed and name not in measured:
+                known = ", ".join(measured) or "none; --cost-model has them"
+                raise InvalidInputError(f"device {text!r} has no GB/s, and no tier {name!r} was measured ({known})")
+            return Device(name, float(speed) * 1e9 if speed else measured[name], float(price))
+        except ValueError as error:
+            if isinstance(error, InvalidInputError):
+                raise
+            raise InvalidInputError(f"a device is name:GB/s:price, e.g. nvme:3:0.1, got {text!r}") from error
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A context's caches on one device.
+
+    Attributes:
+        device: where.
+        load_s: T_load of the context.
+        ratio: chosen: the floor, or the largest that is computed while it loads.
+        recompute_s: T_recompute at that ratio.
+        ttft_s: the longer of the two.
+        hides: loading is no longer than recomputing at the floor.
+        monthly: price of all stored tokens.
+    """
+
+    device: Device
+    load_s: float
+    ratio: float
+    recompute_s: float
+    ttft_s: float
+    hides: bool
+    monthly: float
+
+
+def place(
+    devices: Sequence[Device],
+    *,
+    prefill_s: float,
+    layers: int,
+    context_bytes: float,
+    stored_bytes: float,
+    floor: float = 0.15,
+) -> list[Placement]:
+    """Every device's placement, in the order given.
+
+    Args:
+        devices: to choose from.
+        prefill_s: of the whole context.
+        layers: of the model: the first is always computed whole.
+        context_bytes: KV of the context.
+        stored_bytes: of all that is to be kept.
+        floor: the least ratio.
+
+    Raises:
+        InvalidInputError: a time or size that is not above 0, or a floor outside 0..1.
+    """
+    if min(prefill_s, context_bytes, stored_bytes) <= 0 or layers < 1 or not 0 <= floor <= 1:
+        raise InvalidInputError(
+            f"prefill time, bytes and layers must be above 0 and the floor in 0..1, got {prefill_s} s, "
+            f"{context_bytes} and {stored_bytes} bytes, {layers} layers, {floor}"
+        )
+    placed = []
+    for device in devices:
+        load = context_bytes / device.bytes_per_s
+        hidden = (MARGIN * load / prefill_s - 1 / layers) / (1 - 1 / layers) if layers > 1 else 1.0
+        ratio = min(1.0, max(floor, hidden))
+        recompute = recompute_s(prefill_s, layers, ratio)
+        hides = load <= recompute_s(prefill_s, layers, floor)
+        monthly = device.price * stored_bytes / 1e9
+        placed.append(Placement(device, load, ratio, recompute, max(load, recompute), hides, monthly))
+    return placed
+
+
+def recompute_s(prefill_s: float, layers: int, ratio: float) -> float:
+    """T_recompute: the first layer whole, the others by ratio."""
+    return prefill_s * (1 / layers + ratio * (1 - 1 / layers))
+
+
+def cheapest(placements: Sequence[Placement], prefill_s: float) -> Placement | None:
+    """The cheapest device that hides its loading; else, of those sooner than a prefill, the soonest; None: none is."""
+    hiding = [each for each in placements if each.hides]
+    if hiding:
+        return min(hiding, key=lambda each: (each.monthly, each.ttft_s))
+    sooner = [each for each in placements if each.ttft_s < prefill_s]
+    return min(sooner, key=lambda each: each.ttft_s, default=None)

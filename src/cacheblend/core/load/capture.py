@@ -1,0 +1,89 @@
+"""From the KV of a pass to the blocks that a store keeps: of a chunk computed alone, and of exact text in a prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
+from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
+from cacheblend.core.plan.codec import codec_of
+from cacheblend.core.plan.plan import BlendPlan, Planner
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkJob:
+    """A chunk to be computed.
+
+    Attributes:
+        anchor: tokens in front of it, segment by segment.
+        token_ids: its own, [tokens].
+        label: for people.
+    """
+
+    anchor: tuple[TokenIds, ...]
+    token_ids: TokenIds
+    label: str = ""
+
+    def __len__(self) -> int:
+        return len(self.token_ids) + sum(len(part) for part in self.anchor)
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedChunk:
+    """Blocks to be written (the anchor's first), and the manifest to be put behind them."""
+
+    blocks: list[Block]
+    manifest: ChunkManifest
+
+
+def manifest_of(job: ChunkJob, planner: Planner, model_name: str) -> ChunkManifest:
+    """How the store lists the chunk."""
+    names = chain_names(planner.chain_of(job.anchor), split_blocks(job.token_ids, planner.block_size))
+    return ChunkManifest(
+        chunk_id=names[-1],
+        root=planner.root,
+        anchor_ids=join_ids(job.anchor),
+        token_ids=job.token_ids,
+        block_names=tuple(names),
+        model=model_name,
+        label=job.label,
+    )
+
+
+def publish(plan: BlendPlan, kv: Sequence[LayerKV]) -> list[Block]:
+    """Blocks of this request whose KV is exact as it stands: text in front of the first chunk, and chunks right
+    behind their anchor."""
+    ids = plan.prompt.token_ids
+    return [
+        _block(span.name, span.parent, ids[span.start : span.stop], span.start, kv, "raw") for span in plan.publishable
+    ]
+
+
+def blocks_of(job: ChunkJob, planner: Planner, layers: Sequence[LayerKV]) -> list[Block]:
+    """The blocks of a chunk that was computed alone, the anchor's first (not of compressed ones: nobody reads those).
+
+    Args:
+        job: what was computed.
+        planner: names them.
+        layers: [kv_heads, tokens, head_dim] each, of anchor and chunk.
+    """
+    blocks, parent, position = [], planner.root, 0
+    needed_from = 0 if codec_of(planner.codec).is_exact else sum(len(part) for part in job.anchor)
+    for segment in (*job.anchor, job.token_ids):
+        for tokens in split_blocks(segment, planner.block_size):
+            name = block_name(parent, tokens)
+            if position >= needed_from:
+                blocks.append(_block(name, parent, tokens, position, layers, planner.codec))
+            parent, position = name, position + len(tokens)
+    return blocks
+
+
+def _block(
+    name: BlockName, parent: BlockName, tokens: TokenIds, start: int, kv: Sequence[LayerKV], codec: str
+) -> Block:
+    stop = start + len(tokens)
+    layout = KVLayout(tuple(LayerShape(k.shape[0], k.shape[2]) for k, _ in kv), kv[0].keys.dtype, codec)
+    records = [layout.encode(torch.stack([k[:, start:stop], v[:, start:stop]], dim=1)).cpu() for k, v in kv]
+    return Block(name, parent, tokens, records, layout)

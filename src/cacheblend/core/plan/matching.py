@@ -1,0 +1,213 @@
+"""Content matching: finds stored chunks in a prompt by their token ids, wherever they stand, without any marker.
+
+    chunk A       a0 a1 a2 a3 a4 ... a497 a498 a499
+    prompt   t t  b0 b1 a2 a3 a4 ... a497 c0 t t t
+    match              [start               stop)          A[offset:] with offset = 2
+
+At a seam the text around a chunk may tokenise its first and last tokens differently: just those are not matched.
+A stored chunk is known by the hashes of every `WINDOW`-th window of `WINDOW` tokens; a prompt's windows are all looked
+up. Hits are verified id by id, so a hash that meets by chance costs time and nothing else.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.core.plan.blocks import ChunkManifest
+
+WINDOW = 32
+SHORTEST = 2 * WINDOW - 1
+"""A run of agreement this long holds a known window, wherever it begins; shorter ones may be missed."""
+
+_MOST_OWNERS = 16  # chunks looked at for one window: boilerplate that opens thousands of chunks tells none from another
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2 ** 64 over the golden ratio
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A run of a prompt that agrees with a stored chunk.
+
+    Attributes:
+        start: first position in the prompt; stop: one behind the last.
+        chunk: the stored chunk.
+        offset: place of the run's first token in the chunk.
+    """
+
+    start: int
+    stop: int
+    chunk: ChunkManifest
+    offset: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class ChunkIndex:
+    """The chunks of one store and model, by content. Not safe for threads: its owner's only.
+
+    Args:
+        min_tokens: shorter runs are not matched.
+
+    Raises:
+        InvalidInputError: `min_tokens` is below `SHORTEST`.
+    """
+
+    def __init__(self, min_tokens: int = 64) -> None:
+        if min_tokens < SHORTEST:
+            raise InvalidInputError(f"runs of at least {SHORTEST} tokens can be matched, got min_tokens={min_tokens}")
+        self._min_tokens = min_tokens
+        self._chunks: list[ChunkManifest | None] = []  # None: removed
+        self._numbers: dict[BlockName, int] = {}
+        self._old, self._new = _Windows.none(), _Windows.none()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, chunk_id: BlockName) -> bool:
+        return chunk_id in self._numbers
+
+    @property
+    def chunk_ids(self) -> list[BlockName]:
+        """Of the chunks that can be found."""
+        return list(self._numbers)
+
+    def add(self, chunks: Iterable[ChunkManifest]) -> None:
+        """Chunks to be found from now on; those that are known, or too short to be found, change nothing."""
+        first = len(self._chunks)
+        for chunk in chunks:
+            if chunk.chunk_id in self._numbers or len(chunk.token_ids) < self._min_tokens:
+                continue
+            self._numbers[chunk.chunk_id] = len(self._chunks)
+            self._chunks.append(chunk)
+        added = [chunk.token_ids for chunk in self._chunks[first:] if chunk is not None]
+        if not added:
+            return
+        self._new = _Windows.merged([self._new, _Windows.of(added, first)])
+        if len(self._new) > len(self._old) // 8:  # so that adding stays cheap, however many there are
+            self._old, self._new = _Windows.merged([self._old, self._new]), _Windows.none()
+
+    def remove(self, chunk_ids: Iterable[BlockName]) -> None:
+        """Chunks not to be found any more; unknown ones are ignored."""
+        for chunk_id in chunk_ids:
+            number = self._numbers.pop(chunk_id, None)
+            if number is not None:
+                self._chunks[number] = None
+        if len(self._chunks) > 2 * len(self._numbers) + 1024:
+            kept = [chunk for chunk in self._chunks if chunk is not None]
+            self._chunks, self._numbers, self._old, self._new = [], {}, _Windows.none(), _Windows.none()
+            self.add(kept)
+
+    def match(self, token_ids: TokenIds) -> list[Match]:
+        """The runs of a prompt that agree with stored chunks, ascending, without overlap.
+
+        Of runs that overlap, the one that begins first is taken whole, of those the longest; what is left of the others
+        counts if it is long enough.
+
+        Args:
+            token_ids: [tokens] of the prompt, or of a part of it.
+        """
+        matches: list[Match] = []
+        covered = 0
+        for start, stop, number, offset in sorted(self._runs(token_ids), key=lambda run: (run[0], -run[1])):
+            hidden = max(0, covered - start)
+            chunk = self._chunks[number]
+            if chunk is not None and stop - start - hidden >= self._min_tokens:
+                matches.append(Match(start + hidden, stop, chunk, offset + hidden))
+                covered = stop
+        return matches
+
+    def _runs(self, token_ids: TokenIds) -> Iterator[tuple[int, int, int, int]]:
+        """Maximal runs of agreement: (start, stop, number of the chunk, offset in it), each once."""
+        hashes = window_hashes(token_ids)
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by chunk and where its first token would stand
+        for windows in (self._old, self._new):
+            for at, number, offset in windows.find(hashes):
+                known = found.setdefault((number, at - offset), [])
+                if not any(start <= at < stop for start, stop in known):
+                    run = self._run_around(token_ids, at, number, offset)
+                    if run is not None:
+                        known.append(run)
+                        yield run[0], run[1], number, offset - at + run[0]
+
+    def _run_around(self, token_ids: TokenIds, at: int, number: int, offset: int) -> tuple[int, int] | None:
+        """The run that holds the window at `at`, None if it agrees by its hash alone."""
+        chunk = self._chunks[number]
+        if chunk is None:
+            return None
+        first = max(0, at - offset)
+        last = min(len(token_ids), at - offset + len(chunk.token_ids))
+        theirs = chunk.token_ids[first - at + offset : last - at + offset]
+        differing = np.flatnonzero(token_ids[first:last] != theirs) + first
+        place = int(np.searchsorted(differing, at))
+        start = int(differing[place - 1]) + 1 if place else first
+        stop = int(differing[place]) if place < len(differing) else last
+        return (start, stop) if stop - at >= WINDOW else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Windows:
+    """Known windows, ascending by hash.
+
+    Attributes:
+        hashes: [n] uint64.
+        numbers: [n] int32, whose they are.
+        offsets: [n] int32, where in it.
+    """
+
+    hashes: npt.NDArray[np.uint64]
+    numbers: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    @staticmethod
+    def none() -> "_Windows":
+        return _Windows(np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int32))
+
+    @staticmethod
+    def of(texts: Sequence[TokenIds], first: int) -> "_Windows":
+        """Every `WINDOW`-th of each text, none shorter than one; the first text has this number."""
+        lengths = np.array([len(text) for text in texts])
+        counts = lengths // WINDOW
+        numbers = np.repeat(np.arange(len(texts)), counts)
+        offsets = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * WINDOW
+        hashes = window_hashes(np.concatenate(texts))[(np.cumsum(lengths) - lengths)[numbers] + offsets]
+        return _Windows(hashes, (numbers + first).astype(np.int32), offsets.astype(np.int32))
+
+    @staticmethod
+    def merged(parts: "list[_Windows]") -> "_Windows":
+        hashes = np.concatenate([part.hashes for part in parts])
+        order = np.argsort(hashes, kind="stable")
+        numbers = np.concatenate([part.numbers for part in parts])
+        return _Windows(hashes[order], numbers[order], np.concatenate([part.offsets for part in parts])[order])
+
+    def find(self, hashes: npt.NDArray[np.uint64]) -> Iterator[tuple[int, int, int]]:
+        """(position, chunk, offset) of the windows that are known, ascending by position."""
+        first = np.searchsorted(self.hashes, hashes, side="left")
+        there = np.flatnonzero(first < len(self.hashes))
+        there = there[self.hashes[first[there]] == hashes[there]]
+        beyond = np.searchsorted(self.hashes, hashes[there], side="right")
+        for at, begin, end in zip(there.tolist(), first[there].tolist(), beyond.tolist(), strict=True):
+            for entry in range(begin, min(end, begin + _MOST_OWNERS)):
+                yield at, int(self.numbers[entry]), int(self.offsets[entry])
+
+
+def window_hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
+    """[tokens - WINDOW + 1] hash of the window that begins at each token; empty for a shorter text.
+
+    hash = sum of ids[j] * M ** (WINDOW - 1 - j), modulo 2 ** 64; of two neighbouring windows' halves at a time.
+    """
+    if len(token_ids) < WINDOW:
+        return np.empty(0, dtype=np.uint64)
+    hashes = token_ids.astype(np.uint64) + np.uint64(1)
+    power, width = _MULTIPLIER, 1
+    with np.errstate(over="ignore"):  # the modulus
+        while width < WINDOW:
+            hashes = hashes[: len(hashes) - width] * power + hashes[width:]
+            power, width = power * power, 2 * width
+    return hashes

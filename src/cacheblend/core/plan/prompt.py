@@ -1,0 +1,130 @@
+"""A prompt: segments of token ids, each plain text or a chunk. Knows ids only, neither text nor tensors."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheblend.core.errors import InvalidInputError, PromptTooLongError
+from cacheblend.core.naming import TokenIds, as_token_ids
+from cacheblend.core.plan.blocks import ChunkManifest
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of token ids.
+
+    Attributes:
+        token_ids: [tokens], uint32.
+        is_chunk: reused as a unit at any position (a retrieved passage); otherwise plain text.
+        label: a name for people, e.g. a title.
+        found_in: the stored chunk that it is a run of, where it was found by its content; None for all others.
+        offset: place of its first token in that chunk.
+    """
+
+    token_ids: TokenIds
+    is_chunk: bool
+    label: str = field(default="")
+    found_in: ChunkManifest | None = None
+    offset: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def text(ids: Sequence[int] | npt.NDArray[np.integer]) -> Segment:
+    """A plain segment, always computed unless it is an exact prefix hit."""
+    return Segment(_checked(ids), is_chunk=False)
+
+
+def chunk(ids: Sequence[int] | npt.NDArray[np.integer], label: str = "") -> Segment:
+    """A segment whose KV cache is stored once and reused at any position.
+
+    Raises:
+        InvalidInputError: it is empty.
+    """
+    checked = _checked(ids)
+    if len(checked) == 0:
+        raise InvalidInputError("a chunk has no tokens; leave empty passages out of the prompt")
+    return Segment(checked, is_chunk=True, label=label)
+
+
+def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
+    """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored anew.
+
+    Raises:
+        InvalidInputError: the chunk has no such run.
+    """
+    if not (offset >= 0 and 0 < tokens <= len(found_in.token_ids) - offset):
+        raise InvalidInputError(
+            f"tokens {offset}..{offset + tokens - 1} of a chunk that has 0..{len(found_in.token_ids) - 1}"
+        )
+    ids = found_in.token_ids[offset : offset + tokens]
+    return Segment(ids, is_chunk=True, label=found_in.label, found_in=found_in, offset=offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """Segments in order; empty text segments are left out.
+
+    segments | text: BOS | text: system | chunk A | chunk B | text: question |
+    """
+
+    segments: tuple[Segment, ...]
+
+    @staticmethod
+    def of(segments: Iterable[Segment]) -> "Prompt":
+        """A prompt of these segments.
+
+        Raises:
+            InvalidInputError: there is no token in it.
+        """
+        kept = tuple(segment for segment in segments if len(segment))
+        if not kept:
+            raise InvalidInputError("the prompt is empty; it needs at least one token")
+        return Prompt(kept)
+
+    @cached_property
+    def token_ids(self) -> TokenIds:
+        """All ids, [tokens], uint32."""
+        return np.concatenate([segment.token_ids for segment in self.segments])
+
+    def __len__(self) -> int:
+        return sum(len(segment) for segment in self.segments)
+
+    @property
+    def chunks(self) -> list[Segment]:
+        """The chunk segments in order."""
+        return [segment for segment in self.segments if segment.is_chunk]
+
+    def check(self, vocab_size: int, max_length: int | None, reason: str = "the model's context") -> None:
+        """Holds the prompt against a model's limits; `reason` says what `max_length` is.
+
+        Raises:
+            InvalidInputError: an id outside the vocabulary.
+            PromptTooLongError: more tokens than the context has.
+        """
+        check_ids(self.token_ids, vocab_size, "the prompt")
+        if max_length is not None and len(self) > max_length:
+            raise PromptTooLongError(
+                f"the prompt has {len(self)} tokens, {reason} {max_length}; use fewer or shorter chunks"
+            )
+
+
+def check_ids(token_ids: TokenIds, vocab_size: int, what: str) -> None:
+    """Raises `InvalidInputError` if an id lies outside 0..vocab_size - 1."""
+    if len(token_ids) and int(token_ids.max()) >= vocab_size:
+        at = int(token_ids.argmax())
+        raise InvalidInputError(
+            f"{what} has token id {int(token_ids[at])} at index {at}, outside the vocabulary 0..{vocab_size - 1}; "
+            "was it tokenised with another model's tokenizer?"
+        )
+
+
+def _checked(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
+    try:
+        return as_token_ids(ids)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise InvalidInputError(f"not a list of token ids: {error}") from error

@@ -1,0 +1,244 @@
+"""Selectors: which of the loaded rows are recomputed.
+
+A selector is a frozen dataclass with one method. It says when it decides (before layer 0, at the entrance of its
+`check_layers`, or both) and what it needs for that (deviations, the question's attention). Nobody branches on its
+type. `core.select.question_selectors` has those that ask the question.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, get_args
+
+import torch
+
+from cacheblend.core.errors import InvalidInputError
+
+Measure = Literal["kv", "k", "v"]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Rows with loaded KV that are still active, ascending by position; misses, suffix and prefix hits are not
+    among them.
+
+    Attributes:
+        positions: [n] int64, in the prompt.
+        chunk_offsets: [n] int64, the row's place inside its chunk.
+        total: candidates before any selection; ratios refer to it.
+        layer: the check layer, None before layer 0.
+        deviation: [n] fp32 squared KV deviation at that layer, summed over all KV heads (and ranks).
+        attention: [n] fp32, how much more the question's rows attend to the row than a generic row does, see
+            `core.fuse.question`; None if the selector did not ask.
+        words: [n] fp32 0..1, how much its token tells of the question, see `core.select.text_cues`; None likewise.
+        segments: [n] int64, the segment it belongs to.
+        sentences: [n] int64, the sentence it belongs to; None if nobody knows where sentences end.
+    """
+
+    positions: torch.Tensor
+    chunk_offsets: torch.Tensor
+    total: int
+    layer: int | None = None
+    deviation: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
+    words: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    sentences: torch.Tensor | None = None
+
+
+class Selector(Protocol):
+    """Chooses the rows that stay active."""
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Ascending; at the entrance of each, `select` is asked with deviations."""
+        ...
+
+    @property
+    def at_start(self) -> bool:
+        """`select` is asked before layer 0, without deviations."""
+        ...
+
+    @property
+    def question_rows(self) -> int:
+        """Rows of the question whose attention it asks for, at most (at least 2); 0: it needs none."""
+        ...
+
+    @property
+    def measure(self) -> Measure:
+        """What the deviation is taken over."""
+        ...
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Boolean [n] on the candidates' device: True stays active."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hkvd:
+    """The rows of highest KV deviation (paper section 4.3); several check layers are gradual filtering.
+
+    Attributes:
+        check_layers: ascending, each at least 1 (layer 0's deviation is zero by construction).
+        ratios: for each check layer, the share of all candidates that stays active behind it.
+        measure: deviation over K and V, or one of them.
+    """
+
+    check_layers: tuple[int, ...] = (1,)
+    ratios: tuple[float, ...] = (0.15,)
+    measure: Measure = "kv"
+    at_start: ClassVar[bool] = False
+    question_rows: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_schedule(self.check_layers, self.ratios)
+        check_measure(self.measure)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """The top share by deviation."""
+        deviation, layer = measured(candidates)
+        ratio = self.ratios[self.check_layers.index(layer)]
+        count = min(row_count(ratio, candidates.total), len(deviation))
+        keep = torch.zeros_like(deviation, dtype=torch.bool)
+        keep[deviation.topk(count).indices] = True
+        return keep
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Every row whose squared deviation exceeds a bound (the paper's definition before it fixes a share)."""
+
+    bound: float
+    check_layers: tuple[int, ...] = (1,)
+    measure: Measure = "kv"
+    at_start: ClassVar[bool] = False
+    question_rows: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _check_layers(self.check_layers)
+        check_measure(self.measure)
+        if not (math.isfinite(self.bound) and self.bound >= 0):
+            raise InvalidInputError(f"a deviation bound is finite and at least 0, got {self.bound}")
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """The rows above the bound."""
+        return measured(candidates)[0] > self.bound
+
+
+@dataclass(frozen=True)
+class Head:
+    """The first tokens of each chunk (EPIC, LegoLink): those that became attention sinks when computed alone.
+
+    The share of rows is spent evenly: the k first tokens of every chunk, k as large as the ratio allows.
+    """
+
+    ratio: float
+    check_layers: ClassVar[tuple[int, ...]] = ()
+    measure: ClassVar[Measure] = "kv"
+    at_start: ClassVar[bool] = True
+    question_rows: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """The rows nearest to their chunk's start; of equally near ones the first in the prompt."""
+        count = row_count(self.ratio, candidates.total)
+        order = torch.argsort(candidates.chunk_offsets, stable=True)
+        keep = torch.zeros_like(candidates.positions, dtype=torch.bool)
+        keep[order[:count]] = True
+        return keep
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """A baseline: rows drawn evenly, the same for the same seed."""
+
+    ratio: float
+    seed: int = 0
+    check_layers: ClassVar[tuple[int, ...]] = ()
+    measure: ClassVar[Measure] = "kv"
+    at_start: ClassVar[bool] = True
+    question_rows: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Drawn on the CPU, so that every device draws the same."""
+        n = len(candidates.positions)
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.randperm(n, generator=generator)[: row_count(self.ratio, candidates.total)]
+        keep = torch.zeros(n, dtype=torch.bool)
+        keep[drawn] = True
+        return keep.to(candidates.positions.device)
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """Full recompute through the fused path."""
+
+    check_layers: ClassVar[tuple[int, ...]] = ()
+    measure: ClassVar[Measure] = "kv"
+    at_start: ClassVar[bool] = True
+    question_rows: ClassVar[int] = 0
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Everything."""
+        return torch.ones_like(candidates.positions, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class NoRows:
+    """Full reuse: what is loaded stays as it is."""
+
+    check_layers: ClassVar[tuple[int, ...]] = ()
+    measure: ClassVar[Measure] = "kv"
+    at_start: ClassVar[bool] = True
+    question_rows: ClassVar[int] = 0
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Nothing."""
+        return torch.zeros_like(candidates.positions, dtype=torch.bool)
+
+
+def check_ratio(ratio: float) -> None:
+    """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
+    if not (isinstance(ratio, int | float) and math.isfinite(ratio) and 0 <= ratio <= 1):
+        raise InvalidInputError(f"a recompute ratio lies in 0..1, got {ratio}")
+
+
+def check_schedule(check_layers: tuple[int, ...], ratios: tuple[float, ...]) -> None:
+    """Raises `InvalidInputError` unless there is one ratio for each check layer, in 0..1, none above the one before."""
+    _check_layers(check_layers)
+    if len(ratios) != len(check_layers):
+        raise InvalidInputError(f"{len(check_layers)} check layers {check_layers} need as many ratios, got {ratios}")
+    if any(not 0 <= ratio <= 1 for ratio in ratios):
+        raise InvalidInputError(f"recompute ratios lie in 0..1, got {ratios}")
+    if list(ratios) != sorted(ratios, reverse=True):
+        raise InvalidInputError(f"ratios must not rise from one check layer to the next, got {ratios}")
+
+
+def row_count(ratio: float, total: int) -> int:
+    """Rows that a share of `total` comes to, rounded to the nearest."""
+    return round(ratio * total)
+
+
+def measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
+    """Deviations and check layer. Raises `InvalidInputError` before layer 0."""
+    if candidates.deviation is None or candidates.layer is None:
+        raise InvalidInputError("this selector decides at check layers and was asked without deviations")
+    return candidates.deviation, candidates.layer
+
+
+def check_measure(measure: Measure) -> None:
+    """Raises `InvalidInputError` unless it is one of `Measure`."""
+    if measure not in get_args(Measure):
+        raise InvalidInputError(f"measure must be one of {', '.join(get_args(Measure))}, got {measure!r}")
+
+
+def _check_layers(layers: tuple[int, ...]) -> None:
+    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+    if not layers or not whole or list(layers) != sorted(set(layers)) or layers[0] < 1:
+        raise InvalidInputError(
+            f"check layers must be whole numbers, ascending, at least 1 (layer 0 has no deviation), got {layers}"
+        )

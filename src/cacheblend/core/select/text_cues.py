@@ -1,0 +1,59 @@
+"""What token ids alone tell a selector: where sentences begin, and which words the question shares.
+
+Which ids end a sentence, an engine has to say.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheblend.core.naming import TokenIds
+from cacheblend.core.plan.prompt import Prompt
+
+LONGEST_SENTENCE = 64  # tokens: text without full stops (tables, code, Thai) would be one sentence otherwise
+
+
+def sentence_indices(prompt: Prompt, end_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """For every token, which sentence of the prompt it belongs to.
+
+        tokens    | The fox . Who ? ! | It is here | ...
+        ends      |         *     * * |            |
+        sentence  |  0   0  0  1  1 1 |  2  2   2  | 3
+
+    A run of ending tokens ends one sentence; no sentence spans two segments, or is longer than
+    `LONGEST_SENTENCE` tokens.
+
+    Args:
+        prompt: its tokens.
+        end_ids: [n] ids of the tokens that end a sentence.
+
+    Returns:
+        [len(prompt)] int64, from 0, ascending without gaps.
+    """
+    at = np.arange(len(prompt))
+    ends = np.isin(prompt.token_ids, end_ids)
+    begins = np.zeros(len(prompt), dtype=bool)
+    begins[1:] = ends[:-1] & ~ends[1:]
+    begins[np.cumsum([0, *(len(segment) for segment in prompt.segments[:-1])])] = True
+    start = np.maximum.accumulate(np.where(begins, at, 0))
+    begins |= (at - start) % LONGEST_SENTENCE == 0
+    indices: npt.NDArray[np.int64] = np.cumsum(begins, dtype=np.int64) - 1
+    return indices
+
+
+def shared_words(token_ids: TokenIds, question: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """How much each token tells of the question.
+
+    Args:
+        token_ids: [tokens] of the prompt.
+        question: positions of the question's tokens, ascending, at least one.
+
+    Returns:
+        [tokens]: 1 / (how often the token stands in front of the question) where the question has it too; 0 elsewhere,
+        and from the question's first position on.
+    """
+    front = token_ids[: question[0]]
+    ids, place, count = np.unique(front, return_inverse=True, return_counts=True)
+    telling = np.where(np.isin(ids, token_ids[question]), 1 / np.maximum(count, 1), 0)
+    told = np.zeros(len(token_ids), dtype=np.float32)
+    told[: len(front)] = telling[place] if len(front) else 0
+    return told

@@ -1,0 +1,74 @@
+"""The cost model's file, and the controller that an engine takes from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.cost.controller import Controller, CostModel
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse.prefill import first_reused_layer
+from cacheblend.core.plan.blocks import KVLayout
+
+FORMAT = 1
+_TOKENS = 256  # over which bytes a token are taken: codecs' scales are shared by tokens
+
+
+def write_cost_model(path: Path, profile: CostModel, fingerprint: str, device: str, layout: KVLayout) -> None:
+    """Writes a profile for `read_cost_model`."""
+    data = {"format": FORMAT, "model": fingerprint, "device": device, "codec": layout.codec, **profile.to_dict()}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def load_cost_model(path: str | Path) -> CostModel:
+    """The profile in a file, of whatever model.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+    """
+    return CostModel.from_dict(_content(path))
+
+
+def read_cost_model(path: str | Path, fingerprint: str, layout: KVLayout, device: str) -> CostModel:
+    """The profile in a file, if it is of this model, codec and kind of device.
+
+    Raises:
+        InvalidInputError: it cannot be read, or is of another one.
+    """
+    data = _content(path)
+    if data.get("model") != fingerprint:
+        raise InvalidInputError(f"the cost model {path} was measured on another model; measure this one")
+    for what, found, wanted in (("codec", data.get("codec"), layout.codec), ("device", data.get("device"), device)):
+        if found != wanted:
+            raise InvalidInputError(
+                f"the cost model {path} was measured with {what} {found}, not {wanted}; measure again"
+            )
+    return CostModel.from_dict(data)
+
+
+def _content(path: str | Path) -> dict[str, Any]:
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"the cost model {path} cannot be read: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise InvalidInputError(f"{path} is no cost model of format {FORMAT}; make one with `cacheblend calibrate`")
+    return data
+
+
+def controller_of(profile: CostModel, config: BlendConfig, layout: KVLayout) -> Controller:
+    """The controller of an engine with these settings; `layout` is that of the stored chunks."""
+    selector = config.make_selector()
+    early = selector.at_start or not selector.check_layers
+    return Controller(
+        profile,
+        layers=len(layout.layers),
+        bytes_per_token=layout.block_bytes(_TOKENS) / _TOKENS,
+        floor=floor_of(config),
+        check_layer=None if early else first_reused_layer(selector),
+    )
+
+
+def floor_of(config: BlendConfig) -> float:
+    """The ratio that quality asks for."""
+    return config.ratios[-1] if config.ratios else config.recompute_ratio

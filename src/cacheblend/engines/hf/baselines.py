@@ -1,0 +1,140 @@
+"""The ways to a first token that benchmarks, `ask --compare` and `demo` hold against each other, on the same ids."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.report import BlendReport
+from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.decode import Decoding, TextStream
+
+TOUCHED_ROWS = 64
+SHORTEST_PREFIX = 16
+
+
+@dataclass
+class FirstToken:
+    """What one arm came to.
+
+    Attributes:
+        logits: [vocab] of the prompt's last position.
+        ttft_s: seconds to them.
+        row_layers: rows times layers computed.
+        kv: of the prompt, as decoding takes it; None where the arm keeps none.
+        report: of the arms that load something.
+    """
+
+    logits: torch.Tensor
+    ttft_s: float
+    row_layers: int
+    kv: DynamicCache | list[LayerKV] | None = None
+    report: BlendReport | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near a first-token distribution is to full recompute's.
+
+    Attributes:
+        kl: KL(full || other), in nats.
+        top_1: both find the same token the likeliest.
+        max_logit_error: largest difference of a logit, relative to the logits' spread.
+    """
+
+    kl: float
+    top_1: bool
+    max_logit_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
+    """Of two first-token logits, each [vocab]."""
+    other, wanted = logits.double().cpu(), full.double().cpu()
+    log_other, log_wanted = other.log_softmax(-1), wanted.log_softmax(-1)
+    kl = float((log_wanted.exp() * (log_wanted - log_other)).sum().clamp(min=0))
+    error = float((other - wanted).abs().max() / wanted.std().clamp(min=1e-12))
+    return Agreement(kl, bool(other.argmax() == wanted.argmax()), error)
+
+
+@torch.no_grad()
+def touch(engine: BlendEngine, prompt: Prompt) -> None:
+    """A short plain forward, so that no arm pays for reading the weights for the first time."""
+    engine.model(input_ids=engine.ids_of(prompt)[None, :TOUCHED_ROWS])
+
+
+@torch.no_grad()
+def full_recompute(engine: BlendEngine, prompt: Prompt) -> FirstToken:
+    """What is done without this package: transformers' own forward with a cache, last logits only."""
+    cache = DynamicCache(config=engine.model.config)
+    return _plain(engine, prompt, cache, known=0, started=time.perf_counter())
+
+
+@torch.no_grad()
+def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
+    """The leading blocks whose KV is exact are loaded, the rest is computed plainly.
+
+    A prefix of less than `SHORTEST_PREFIX` tokens (a BOS token, say) is computed, as prefix caches do: behind it,
+    transformers would need a mask, which costs more than the prefix is worth.
+    """
+    started = time.perf_counter()
+    plan = engine.planner.plan(prompt, engine.store)
+    if plan.prefix_length < SHORTEST_PREFIX:
+        return _plain(engine, prompt, DynamicCache(config=engine.model.config), known=0, started=started)
+    cache = engine.load_prefix(plan)
+    load_s = time.perf_counter() - started
+    first = _plain(engine, prompt, cache, known=plan.prefix_length, started=started)
+    hits = {"prefix": plan.prefix_length}
+    first.report = BlendReport(len(plan), hits, load_s=load_s, compute_s=first.ttft_s - load_s, ttft_s=first.ttft_s)
+    return first
+
+
+def fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> FirstToken:
+    """Through the fused path: full reuse and blend differ by their selector."""
+    result, report = engine.prefill(prompt, selector=selector)
+    return FirstToken(result.logits, report.ttft_s, result.row_layers, result.kv, report)
+
+
+def finish(
+    engine: BlendEngine,
+    prompt: Prompt,
+    first: FirstToken,
+    params: SamplingParams,
+    seen: Callable[[int, torch.Tensor], None] | None = None,
+) -> tuple[str, list[int]]:
+    """The answer behind an arm's first logits: (text, token ids).
+
+    Args:
+        engine: that the arm ran on.
+        prompt: of the arm.
+        first: what it came to; its KV is used up.
+        params: how to draw.
+        seen: called behind each token with its id and the logits [vocab] that it was drawn from.
+    """
+    assert first.kv is not None
+    decoding = Decoding(engine.model, first.kv, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
+    stream = TextStream(engine.builder.decode if engine.builder else lambda ids: "", params.stop)
+    while decoding.finish_reason is None and not stream.stopped:
+        token = decoding.step()
+        stream.push(token)
+        if seen is not None:
+            seen(token, decoding.logits)
+    stream.finish()
+    return stream.text, decoding.token_ids
+
+
+def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
+    ids = engine.ids_of(prompt)[None, known:]
+    out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    engine.synchronize()
+    seconds = time.perf_counter() - started
+    return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * len(engine.survey.layout.layers), cache)

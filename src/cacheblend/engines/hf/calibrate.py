@@ -1,0 +1,75 @@
+"""Measures what the loading controller needs to know: prefills by length, a blend, each tier of the store."""
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cacheblend.core.cost.controller import CostModel, TierSpeed
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.cost_model import controller_of
+from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.store.speed import measure, tiers_of
+
+LENGTHS = (256, 1024, 4096)
+_CHUNK = 256
+
+
+def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: int = 3) -> CostModel:
+    """A profile of the engine's model on its device, with its store.
+
+    Args:
+        engine: opened with the store that it will have.
+        lengths: of the prompts, ascending; those longer than the model's context are left out.
+        rounds: the median of so many, behind one that is not counted.
+
+    Raises:
+        InvalidInputError: fewer than two lengths fit the model.
+        StoreError: a tier cannot be written to, or read.
+    """
+    limit = engine.survey.max_length
+    fitting = [tokens for tokens in lengths if limit is None or tokens <= limit]
+    if len(fitting) < 2:
+        raise InvalidInputError(f"two of the lengths {list(lengths)} must fit the model's context of {limit} tokens")
+    rng = random.Random(0)
+    prefills = []
+    for tokens in fitting:
+        prompt = Prompt.of([text(_ids(engine, rng, tokens))])
+        prefills.append((tokens, _seconds(engine, prompt, rounds)))
+    profile = CostModel(tuple(prefills))
+    tiers: dict[str, TierSpeed] = {}
+    for store in tiers_of(engine.store):
+        tier, speed = measure(store, engine.stored_layout, rounds=rounds)
+        if tier not in tiers or speed.bytes_per_s < tiers[tier].bytes_per_s:  # of two disks the slower one counts
+            tiers[tier] = speed
+    return replace(profile, tiers=tiers, overhead=_overhead(engine, profile, rng, fitting[-1], rounds))
+
+
+def _overhead(engine: BlendEngine, profile: CostModel, rng: random.Random, tokens: int, rounds: int) -> float:
+    """How much longer a row-layer takes in a blend: one of stored chunks, at the floor, against the profile."""
+    chunks = [chunk(_ids(engine, rng, _CHUNK)) for _ in range(max(1, (tokens - 64) // _CHUNK))]
+    own = {bytes(each.token_ids) for each in chunks}
+    engine.warm(chunks)
+    try:
+        rng.shuffle(chunks)
+        prompt = Prompt.of([text(_ids(engine, rng, 32)), *chunks, text(_ids(engine, rng, 32))])
+        plan = engine.planner.plan(prompt, engine.store)
+        expected = controller_of(profile, engine.config, engine.stored_layout).decide(plan).compute_s
+        return _seconds(engine, prompt, rounds) / expected
+    finally:
+        for manifest in engine.store.manifests():
+            if bytes(manifest.token_ids) in own:
+                engine.store.delete_manifest(manifest.chunk_id)
+                for name in manifest.block_names:
+                    engine.store.delete(name)
+
+
+def _seconds(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:
+    """The median time of computing, without planning and waiting."""
+    times = [engine.prefill(prompt, ratio=None)[1].compute_s for _ in range(rounds + 1)]
+    return statistics.median(times[1:])
+
+
+def _ids(engine: BlendEngine, rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(engine.survey.vocab_size) for _ in range(count)]

@@ -1,0 +1,132 @@
+"""Runs a transformers model's own layers on any subset of a prompt's rows: the core's `LayerRunner`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from cacheblend.core.fuse.batching import LayerRows
+from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.layers.runner import Attend
+from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView
+
+
+class _ProjectedError(Exception):
+    """Leaves a layer as soon as its keys and values are known."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+
+
+def _stop_at_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    raise _ProjectedError(keys, values)
+
+
+@dataclass(frozen=True)
+class OfRows:
+    """An argument of which each row has its own part, [1, rows, ...]."""
+
+    part: torch.Tensor
+
+
+class HfLayerRunner:
+    """One prompt's runner. Row i has `token_ids[i]` and stands at `positions[i]`.
+
+    Args:
+        view: of the model.
+        token_ids: [rows] int64 on the model's device.
+        positions: [rows] int64.
+    """
+
+    def __init__(self, view: ModelView, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        self.view, self._token_ids, self._positions = view, token_ids, positions
+        self._first_hidden: torch.Tensor | None
+        self._first_hidden, self._calls = view.open(token_ids, positions)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.view.layers)
+
+    @property
+    def calls(self) -> list[Any]:
+        """How the model's forward would call each layer."""
+        return list(self._calls)
+
+    def embed(self) -> torch.Tensor:
+        """[rows, width]; the caller may write to it. Handed out once, so that nobody else holds it."""
+        hidden, self._first_hidden = self._first_hidden, None
+        if hidden is None:
+            raise RuntimeError("a runner's embedding is handed out once; open another runner")
+        return hidden[0]
+
+    def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [kv_heads, n, head_dim]: norm and projections only."""
+        try:
+            self.run(layer, hidden, rows, _stop_at_attention)
+        except _ProjectedError as projected:
+            return projected.keys, projected.values
+        raise RuntimeError(f"layer {layer} finished without attention; the survey should have refused this model")
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The layer's output [n, width]."""
+        return self.view.run_layer(layer, hidden, side_by_side([self.arguments(layer, rows)], attend))
+
+    def arguments(self, layer: int, rows: torch.Tensor) -> LayerCall:
+        """What the layer is called with for these rows, apart from their hidden states: what each row has its own of
+        is `OfRows`."""
+        call = self._calls[layer]
+        return LayerCall(self._of_rows(call.args, rows), {k: self._of_rows(v, rows) for k, v in call.kwargs.items()})
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[vocab] of the last row, given its final hidden state [1, width]."""
+        return self.view.close(hidden, self._token_ids[-1:], self._positions[-1:])[0]
+
+    def logits_of_all(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of all rows, [rows, vocab], given their final hidden states."""
+        return self.view.close(hidden, self._token_ids, self._positions)
+
+    def _of_rows(self, value: Any, rows: torch.Tensor) -> Any:
+        """The part of a layer's argument that belongs to these rows: tensors [1, rows, ...] are indexed."""
+        if isinstance(value, tuple):
+            return tuple(self._of_rows(part, rows) for part in value)
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, len(self._token_ids)):
+            return OfRows(value if len(rows) == value.shape[1] else value.index_select(1, rows))
+        return value
+
+
+def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:
+    """A call of a layer for the rows of several prompts, in order, of which each has its `HfLayerRunner.arguments`."""
+    names = calls[0].kwargs
+    return LayerCall(
+        _merged([call.args for call in calls], attend),
+        {name: _merged([call.kwargs[name] for call in calls], attend) for name in names},
+    )
+
+
+def _merged(values: Sequence[Any], attend: Attend) -> Any:
+    first = values[0]
+    if isinstance(first, OfRows):
+        return first.part if len(values) == 1 else torch.cat([value.part for value in values], dim=1)
+    if isinstance(first, LayerMask):
+        return replace(first, attend=attend)
+    if isinstance(first, tuple):
+        return tuple(_merged(parts, attend) for parts in zip(*values, strict=True))
+    return first
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows of several prompts in front of the same layer (fills `core.fuse.batching.RunsLayer`)."""
+
+    calls: Sequence[LayerRows]
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The layer's output [n, width]; rows 0, 1, ... are those of the calls, in order."""
+        runners = [cast(HfLayerRunner, call.runner) for call in self.calls]
+        arguments = [runner.arguments(layer, call.rows) for runner, call in zip(runners, self.calls, strict=True)]
+        return runners[0].view.run_layer(layer, hidden, side_by_side(arguments, attend))

@@ -1,0 +1,57 @@
+"""A store that is as slow as one says: for measuring what slow devices would do, and for tests."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import BlockEntry
+from cacheblend.store.memory import MemoryStore
+
+
+class ThrottledStore(MemoryStore):
+    """Memory whose reads take as long as a device's of this throughput and latency.
+
+    Reads wait for each other, as on one device or wire; waiting keeps no processor busy. Writes are not slowed.
+
+    Args:
+        bytes_per_s: of reading.
+        latency_s: of each `read_many`.
+        tier: its name in entries and reports.
+        max_bytes: bound; None for memory's own.
+
+    Raises:
+        InvalidInputError: a throughput that is not above 0, or a latency below 0.
+    """
+
+    def __init__(
+        self, bytes_per_s: float, latency_s: float = 0.0, *, tier: str = "throttled", max_bytes: int | None = None
+    ) -> None:
+        if not bytes_per_s > 0 or not latency_s >= 0:
+            raise InvalidInputError(
+                f"a throughput above 0 and a latency of 0 or more are needed, got {bytes_per_s} and {latency_s}"
+            )
+        super().__init__(max_bytes)
+        self.bytes_per_s, self.latency_s, self._tier = bytes_per_s, latency_s, tier
+        self._wire, self._free_at = threading.Lock(), 0.0
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        """See `KVStore.find`."""
+        return [entry and replace(entry, tier=self._tier) for entry in super().find(names)]
+
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        """See `KVStore.read_many`; returns when a device so slow would have."""
+        records = super().read_many(names, layer, heads)
+        size = sum(record.nbytes for record in records if isinstance(record, torch.Tensor))
+        with self._wire:
+            now = time.perf_counter()
+            self._free_at = max(now, self._free_at) + self.latency_s + size / self.bytes_per_s
+            until = self._free_at
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return records

@@ -1,0 +1,240 @@
+"""Keeps a folder's blocks within their bound: who was used least recently, and evicting them.
+
+Knows sizes, times and pins of files; does not know what is in them.
+
+Recency is the file's modification time, which all processes see, or this process's own last use where that is
+later. Other processes' writes are noticed when the folder is listed: when this process's own count says that
+the bound is reached, and after every 1/32 of the bound written. So each further writing process can put the
+folder over its bound by at most 1/32, until its next listing.
+"""
+
+# System calls on strings, since this is the hot path:
+# ruff: noqa: PTH108, PTH116
+
+import contextlib
+import heapq
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cacheblend.core.errors import InvalidInputError, StoreFullError
+from cacheblend.core.naming import BlockName
+from cacheblend.store.disk.files import BlockFiles
+from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder
+from cacheblend.store.disk.manifests import name_of_file, named_files
+from cacheblend.store.eviction import Eviction
+from cacheblend.store.expiry import Expiry
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BlockFile:
+    """A block's file as the folder lists it; the least recently used compares lowest."""
+
+    used_ns: int
+    name: BlockName
+    nbytes: int
+    mtime_ns: int
+    pinned: bool
+
+
+class Capacity:
+    """The bytes that a folder's blocks take; safe to call from several threads.
+
+    Args:
+        folder: the store's folder.
+        files: told of what is evicted.
+        max_bytes: bound on the block files' sizes; None for no bound but the disk's.
+        expiry: of unpinned blocks.
+        eviction: who goes first; None: what was not used for longest, as the files' times have it.
+
+    Attributes:
+        evictions: blocks evicted so far.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        files: BlockFiles,
+        max_bytes: int | None,
+        eviction: Eviction | None = None,
+        expiry: Expiry | None = None,
+    ) -> None:
+        if max_bytes is not None and max_bytes <= 0:
+            raise InvalidInputError(f"max_bytes must be above 0 (or None for no bound), got {max_bytes}")
+        self.max_bytes = max_bytes
+        self.evictions = 0
+        self._folder = folder
+        self._files = files
+        self._eviction, self._expiry = eviction, expiry or Expiry(None)
+        self._lock = threading.RLock()
+        self._using = threading.Lock()  # of the policy: a look-up does not wait for an eviction
+        self._total: int | None = None  # as last listed, with this process's writes since
+        self._since_listed = 0
+        self._in_flight = 0
+
+    def pinned(self) -> set[BlockName]:
+        """Names that are pinned."""
+        return set(named_files(str(self._folder.pins)))
+
+    def blocks(self) -> Iterator[BlockFile]:
+        """All blocks of the folder, in no order."""
+        pinned = self.pinned()
+        for file in self._files_of_blocks():
+            name = name_of_file(file.name, BLOCK_SUFFIX)
+            if name is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat(follow_symlinks=False)
+                used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
+                yield BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned)
+
+    def used(self, worths: Sequence[tuple[BlockName, float]]) -> None:
+        """Tells the policy which blocks were written or found, in this order; see `Eviction.used`."""
+        if self._eviction is not None:
+            with self._using:
+                for name, worth in worths:
+                    self._eviction.used(name, worth)
+
+    def gone(self, name: BlockName) -> None:
+        """Tells the policy that a block was removed."""
+        if self._eviction is not None:
+            with self._using:
+                self._eviction.gone(name)
+
+    @contextlib.contextmanager
+    def reserved(self, need: int) -> Iterator[None]:
+        """Capacity for `need` bytes while they are written; evicts for it.
+
+        Raises:
+            StoreFullError: there is no room, and nothing unpinned left to evict.
+        """
+        with self._lock:
+            if self._expiry.is_due(time.time()):
+                self._expire()
+            if self.max_bytes is not None:
+                self._admit(need, self.max_bytes)
+            self._in_flight += need
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._in_flight -= need
+            raise
+        with self._lock:
+            self._in_flight -= need
+            self._since_listed += need
+            if self._total is not None:
+                self._total += need
+
+    def _admit(self, need: int, max_bytes: int) -> None:
+        if need > max_bytes:
+            raise StoreFullError(f"a block file of {need} bytes, the store is bounded to {max_bytes}: raise max_bytes")
+        limit = max_bytes - need - self._in_flight
+        stale = self._total is None or self._since_listed > max_bytes // 32
+        if not stale and self._total is not None and self._total <= limit:
+            return
+        with self._folder.evicting():
+            total, kept = self._count()
+            if kept > limit:
+                raise StoreFullError(
+                    f"{need} more bytes do not fit: {kept} of at most {max_bytes} bytes in "
+                    f"{self._folder.path} are pinned: unpin something, or raise max_bytes"
+                )
+            if total > limit:  # a little more than needed, so that not every write lists the folder
+                total -= self._evict(total - max(0, limit - max_bytes // 64))
+            self._total = total
+            self._since_listed = 0
+
+    def _count(self) -> tuple[int, int]:
+        """(bytes of all blocks, of those that are pinned); of a million blocks within seconds, and without memory."""
+        pinned = {f"{name.hex()}{BLOCK_SUFFIX}" for name in self.pinned()}
+        total = kept = 0
+        for file in self._files_of_blocks():
+            if file.name.endswith(BLOCK_SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    size = file.stat(follow_symlinks=False).st_size
+                    total += size
+                    kept += size if pinned and file.name in pinned else 0
+        return total, kept
+
+    def free(self, need: int) -> int:
+        """Evicts blocks of `need` bytes or more together, the bound notwithstanding; the bytes freed."""
+        self._files.close_idle(0)  # a deleted file takes space for as long as it is open
+        with self._lock, self._folder.evicting():
+            freed = self._evict(need)
+            self._total = None
+            return freed
+
+    def shrink(self, max_bytes: int) -> int:
+        """Evicts until at most `max_bytes` are held, pinned blocks apart; the bytes freed."""
+        with self._lock, self._folder.evicting():
+            self._total = None
+            return self._evict(self._count()[0] - max_bytes)
+
+    def _evict(self, surplus: int) -> int:
+        """Removes unpinned blocks in order until `surplus` bytes are freed; the bytes freed."""
+        freed = 0
+        for block in self._victims(surplus):
+            if freed >= surplus:
+                break
+            freed += self._remove(block)
+        return freed
+
+    def _remove(self, block: BlockFile) -> int:
+        """Removes a block that was listed; the bytes freed."""
+        path = self._folder.block_path(block.name)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_mtime_ns != block.mtime_ns:
+                return 0  # another process has used it since
+            os.unlink(path)
+            if self._eviction is not None:
+                with self._using:
+                    self._eviction.evicted(block.name)
+            self.evictions += 1
+        self._files.forget(block.name)
+        return block.nbytes
+
+    def _expire(self) -> None:
+        """Removes what nobody has asked for in its time to live."""
+        since = 1e9 * self._expiry.since(time.time())
+        with self._folder.evicting():
+            freed = sum(self._remove(block) for block in self.blocks() if block.used_ns < since and not block.pinned)
+            if self._total is not None:
+                self._total -= freed
+
+    def _victims(self, surplus: int) -> list[BlockFile]:
+        """Those to go first in front, with twice the bytes: some may turn out to be in use. Keeps no others."""
+        chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last to go on top
+        nbytes, gone = 0, self._files.known()
+        for block in self.blocks() if surplus > 0 else ():
+            gone.discard(block.name)
+            if block.pinned:
+                continue
+            heapq.heappush(chosen, (tuple(-part for part in self._order(block)), block))
+            nbytes += block.nbytes
+            while nbytes - chosen[0][1].nbytes >= 2 * surplus:
+                nbytes -= heapq.heappop(chosen)[1].nbytes
+        for name in gone if surplus > 0 else ():
+            self._files.forget(name)  # others removed it, and its open file takes space
+        return [block for _, block in sorted(chosen, reverse=True)]
+
+    def _order(self, block: BlockFile) -> tuple[float, ...]:
+        """The smallest goes first."""
+        if self._eviction is None:
+            return (block.used_ns,)
+        with self._using:
+            return self._eviction.first(block.name, block.used_ns)
+
+    def _files_of_blocks(self) -> Iterator["os.DirEntry[str]"]:
+        for shard in _entries(self._folder.blocks):
+            yield from _entries(shard.path)
+
+
+def _entries(folder: str | os.PathLike[str]) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

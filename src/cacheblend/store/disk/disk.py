@@ -1,0 +1,321 @@
+"""A store in a folder, which several processes may share (docs/format.md has every byte).
+
+A block is there, whole and checked, or it is not: files appear at once under their final name, and whatever
+fails its checksum is reported, removed and counts as not there.
+"""
+
+# System calls on strings, since this is the hot path:
+# ruff: noqa: PTH108
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest
+from cacheblend.store.base import (
+    LOGGER_NAME,
+    Damage,
+    KVStore,
+    Progress,
+    StoreStats,
+    check_block,
+    check_manifest,
+)
+from cacheblend.store.disk.capacity import Capacity
+from cacheblend.store.disk.files import BlockFiles
+from cacheblend.store.disk.folder import Folder, is_full, store_error, sync_folder, unreadable
+from cacheblend.store.disk.manifests import ManifestFiles
+from cacheblend.store.disk.record_file import DamagedError, encode_block
+from cacheblend.store.eviction import eviction_of
+from cacheblend.store.expiry import Expiry
+
+logger = logging.getLogger(LOGGER_NAME)
+
+DEFAULT_DISK_BYTES = 50 << 30
+"""Bound of a folder that is opened without one."""
+
+_FULL_DISK_TRIES = 4
+
+
+class DiskStore(KVStore):
+    """Blocks in a folder, at most `max_bytes` of files.
+
+    Args:
+        path: the folder; made if it is not there.
+        max_bytes: bound on the block files of all models in the folder; None for no bound but the disk's.
+            Each process that writes keeps the bound that it was given.
+        read_only: never write: nothing is marked as used, damage is reported but not removed.
+        direct: read past the page cache, where the file system can: for devices as fast as memory's copies, or
+            folders that are read once and much larger than memory.
+        eviction: who goes first, see `eviction_of`; what other processes used is known by time alone.
+        ttl: seconds without use behind which an unpinned block is gone; None: for ever.
+        durable: fsync every block, so that it also survives a power failure. Without it a block survives the
+            end of the process, `kill -9` included.
+
+    Raises:
+        StoreFormatError: the folder was written in a newer format.
+        StoreError: the folder holds other things, or cannot be read or made.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        max_bytes: int | None = DEFAULT_DISK_BYTES,
+        read_only: bool = False,
+        durable: bool = True,
+        direct: bool = False,
+        eviction: str = "lru",
+        ttl: float | None = None,
+        locks: bool = True,
+    ) -> None:
+        self._folder, expiry = Folder(Path(path), read_only, durable, locks), Expiry(ttl)
+        self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
+        policy = eviction_of(eviction)
+        # Files have times, which all processes see: nothing need be remembered for recency.
+        self._room = Capacity(self._folder, self._files, max_bytes, None if eviction == "lru" else policy, expiry)
+        self._manifests = ManifestFiles(self._folder)
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._write_failures = self._damaged_manifests = 0
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._folder.path
+
+    def file_of(self, name: BlockName) -> str:
+        """Path of a block's file, whether it is there or not."""
+        return self._folder.block_path(name)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether writes raise `StoreReadOnlyError`."""
+        return self._folder.read_only
+
+    # Blocks
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        """See `KVStore.find`. A stat for a known block, reading the header for others."""
+        headers = self._files.find(names)
+        self._room.used([(h.name, len(h.entry.token_ids) / h.file_bytes) for h in reversed(headers) if h is not None])
+        found = sum(header is not None for header in headers)
+        with self._lock:
+            self._hits += found
+            self._misses += len(headers) - found
+        return [None if header is None else header.entry for header in headers]
+
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `KVStore.held`."""
+        return self._files.held(names)
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        """See `KVStore.read`. One pread of these heads into a new tensor, checked head by head."""
+        return self._files.read(name, layer, heads)
+
+    def write(self, block: Block) -> bool:
+        """See `KVStore.write`. The records are written from their own memory, without a copy."""
+        self._folder.require_writable()
+        check_block(block)
+        if self._files.find([block.name])[0] is not None:
+            return False
+        buffers = encode_block(block)
+        need = sum(len(buffer) for buffer in buffers)
+        path = self._folder.block_path(block.name)
+        try:
+            with self._room.reserved(need):
+                self._publish(path, buffers, need)
+            self._room.used([(block.name, len(block.token_ids) / need)])
+        except (StoreError, OSError) as error:
+            with self._lock:
+                self._write_failures += 1
+            if isinstance(error, OSError):
+                raise store_error(error, f"cannot write {path}") from error
+            raise
+        return True
+
+    def _publish(self, path: str, buffers: Sequence[memoryview], need: int) -> None:
+        """Writes a file, evicting blocks where the disk is full."""
+        for tries_left in reversed(range(_FULL_DISK_TRIES)):
+            try:
+                return self._folder.publish(path, buffers, time.time_ns())
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                if not tries_left or not self._room.free(need):
+                    raise StoreFullError(
+                        f"cannot write {need} bytes to {path}: {error.strerror}, and nothing unpinned is "
+                        "left to evict: free some space on the disk, raise the quota, or unpin something"
+                    ) from error
+
+    def delete(self, name: BlockName) -> bool:
+        """See `KVStore.delete`."""
+        self._folder.require_writable()
+        self.unpin([name])
+        self._files.forget(name)
+        self._room.gone(name)
+        return _unlink(self._folder.block_path(name))
+
+    # Pins and manifests
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.pin`: an empty file a pin."""
+        self._folder.require_writable()
+        try:
+            for name in names:
+                os.close(os.open(self._folder.pins / name.hex(), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            if self._folder.durable:
+                sync_folder(str(self._folder.pins))
+        except OSError as error:
+            raise store_error(error, f"cannot pin blocks in {self.path}") from error
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.unpin`."""
+        self._folder.require_writable()
+        for name in names:
+            _unlink(str(self._folder.pins / name.hex()))
+
+    def pinned(self) -> set[BlockName]:
+        """See `KVStore.pinned`."""
+        with self._reading():
+            return self._room.pinned()
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        """See `KVStore.put_manifest`."""
+        self._folder.require_writable()
+        check_manifest(manifest)
+        try:
+            self._manifests.put(manifest)
+        except OSError as error:
+            raise store_error(error, f"cannot write the manifest of chunk {manifest.chunk_id.hex()}") from error
+
+    def manifests(self) -> list[ChunkManifest]:
+        """See `KVStore.manifests`. Files that have not changed since the last call are not read again."""
+        with self._reading():
+            chunk_ids = self._manifests.names()
+        return [m for chunk_id in chunk_ids if (m := self._manifest(chunk_id)) is not None]
+
+    def listing_stamp(self) -> Hashable | None:
+        """See `KVStore.listing_stamp`: when the folder of manifests last changed, once that is a while ago."""
+        with self._reading():
+            return self._manifests.stamp()
+
+    def _manifest(self, chunk_id: BlockName, found: list[Damage] | None = None) -> ChunkManifest | None:
+        """The manifest; a damaged one is reported, removed, put on the list `found` and None."""
+        path = self._manifests.path(chunk_id)
+        try:
+            return self._manifests.read(chunk_id, fresh=found is not None)
+        except OSError as error:
+            logger.warning("manifest %s cannot be read: %s; left out", path, error.strerror)
+            return None
+        except DamagedError as error:
+            reason = str(error)
+        with self._lock:
+            self._damaged_manifests += 1
+        removed = False
+        if not self.read_only:
+            with contextlib.suppress(OSError):
+                self._manifests.remove(chunk_id)
+                removed = True
+        logger.warning("damaged manifest %s: %s; %s", path, reason, "removed" if removed else "could not be removed")
+        if found is not None:
+            found.append(Damage("manifest", chunk_id, reason, removed))
+        return None
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.has_manifest`: a stat."""
+        return self._manifests.has(chunk_id)
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.delete_manifest`."""
+        self._folder.require_writable()
+        try:
+            return self._manifests.remove(chunk_id)
+        except OSError as error:
+            raise store_error(error, f"cannot remove the manifest of chunk {chunk_id.hex()}") from error
+
+    # The whole
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Around listing the folder."""
+        try:
+            yield
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+    def stats(self) -> StoreStats:
+        """See `KVStore.stats`."""
+        with self._reading():
+            count = nbytes = pinned = 0
+            for block in self._room.blocks():
+                count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
+            chunks = len(self._manifests.names())
+        return StoreStats(
+            tier="disk",
+            blocks=count,
+            bytes=nbytes,
+            max_bytes=self._room.max_bytes,
+            chunks=chunks,
+            pinned=pinned,
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._room.evictions,
+            damaged=self._files.damaged + self._damaged_manifests,
+            write_failures=self._write_failures,
+        )
+
+    def verify(self, progress: Progress | None = None) -> list[Damage]:
+        """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
+        with self._reading():
+            names, chunk_ids = [block.name for block in self._room.blocks()], self._manifests.names()
+        found: list[Damage] = []
+        for done, name in enumerate(names, start=1):
+            damage = self._files.verify(name)
+            if damage is not None:
+                found.append(damage)
+            if progress is not None:
+                progress(done, len(names))
+        for chunk_id in chunk_ids:
+            self._manifest(chunk_id, found)
+        return found
+
+    def prune(self, max_bytes: int) -> int:
+        """See `KVStore.prune`."""
+        self._folder.require_writable()
+        if max_bytes < 0:
+            raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
+        try:
+            freed = self._room.shrink(max_bytes)
+            held = {block.name for block in self._room.blocks()}
+            for manifest in self.manifests():
+                if held.isdisjoint(manifest.block_names):
+                    self._manifests.remove(manifest.chunk_id)
+        except OSError as error:
+            raise store_error(error, f"cannot prune {self.path}") from error
+        return freed
+
+    def flush(self) -> None:
+        """Nothing to do: `write` returns when the block is on disk."""
+
+    def close(self) -> None:
+        """See `KVStore.close`."""
+        self._files.close()
+
+
+def _unlink(path: str) -> bool:
+    """Removes a file; False if there was none."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise store_error(error, f"cannot remove {path}") from error
+    return True

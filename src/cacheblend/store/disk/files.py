@@ -1,0 +1,322 @@
+"""The block files of a folder: headers and descriptors kept open, reading, and what to do about damage.
+
+Knows single files; does not know the bound, pins or eviction.
+
+A known block is a header together with the file it was read from (its stamp: inode, size and modification
+time). A descriptor is only kept with the header that was read from the same file, so a file that another
+process replaces or deletes is read whole as it was, or not at all.
+"""
+
+# System calls on strings, since this is the hot path:
+# ruff: noqa: PTH108, PTH110, PTH116
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cacheblend.core.errors import BlockDamagedError, BlockLostError
+from cacheblend.core.naming import BlockName
+from cacheblend.store.base import LOGGER_NAME, Damage
+from cacheblend.store.disk.folder import Folder
+from cacheblend.store.disk.reading import Known, Stamp, read_header, read_record, stamp_of
+from cacheblend.store.disk.record_file import BlockHeader, DamagedError
+from cacheblend.store.expiry import Expiry
+
+logger = logging.getLogger(LOGGER_NAME)
+
+_TOUCH_EVERY_NS = 60 * 10**9
+_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+
+
+class BlockFiles:
+    """Finds and reads block files; safe to call from several threads.
+
+    Args:
+        folder: the store's folder.
+        max_known: headers to remember (about 4 KB each).
+        max_open: descriptors to keep; by default 512, or a quarter of what the process may have.
+        direct: read past the page cache, where the file system can.
+        expiry: of unpinned blocks.
+
+    Attributes:
+        damaged: blocks found damaged so far.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        max_known: int = 16384,
+        max_open: int | None = None,
+        *,
+        direct: bool = False,
+        expiry: Expiry | None = None,
+    ) -> None:
+        self._folder, self._direct = folder, direct
+        self._expiry = expiry or Expiry(None)
+        self._touch_every_ns = min(_TOUCH_EVERY_NS, int(1e9 * self._expiry.interval))
+        self._max_known = max_known
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_open = max(1, min(512, limit // 4)) if max_open is None else max_open
+        self._lock = threading.RLock()
+        self._known: OrderedDict[BlockName, Known] = OrderedDict()
+        self._open: OrderedDict[BlockName, Known] = OrderedDict()
+        self._bad: dict[BlockName, Stamp] = {}  # damaged, reported, and could not be removed
+        self.damaged = 0
+
+    # Finding
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockHeader | None]:
+        """Headers of the blocks that are there, checked against their files; marks them as used."""
+        headers: list[BlockHeader | None] = [None] * len(names)
+        now = time.time_ns()
+        # From the last to the first, so that of one call's blocks the first are evicted last.
+        for index in range(len(names) - 1, -1, -1):
+            known = self._current(names[index])
+            if known is not None and self._has_expired(known, now):
+                self._remove(known)
+            elif known is not None:
+                headers[index] = known.header
+                known.used_ns = now - 1000 * index
+                if known.used_ns - known.stamp[2] > self._touch_every_ns and not self._folder.read_only:
+                    self._touch(known)
+        return headers
+
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """Whether each block is there and sound; marks none as used."""
+        now, known = time.time_ns(), [self._current(name) for name in names]
+        return [each is not None and not self._has_expired(each, now) for each in known]
+
+    def _current(self, name: BlockName) -> Known | None:
+        """The block, if its file is there and sound; reads the header if the file is not the known one."""
+        known = self._known.get(name)
+        if known is not None:
+            try:
+                status = os.stat(known.path)
+            except OSError:
+                self.forget(name)
+                return None
+            if known.stamp == stamp_of(status):
+                return known
+        try:
+            with self._opened(name, fresh=True) as known:
+                return known
+        except BlockLostError:
+            return None
+
+    def _has_expired(self, known: Known, now: int) -> bool:
+        used = max(known.stamp[2], known.used_ns)
+        return used < 1e9 * self._expiry.since(now / 1e9) and not os.path.exists(self._folder.pins / known.name.hex())
+
+    def _remove(self, known: Known) -> None:
+        """An expired block, unless somebody has used it this very moment."""
+        self.forget(known.name)
+        if not self._folder.read_only:
+            with contextlib.suppress(OSError):
+                if stamp_of(os.stat(known.path)) == known.stamp:
+                    os.unlink(known.path)
+
+    def _touch(self, known: Known) -> None:
+        """Tells other processes, at most once a minute, that the block is used."""
+        with contextlib.suppress(OSError):  # gone, or not ours to touch
+            os.utime(known.path, ns=(known.used_ns, known.used_ns))
+            stamp = stamp_of(os.stat(known.path))
+            if known.stamp[:2] == stamp[:2]:
+                known.stamp = stamp
+
+    def used_ns(self, name: BlockName) -> int:
+        """When this process last found the block; 0 if it has not."""
+        known = self._known.get(name)
+        return 0 if known is None else known.used_ns
+
+    # Reading
+
+    def read(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor:
+        """See `KVStore.read`; one pread into the tensor's own memory."""
+        with self._opened(name) as known:
+            return self._read_record(known, layer, heads)
+
+    def verify(self, name: BlockName) -> Damage | None:
+        """What is wrong with the block's file, None if nothing is or it is gone; reads all of it."""
+        try:
+            with self._opened(name, fresh=True) as known:
+                for layer in range(len(known.header.entry.layout.layers)):
+                    self._read_record(known, layer, None)
+        except BlockDamagedError as error:
+            return Damage("block", name, error.reason, error.removed)
+        except BlockLostError:
+            return None
+        return None
+
+    def _read_record(self, known: Known, layer: int, heads: slice | None) -> torch.Tensor:
+        try:
+            return read_record(known.fd, known.header, layer, heads, direct=self._direct)
+        except (DamagedError, OSError) as error:
+            raise self._lost(known.name, known.path, known.stamp, error) from error
+
+    @contextlib.contextmanager
+    def _opened(self, name: BlockName, fresh: bool = False) -> Iterator[Known]:
+        """The block with its descriptor open for as long as the context lasts; raises `BlockLostError`."""
+        known = None if fresh else self._acquire(name)
+        if known is None:
+            known = self._load(name, fresh)
+        try:
+            yield known
+        finally:
+            self._release(known)
+
+    def _acquire(self, name: BlockName) -> Known | None:
+        with self._lock:
+            known = self._open.get(name)
+            if known is not None:
+                known.users += 1
+                self._open.move_to_end(name)
+            return known
+
+    def _release(self, known: Known) -> None:
+        with self._lock:
+            known.users -= 1
+            if not known.users and self._open.get(known.name) is not known:
+                os.close(known.fd)
+
+    def _load(self, name: BlockName, fresh: bool) -> Known:
+        """Opens the file, with its header if that is not known: a new `Known` with one user."""
+        path = self._folder.block_path(name)
+        try:
+            fd = self._open_file(path)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
+                self.forget(name)
+            raise BlockLostError([name], f"{path} cannot be opened: {error.strerror}") from error
+        try:
+            known = self._checked(name, path, fd, None if fresh else self._known.get(name))
+        except BaseException:
+            os.close(fd)
+            raise
+        known.fd = fd
+        known.users = 1
+        self._remember(known)
+        return known
+
+    def _checked(self, name: BlockName, path: str, fd: int, old: Known | None) -> Known:
+        """The block with its header, which is `old`'s if that was read from this very file."""
+        status = os.fstat(fd)
+        stamp = stamp_of(status)
+        if old is not None and old.stamp == stamp:
+            return Known(name, path, stamp, old.header)
+        if self._bad.get(name) == stamp:
+            raise BlockDamagedError(name, f"{path} is damaged", removed=False)
+        try:
+            return Known(name, path, stamp, read_header(fd, status.st_size, name, direct=self._direct))
+        except (DamagedError, OSError) as error:
+            raise self._lost(name, path, stamp, error) from error
+
+    def _open_file(self, path: str) -> int:
+        try:
+            return os.open(path, self._flags)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self._direct:
+                logger.warning("the file system of %s cannot be read past the page cache; it is read through it", path)
+                self._direct = False
+            elif error.errno not in _OUT_OF_DESCRIPTORS:
+                raise
+        self.close_idle(0)
+        return os.open(path, self._flags)
+
+    @property
+    def _flags(self) -> int:
+        return os.O_RDONLY | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if self._direct else 0)
+
+    # What is remembered
+
+    def _remember(self, known: Known) -> None:
+        with self._lock:
+            old = self._known.get(known.name)
+            self.forget(known.name)
+            if old is not None:
+                known.used_ns = old.used_ns
+            self._known[known.name] = known
+            self._open[known.name] = known
+            while len(self._known) > self._max_known:
+                self.forget(next(iter(self._known)))
+            self.close_idle(self._max_open)
+
+    def close_idle(self, keep: int) -> None:
+        """Closes the descriptors that have not been used for longest, all but `keep`."""
+        with self._lock:
+            while len(self._open) > keep:
+                self._drop_fd(next(iter(self._open)))
+
+    def forget(self, name: BlockName) -> None:
+        """Drops what is remembered of a block; a thread that reads it now reads on."""
+        with self._lock:
+            self._known.pop(name, None)
+            self._drop_fd(name)
+
+    def known(self) -> set[BlockName]:
+        """Blocks of which something is remembered."""
+        with self._lock:
+            return set(self._known)
+
+    def _drop_fd(self, name: BlockName) -> None:
+        known = self._open.pop(name, None)
+        if known is not None and not known.users:
+            os.close(known.fd)
+
+    def close(self) -> None:
+        """Closes all descriptors and forgets all headers."""
+        with self._lock:
+            for name in list(self._known):
+                self.forget(name)
+
+    # Damage
+
+    def _lost(self, name: BlockName, path: str, stamp: Stamp, error: DamagedError | OSError) -> BlockLostError:
+        """What to raise for a failed read; reports damage, which a disk's I/O error is too."""
+        if isinstance(error, OSError) and error.errno != errno.EIO:
+            return BlockLostError([name], f"{path} cannot be read: {error.strerror}")
+        removed = self.report_damage(name, stamp, str(error))
+        return BlockDamagedError(name, f"{path} is damaged: {error}", removed)
+
+    def report_damage(self, name: BlockName, stamp: Stamp, reason: str) -> bool:
+        """Reports a damaged block once and removes its file, unless another has taken the file's place.
+
+        Returns:
+            Whether the damaged file is gone.
+        """
+        path = self._folder.block_path(name)
+        with self._lock:
+            self.forget(name)
+            if self._bad.get(name) == stamp:
+                return not _is_there(path, stamp)
+            self._bad[name] = stamp
+            self.damaged += 1
+        outcome = "left (the store is read-only)"
+        if not self._folder.read_only:
+            outcome = "removed"
+            try:
+                if _is_there(path, stamp):
+                    os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                outcome = f"could not be removed ({error.strerror})"
+        logger.warning("damaged block %s: %s; %s", path, reason, outcome)
+        return outcome == "removed"
+
+
+def _is_there(path: str, stamp: Stamp) -> bool:
+    """Whether the file at `path` is still the one of that stamp."""
+    try:
+        return os.stat(path).st_ino == stamp[0]
+    except FileNotFoundError:
+        return False
+    except OSError:  # it cannot be told, so it is not gone
+        return True

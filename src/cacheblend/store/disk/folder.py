@@ -1,0 +1,284 @@
+"""A store's folder: where things lie in it, whether it is one, and writing a file all or nothing.
+
+    cacheblend.json          the format version; makes the folder a store
+    blocks/ab/abcd....safetensors
+    manifests/abcd....json
+    pins/abcd...             empty files
+    tmp/                     files being written, each locked (flock) by its writer
+    lock                     locked while files are evicted
+
+Knows files and processes; does not know what is in the files.
+"""
+
+# System calls on strings, since this is the hot path:
+# ruff: noqa: PTH103, PTH104, PTH108, PTH120, PTH208
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
+from cacheblend.core.naming import BlockName
+from cacheblend.store.disk.record_file import FORMAT
+
+FORMAT_FILE = "cacheblend.json"
+BLOCK_SUFFIX = ".safetensors"
+
+_TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+_STALE_AFTER_S = 3600.0
+_BUFFERS_PER_CALL = 512  # below IOV_MAX, which is 1024 on Linux
+
+
+class Folder:
+    """A folder opened as a store; made if it is not there.
+
+    Args:
+        path: the folder.
+        read_only: never write to it.
+        durable: fsync files and folders before a write counts as done.
+        locks: flock files being written, and while evicting; without (a server's lock manager may hang, or be missing)
+            temporary files of the dead are told by their age, and processes that evict at once may evict more.
+
+    Attributes:
+        read_only: as asked, or because the folder cannot be written to.
+
+    Raises:
+        StoreFormatError: written in a newer format.
+        StoreError: not a folder, one with other things in it, or one that cannot be read.
+    """
+
+    def __init__(self, path: Path, read_only: bool = False, durable: bool = True, locks: bool = True) -> None:
+        self.path = path
+        self._locks = locks
+        self.durable = durable
+        self.read_only = read_only
+        self.blocks = path / "blocks"
+        self.manifests = path / "manifests"
+        self.pins = path / "pins"
+        self.tmp = path / "tmp"
+        self._blocks_prefix = f"{self.blocks}/"
+        if not self._has_format():
+            self._create()
+        if not self.read_only:
+            self._prepare()
+
+    def block_path(self, name: BlockName) -> str:
+        """Where the block's file is, if there is one."""
+        text = name.hex()
+        return f"{self._blocks_prefix}{text[:2]}/{text}{BLOCK_SUFFIX}"
+
+    # Opening
+
+    def _has_format(self) -> bool:
+        """Checks the format file; False if there is none."""
+        file = self.path / FORMAT_FILE
+        try:
+            content = json.loads(file.read_text())
+            version = int(content["format"])
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise StoreFormatError(
+                f"{file} is damaged ({error!r}): write {format_file_text()!r} to it if the folder holds a "
+                f"store of format {FORMAT}, else use another folder"
+            ) from error
+        if version > FORMAT:
+            raise StoreFormatError(
+                f"{self.path} is a store of format {version}; this version of cacheblend reads format "
+                f"{FORMAT}: upgrade cacheblend, or use another folder"
+            )
+        return True
+
+    def _create(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise StoreError(f"{self.path} is not a folder: name a folder for the store")
+        if self.read_only:
+            raise StoreError(f"there is no store in {self.path}: check the path")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            others = [entry for entry in os.listdir(self.path) if not self._is_harmless(entry)]
+            if others and not self._has_format():  # again: another process may have just made the store
+                raise StoreError(
+                    f"{self.path} is not a store and not empty (it has {sorted(others)[0]!r}): use an empty folder"
+                )
+            self.tmp.mkdir(exist_ok=True)
+            self.publish(self.path / FORMAT_FILE, [memoryview(format_file_text().encode())])
+        except OSError as error:
+            raise store_error(error, f"cannot make a store in {self.path}") from error
+
+    def _is_harmless(self, entry: str) -> bool:
+        """Whether a folder that is not a store yet may have this in it."""
+        if entry == "tmp" and self.tmp.is_dir():  # of a process that died while it made the store
+            return all(_TEMPORARY.fullmatch(file) for file in os.listdir(self.tmp))
+        return entry == "lost+found"
+
+    def _prepare(self) -> None:
+        try:
+            for folder in (self.blocks, self.manifests, self.pins, self.tmp):
+                folder.mkdir(exist_ok=True)
+            self._clean_temporary()
+            path, fd = self._new_temporary()
+            os.unlink(path)
+            os.close(fd)
+        except OSError as error:
+            if error.errno in _READ_ONLY:
+                self.read_only = True
+            elif error.errno not in _FULL:
+                raise store_error(error, f"cannot open the store in {self.path}") from error
+
+    def _clean_temporary(self) -> None:
+        """Removes temporary files of processes that have died; a living writer holds its file's lock."""
+        for entry in os.scandir(self.tmp):
+            if not _TEMPORARY.fullmatch(entry.name):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    self._lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(entry.path)
+                except BlockingIOError:
+                    pass
+                except OSError:  # a file system without flock: by age
+                    if time.time() - os.fstat(fd).st_mtime > _STALE_AFTER_S:
+                        os.unlink(entry.path)
+                finally:
+                    os.close(fd)
+
+    # Writing
+
+    def require_writable(self) -> None:
+        """Raises `StoreReadOnlyError` if the folder cannot be written to."""
+        if self.read_only:
+            raise StoreReadOnlyError(
+                f"{self.path} is opened read-only or cannot be written to: check its permissions and its "
+                "mount, or use another folder"
+            )
+
+    def publish(self, target: Path | str, buffers: Sequence[memoryview], mtime_ns: int | None = None) -> None:
+        """Makes a file with this content appear at `target` at once, replacing one that is there.
+
+        Raises:
+            OSError: nothing is left behind (not even at `target`, if it fails when the file is there already).
+        """
+        path, fd = self._new_temporary()
+        try:
+            _write_all(fd, buffers)
+            if mtime_ns is not None:
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
+            if self.durable:
+                os.fsync(fd)
+            path = self._rename(path, str(target))
+            if self.durable:
+                sync_folder(os.path.dirname(path))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+    def _rename(self, path: str, target: str) -> str:
+        """Moves the file and returns where it is now."""
+        try:
+            os.rename(path, target)
+        except FileNotFoundError:  # the first block of its sub-folder
+            parent = os.path.dirname(target)
+            os.makedirs(parent, exist_ok=True)
+            if self.durable:
+                sync_folder(os.path.dirname(parent))
+            os.rename(path, target)
+        return target
+
+    def _new_temporary(self) -> tuple[str, int]:
+        """A new file in the folder, locked: (path, descriptor)."""
+        while True:
+            path = str(self.tmp / f"{os.getpid()}-{secrets.token_hex(8)}")
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            with contextlib.suppress(OSError):  # a file system without flock
+                self._lock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:  # else: another process cleaned it up before it was locked
+                return path, fd
+            os.close(fd)
+
+    def _lock(self, fd: int, how: int) -> None:
+        """Raises `OSError` where there are no locks."""
+        if not self._locks:
+            raise OSError(errno.ENOLCK, "locks are turned off")
+        fcntl.flock(fd, how)
+
+    @contextlib.contextmanager
+    def evicting(self) -> Iterator[None]:
+        """Held by one process at a time (if the disk has no room for the lock's file: by any)."""
+        try:
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            yield
+            return
+        try:
+            with contextlib.suppress(OSError):  # a file system without flock
+                self._lock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+
+def format_file_text() -> str:
+    """What stands in a store's format file."""
+    return json.dumps({"format": FORMAT, "what": "cacheblend KV cache store, see docs/format.md"}) + "\n"
+
+
+def sync_folder(path: str) -> None:
+    """Makes the folder's entries survive a power failure."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether evicting something could help."""
+    return error.errno in _FULL
+
+
+def store_error(error: OSError, what: str) -> StoreError:
+    """The store's error for what the system said while writing."""
+    if is_full(error):
+        return StoreFullError(f"{what}: {error.strerror}; free some space or raise the quota")
+    if error.errno == errno.EFBIG:
+        return StoreFullError(f"{what}: {error.strerror}; raise the limit on file sizes (ulimit -f)")
+    if error.errno in _READ_ONLY:
+        return StoreReadOnlyError(f"{what}: {error.strerror}; check the folder's permissions and its mount")
+    return StoreError(f"{what}: {error}")
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """The store's error for what the system said while the folder at `path` was read."""
+    where = "" if error.filename in (None, str(path)) else f"{error.filename}: "
+    return StoreError(
+        f"the store in {path} cannot be read: {where}{error.strerror or error}; check what is there and its "
+        "permissions, or use another folder"
+    )
+
+
+def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
+    waiting = [buffer for buffer in reversed(buffers) if len(buffer)]
+    while waiting:
+        written = os.writev(fd, waiting[: -_BUFFERS_PER_CALL - 1 : -1])
+        while waiting and written >= len(waiting[-1]):
+            written -= len(waiting.pop())
+        if written:
+            waiting[-1] = waiting[-1][written:]

@@ -1,0 +1,256 @@
+"""Blocks in an S3-compatible bucket: an object a block, read by ranges, a layer at a time.
+
+    blocks/<name>            the bytes of a block file
+    manifests/<name>         the bytes of a manifest's file
+    pins/<name>              nothing
+
+An object appears whole or not at all. A bucket does not know when an object was last read: a block counts as used when
+it was written, or when this process last found it.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
+from cacheblend.core.naming import BlockName
+from cacheblend.store.remote.objects import Bytes, HeldBlock, Range
+
+AT_ONCE = 32  # requests under way
+UPLOAD_S = 60.0  # that writing an object may take: nobody waits for it
+_FIRST_READ = 32 << 10  # covers most headers
+_LONGEST_HEADER = 64 << 20
+_TICK_S = 1e-6  # between blocks of one call, so that the first is used last
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class BucketObjects:
+    """See `Objects`.
+
+    Args:
+        url: ``s3://bucket/folder``.
+        timeout: seconds that a request may take; writing a block may take `UPLOAD_S`, if that is more.
+        options: obstore's for S3 (``endpoint``, ``region``, ``access_key_id``, ...); what is missing is taken from
+            the usual environment variables, as AWS's own tools do.
+
+    Raises:
+        InvalidInputError: obstore is not installed, or does not know an option.
+    """
+
+    tier = "s3"
+
+    def __init__(self, url: str, *, timeout: float = 5.0, options: Mapping[str, str] | None = None) -> None:
+        try:
+            import obstore
+            from obstore import exceptions
+            from obstore.store import S3Store
+        except ImportError as error:
+            raise InvalidInputError("a store in a bucket needs obstore: pip install 'cacheblend[s3]'") from error
+        self.place = url
+        settings = cast(Any, {"virtual_hosted_style_request": False, **(options or {})})
+        plain = (options or {}).get("endpoint", "").startswith("http://")
+
+        def opened(seconds: float) -> Any:
+            limits = {"timeout": timedelta(seconds=seconds), "connect_timeout": timedelta(seconds=timeout)}
+            retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=seconds)}
+            client = cast(Any, {**limits, "allow_http": plain})
+            return S3Store.from_url(url, config=settings, client_options=client, retry_config=cast(Any, retries))
+
+        try:
+            self._bucket, self._uploads = opened(timeout), opened(max(timeout, UPLOAD_S))
+        except exceptions.BaseError as error:
+            raise InvalidInputError(f"the bucket {url!r} cannot be opened: {error}") from error
+        self._obstore: Any = obstore
+        self._missing = (exceptions.NotFoundError, FileNotFoundError)
+        self._refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
+        self._no_answer = (exceptions.BaseError, OSError)
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cacheblend-bucket")
+        self._used: dict[BlockName, float] = {}
+        self._lock = threading.Lock()
+
+    # ---- blocks -----------------------------------------------------------------------------------------
+
+    def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
+        """See `Objects`."""
+        found = self._each(names, lambda name: self._head(_block(name)))
+        now = time.time()
+        with self._lock:
+            there = [
+                meta is not None and max(meta["last_modified"].timestamp(), self._used.get(name, 0.0)) >= since
+                for name, meta in zip(names, found, strict=True)
+            ]
+            for at, (name, held) in reversed(list(enumerate(zip(names, there, strict=True)))):
+                if held:
+                    self._used[name] = now - at * _TICK_S
+        return there
+
+    def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
+        """See `Objects`. A second request where the header is long."""
+
+        def read(name: BlockName) -> Bytes | None:
+            first = self._range(_block(name), 0, _FIRST_READ)
+            if first is None:
+                return None
+            end = 8 + int.from_bytes(first[:8], "little")
+            if end <= len(first) or len(first) < _FIRST_READ or end > _LONGEST_HEADER:
+                return first[:end]  # in full, or found to be damaged
+            rest = self._range(_block(name), len(first), end)
+            return None if rest is None else bytes(first) + bytes(rest)
+
+        return self._each(names, read)
+
+    def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
+        """See `Objects`."""
+        return self._each(ranges, lambda r: self._range(_block(r.name), r.offset + r.start, r.offset + r.stop))
+
+    def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
+        """See `Objects`."""
+        self._put(_block(name), b"".join((header, *records)))
+        with self._lock:
+            self._used[name] = time.time()
+
+    def delete(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `Objects`."""
+        there = [found is not None for found in self._each(names, lambda name: self._head(_block(name)))]
+        paths = [_block(name) for name, held in zip(names, there, strict=True) if held]
+        self._delete(paths)
+        with self._lock:
+            for name in names:
+                self._used.pop(name, None)
+        return there
+
+    def held(self, *, tidy: bool = False) -> list[HeldBlock]:
+        """See `Objects`."""
+        found = []
+        for meta in self._list("blocks"):
+            name = _name(meta["path"])
+            if name is None:
+                continue
+            written = meta["last_modified"].timestamp()
+            with self._lock:
+                found.append(HeldBlock(name, int(meta["size"]), max(written, self._used.get(name, 0.0))))
+        with self._lock:
+            self._used = {block.name: self._used[block.name] for block in found if block.name in self._used}
+        return found
+
+    # ---- pins and manifests -----------------------------------------------------------------------------
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        """See `Objects`."""
+        self._each(list(names), lambda name: self._put(f"pins/{name.hex()}", b""))
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        """See `Objects`."""
+        self._delete([f"pins/{name.hex()}" for name in names])
+
+    def pinned(self) -> set[BlockName]:
+        """See `Objects`."""
+        names = [_name(meta["path"]) for meta in self._list("pins")]
+        return {name for name in names if name is not None}
+
+    def put_manifest(self, name: BlockName, data: Bytes) -> None:
+        """See `Objects`."""
+        self._put(_manifest(name), bytes(data))
+
+    def manifests(self) -> Mapping[BlockName, str]:
+        """See `Objects`."""
+        named = [(_name(meta["path"]), f"{meta['e_tag']} {meta['last_modified']}") for meta in self._list("manifests")]
+        return {name: mark for name, mark in named if name is not None}
+
+    def read_manifests(self, names: Sequence[BlockName]) -> list[Bytes | None]:
+        """See `Objects`."""
+        return self._each(names, lambda name: self._whole(_manifest(name)))
+
+    def has_manifest(self, name: BlockName) -> bool:
+        """See `Objects`."""
+        return self._head(_manifest(name)) is not None
+
+    def delete_manifest(self, name: BlockName) -> bool:
+        """See `Objects`."""
+        there = self.has_manifest(name)
+        self._delete([_manifest(name)])
+        return there
+
+    def listing_stamp(self) -> str | None:
+        """See `Objects`. Listing is all that a bucket offers."""
+        return None
+
+    def close(self) -> None:
+        """See `Objects`."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # ---- requests ---------------------------------------------------------------------------------------
+
+    def _head(self, path: str) -> Any:
+        return self._if_there(lambda: self._obstore.head(self._bucket, path))
+
+    def _range(self, path: str, start: int, end: int) -> memoryview | None:
+        """Fewer bytes, or none, where the object ends earlier."""
+        try:
+            return self._if_there(lambda: memoryview(self._obstore.get_range(self._bucket, path, start=start, end=end)))
+        except StoreUnreachableError as error:
+            if "416 Range Not Satisfiable" in str(error.__cause__):
+                return memoryview(b"")
+            raise
+
+    def _whole(self, path: str) -> memoryview | None:
+        return self._if_there(lambda: memoryview(self._obstore.get(self._bucket, path).bytes()))
+
+    def _put(self, path: str, data: bytes) -> None:
+        self._ask(lambda: self._obstore.put(self._uploads, path, data))
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        if paths:
+            self._ask(lambda: self._obstore.delete(self._bucket, paths))
+
+    def _list(self, folder: str) -> list[Any]:
+        return self._ask(lambda: list(self._obstore.list(self._bucket, f"{folder}/").collect()))
+
+    def _if_there(self, call: Callable[[], T]) -> T | None:
+        """The answer, None where the object is missing."""
+        try:
+            return self._ask(call)
+        except StoreError as error:
+            if isinstance(error.__cause__, self._missing):
+                return None
+            raise
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (*self._missing, *self._refused) as error:
+            raise StoreError(f"{self.place} refused: {_first_line(error)}") from error
+        except self._no_answer as error:
+            raise StoreUnreachableError(f"{self.place} does not answer: {_first_line(error)}") from error
+
+    def _each(self, what: Sequence[S], ask: Callable[[S], T]) -> list[T]:
+        """Several requests under way together."""
+        if len(what) == 1:
+            return [ask(what[0])]
+        return list(self._pool.map(ask, what))
+
+
+def _first_line(error: Exception) -> str:
+    """obstore's errors go on for a page."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _block(name: BlockName) -> str:
+    return f"blocks/{name.hex()}"
+
+
+def _manifest(name: BlockName) -> str:
+    return f"manifests/{name.hex()}"
+
+
+def _name(path: str) -> BlockName | None:
+    """The name that an object goes by; None of one that somebody else put there."""
+    try:
+        return BlockName(bytes.fromhex(path.rpartition("/")[2]))
+    except ValueError:
+        return None

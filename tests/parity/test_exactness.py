@@ -1,0 +1,165 @@
+"""The laws, on every family: r = 1 and exact prefixes equal full prefill, keys move as the model moves them, decoding
+goes on as the model's own, the user's model stays as it is, and what cannot be blended is refused."""
+
+import copy
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cacheblend.core.config import AnchorKind
+from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
+from cacheblend.core.load.rope import reposition_keys, turn_by
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd, Measure, NoRows, Selector
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from families import REFUSED, SMALL, tiny_model
+from parity.scenes import (
+    BOS,
+    FAMILIES,
+    QUESTION,
+    RAG,
+    SYSTEM,
+    A,
+    B,
+    assert_close,
+    assert_same,
+    greedy,
+    open_engine,
+    random_ids,
+    run,
+    warm_engine,
+)
+from reference import plain_kv
+
+TOLERANCE = 1e-5
+NO_NEGATIVE_POSITIONS = {"ministral3"}  # it scales queries by the logarithm of the position
+IN_FRONT = {"none": [], "bos": [text([BOS])], "system": [SYSTEM]}
+
+
+@pytest.mark.parametrize("selector", [Hkvd((1,), (1.0,)), AllRows()], ids=["hkvd", "all"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> None:
+    outcome = run(warm_engine(family), RAG, selector)
+    assert outcome.report.hit_tokens["memory"] == 115
+    assert len(outcome.recomputed) == 115
+    assert_same(outcome.result, *plain_kv(tiny_model(family), RAG.token_ids), TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lone_chunk_in_front_is_exact_at_any_ratio(family: str) -> None:
+    prompt = Prompt.of([A, QUESTION])
+    outcome = run(warm_engine(family), prompt, NoRows())
+    assert outcome.report.hit_tokens == {"prefix": 40, "memory": 0, "disk": 0}
+    assert outcome.result.row_layers < len(prompt) * len(outcome.result.kv) / 3
+    assert_same(outcome.result, *plain_kv(tiny_model(family), prompt.token_ids), TOLERANCE)
+
+
+@pytest.mark.parametrize("anchor", IN_FRONT)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_lone_chunk_behind_its_anchor_is_a_prefix_hit(family: str, anchor: AnchorKind) -> None:
+    prompt = Prompt.of([*IN_FRONT[anchor], A, QUESTION])
+    model = tiny_model(family)
+    with open_engine(model, [A], anchor=anchor) as engine:
+        outcome = run(engine, prompt, NoRows())
+    assert outcome.report.hit_tokens == {"prefix": len(prompt) - len(QUESTION), "memory": 0, "disk": 0}
+    assert_same(outcome.result, *plain_kv(model, prompt.token_ids), TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moved_keys_are_the_keys_the_model_computes_there(family: str) -> None:
+    engine, model = warm_engine(family), tiny_model(family)
+    ids = B.token_ids
+    far = min(engine.survey.length_limit or 4096, engine.survey.context_length or 4096) - len(ids)
+    before = 0 if family in NO_NEGATIVE_POSITIONS else -5
+    at = {position: plain_kv(model, ids, shift=position)[1] for position in (0, 13, far, before)}
+    for old, new in [(0, 13), (13, 0), (0, far), (far, 0), (far, 13), (0, before), (before, far)]:
+        # The model's own angles are fp32: at position p they are off by p / 2 ** 24 radians.
+        tolerance = 1e-5 + 4 * max(abs(old), abs(new)) * 2**-24
+        for layer, rotation in enumerate(engine.survey.rotations):
+            moved, values = at[old][layer]
+            if rotation is not None:
+                moved = reposition_keys(moved, turn_by(rotation, torch.full((len(ids),), new - old)))
+            assert_close(moved, at[new][layer][0], tolerance, f"keys of layer {layer} moved {old} -> {new}")
+            assert_close(values, at[new][layer][1], tolerance, f"values of layer {layer} at {old} and {new}")
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """Keeps every row and shows the deviations; unlike `Hkvd` it may check layer 0."""
+
+    seen: dict[int, torch.Tensor]
+    check_layers: tuple[int, ...] = (0, 1)
+    at_start: bool = False
+    question_rows: int = 0
+    measure: Measure = "kv"
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        assert candidates.layer is not None and candidates.deviation is not None
+        self.seen[candidates.layer] = candidates.deviation
+        return torch.ones_like(candidates.deviation, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deviation_is_zero_in_layer_0_and_not_behind_it(family: str) -> None:
+    deviations: dict[int, torch.Tensor] = {}
+    result, _ = warm_engine(family).prefill(RAG, selector=KeepAll(deviations))
+    size = [float(sum(part.pow(2).sum(dim=(0, 2)).max() for part in result.kv[layer])) for layer in (0, 1)]
+    assert len(deviations[0]) == 115
+    assert float(deviations[0].max()) <= 1e-9 * size[0]
+    assert float(deviations[1].max()) > 1e-4 * size[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_decoding_from_the_fused_cache_equals_generate(family: str) -> None:
+    model, steps = tiny_model(family), 6
+    answer = warm_engine(family).generate(RAG, SamplingParams(max_tokens=steps, ignore_eos=True), ratio=1.0)
+    assert answer.token_ids == greedy(model, RAG, steps)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma4_text"])
+def test_the_users_model_is_untouched(family: str) -> None:
+    model = copy.deepcopy(tiny_model(family))
+    state = copy.deepcopy(model.config.to_dict())
+    implementation = model.config._attn_implementation
+    modules = {name: (type(module), id(module)) for name, module in model.named_modules()}
+    ids = torch.tensor([RAG.token_ids.tolist()])
+    with torch.no_grad():
+        before = model(ids).logits
+        with open_engine(model) as engine:
+            engine.prefill(RAG)
+            during = model(ids).logits
+        after = model(ids).logits
+    assert torch.equal(before, during) and torch.equal(before, after)
+    assert model.config._attn_implementation == implementation
+    assert model.config.to_dict() == state
+    assert {name: (type(module), id(module)) for name, module in model.named_modules()} == modules
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=str)
+def test_what_cannot_be_blended_is_refused_with_the_reason(family) -> None:
+    with pytest.raises(ModelNotBlendableError) as refusal:
+        BlendEngine(tiny_model(family.name), store="memory")
+    assert re.search(family.reason, str(refusal.value)), str(refusal.value)
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16, use_bidirectional_attention=True)
+    with pytest.raises(ModelNotBlendableError, match="not causal"):
+        BlendEngine(AutoModelForCausalLM.from_config(config).eval(), store="memory")
+
+
+def test_a_prompt_behind_longropes_switch_is_refused() -> None:
+    engine = open_engine(tiny_model("phi3-longrope"), [A])
+    with pytest.raises(InvalidInputError, match=r"LongRoPE's switch, .* at 1024; use fewer"):
+        engine.prompt(Prompt.of([A, text(random_ids(1000, 3))]))
+
+
+def test_a_soft_cap_that_plain_passes_would_leave_out_is_refused() -> None:
+    model = copy.copy(tiny_model("gemma2"))
+    model.config = copy.deepcopy(model.config)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ModelNotBlendableError, match='attn_implementation="eager"'):
+        BlendEngine(model, store="memory")

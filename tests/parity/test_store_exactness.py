@@ -1,0 +1,98 @@
+"""The third law: what a store holds under a name is what a plain prefill of that name's chain gives."""
+
+import pytest
+import torch
+
+from cacheblend.core.config import AnchorKind
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import Block
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.hf import SamplingParams
+from cacheblend.store import MemoryStore
+from families import tiny_model
+from parity.scenes import BOS, QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, assert_close, open_engine, random_ids
+from reference import plain_kv
+
+TOLERANCE = 1e-5
+ANCHORS = ["none", "bos", "system"]
+ONE_TOKEN = SamplingParams(max_tokens=1)
+
+
+class Witness(MemoryStore):
+    """A store that remembers every block it was given, with its parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[BlockName, Block] = {}
+
+    def write(self, block: Block) -> bool:
+        self.given.setdefault(block.name, block)
+        return super().write(block)
+
+    def chain(self, name: BlockName, root: BlockName) -> list[int]:
+        """The tokens the name stands for, from the root on."""
+        if name == root:
+            return []
+        block = self.given[name]
+        return [*self.chain(block.parent, root), *block.token_ids.tolist()]
+
+
+def requests(bos: bool) -> list[Prompt]:
+    """Misses in front, between and behind; then the same as hits; a new system prompt; no chunk at all."""
+    first, other = [text([BOS])] if bos else [], text(random_ids(20, 30))
+    late = chunk(random_ids(33, 31))
+    return [
+        Prompt.of([*first, *parts])
+        for parts in (
+            [SYSTEM, A, UNSEEN, B, QUESTION],
+            [SYSTEM, late, A, C, QUESTION],
+            [UNSEEN, B, late, SYSTEM, A],
+            [other, B, A, QUESTION],
+            [other, late, UNSEEN],
+            [SYSTEM, QUESTION],
+        )
+    ]
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe"])
+def test_stored_kv_is_what_its_name_promises(family: str, anchor: AnchorKind) -> None:
+    model, store = tiny_model(family), Witness()
+    with open_engine(model, [A], store=store, anchor=anchor, capture=True) as engine:
+        for prompt in requests(bos=anchor == "bos"):
+            for ratio in (0.15, 0.0):  # the second time its chunks are hits
+                engine.generate(prompt, SamplingParams(max_tokens=2), ratio=ratio)
+                assert engine.flush(timeout=60)
+        listed = {name for manifest in store.manifests() for name in manifest.block_names}
+        held = [name for name, entry in zip(store.given, store.find(list(store.given)), strict=True) if entry]
+        assert len(store.manifests()) >= 5 and listed <= set(held)
+        for name in held:
+            ids = store.chain(name, engine.planner.root)
+            _, layers = plain_kv(model, ids)
+            tail = slice(len(ids) - len(store.given[name].token_ids), len(ids))
+            for layer, (keys, values) in enumerate(layers):
+                expected = torch.stack([keys[:, tail], values[:, tail]], dim=1)
+                assert_close(store.read(name, layer), expected, TOLERANCE, f"layer {layer} of {ids[:8]}..")
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_every_missed_chunk_is_stored_behind_its_anchor(anchor: AnchorKind) -> None:
+    """The second time the same chunks in another order are all hits, and nothing more is stored."""
+    with open_engine(tiny_model("llama"), [], anchor=anchor, capture=True) as engine:
+        engine.generate(Prompt.of([SYSTEM, A, UNSEEN, B, QUESTION]), ONE_TOKEN)
+        assert engine.flush(timeout=60)
+        blocks = engine.store.stats().blocks
+        report = engine.generate(Prompt.of([SYSTEM, B, A, UNSEEN, QUESTION]), ONE_TOKEN).report
+        assert engine.flush(timeout=60)
+        assert report.missed_tokens == 0
+        assert engine.store.stats().blocks == blocks
+        assert len(engine.store.manifests()) == 3
+
+
+def test_blended_kv_is_not_found_by_a_plain_request() -> None:
+    """Behind a blended prompt, its own tokens as plain text hit nothing but what is exact."""
+    with open_engine(tiny_model("llama"), capture=True) as engine:
+        engine.generate(RAG, ONE_TOKEN, ratio=0.15)
+        assert engine.flush(timeout=60)
+        _, report = engine.prefill(Prompt.of([text(RAG.token_ids)]))
+        assert report.loaded_tokens == 0

@@ -1,0 +1,201 @@
+"""Selectors that ask the question: budgets, whole spans, and rankings that meet; sentences by token ids."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query, ranks_by_attention
+from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd
+from cacheblend.core.select.text_cues import LONGEST_SENTENCE, sentence_indices
+
+shares = st.floats(0, 1)
+pools = st.sampled_from(["sentence", 1, 2, 5, 100])
+
+
+@st.composite
+def asked(draw: st.DrawFn, layer: int | None = None) -> Candidates:
+    """Some rows of a prompt of several chunks and sentences, with attention and deviations that often tie."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
+    offsets = np.concatenate([np.arange(n) for n in lengths])
+    segments = np.repeat(np.arange(len(lengths)) * 2, lengths)
+    begins = np.array(draw(st.lists(st.booleans(), min_size=len(offsets), max_size=len(offsets)))) | (offsets == 0)
+    rows = np.flatnonzero(draw(st.lists(st.booleans(), min_size=len(offsets), max_size=len(offsets))))
+    values = st.lists(st.sampled_from([0.0, 1.0, 2.0]) | st.floats(0, 9, width=32), min_size=len(rows))
+    attention, deviation = (torch.tensor(draw(values)[: len(rows)], dtype=torch.float32) for _ in range(2))
+    return Candidates(
+        positions=torch.from_numpy(rows) + 3,
+        chunk_offsets=torch.from_numpy(offsets[rows]),
+        total=draw(st.integers(len(rows), len(offsets))),
+        layer=layer,
+        deviation=None if layer is None else deviation,
+        attention=attention,
+        segments=torch.from_numpy(segments[rows]),
+        sentences=torch.from_numpy(np.cumsum(begins)[rows]) if draw(st.booleans()) else None,
+    )
+
+
+def spans_of(candidates: Candidates, pool: Pool) -> list[tuple[int, ...]]:
+    """The span of every row, in plain words."""
+    if pool == "sentence" and candidates.sentences is not None:
+        return [(s,) for s in candidates.sentences.tolist()]
+    tokens = SPAN_WITHOUT_SENTENCES if pool == "sentence" else pool
+    assert candidates.segments is not None
+    rows = zip(candidates.segments.tolist(), candidates.chunk_offsets.tolist(), strict=True)
+    return [(segment, offset // tokens) for segment, offset in rows]
+
+
+leads = st.integers(0, 3)
+
+
+@given(asked(), shares, pools, leads)
+def test_query_spends_its_budget_and_never_more(candidates: Candidates, ratio: float, pool: Pool, lead: int) -> None:
+    keep = Query(ratio, pool, lead).select(candidates)
+    n = len(candidates.positions)
+    assert keep.dtype == torch.bool and keep.shape == (n,)
+    assert int(keep.sum()) == min(round(ratio * candidates.total), n)
+
+
+@given(asked(), shares, pools, leads)
+def test_spans_are_taken_whole_in_order_and_one_in_part(
+    candidates: Candidates, ratio: float, pool: Pool, lead: int
+) -> None:
+    keep = Query(ratio, pool, lead).select(candidates).tolist()
+    assert candidates.attention is not None
+    attention = candidates.attention.tolist()
+    members: dict[tuple[int, ...], list[int]] = {}
+    for row, span in enumerate(spans_of(candidates, pool)):
+        members.setdefault(span, []).append(row)
+    best = attention_of_spans(candidates, members, lead)
+    whole = [span for span, rows in members.items() if all(keep[row] for row in rows)]
+    none = [span for span, rows in members.items() if not any(keep[row] for row in rows)]
+    partly = [span for span in members if span not in whole and span not in none]
+    assert len(partly) <= 1
+    order = [min((best[s] for s in group), default=None) for group in (whole, partly)]
+    order += [max((best[s] for s in none), default=None)]
+    assert all(a >= b for a, b in pairwise(value for value in order if value is not None))
+    for span in partly:
+        kept = [attention[row] for row in members[span] if keep[row]]
+        assert min(kept) >= max(attention[row] for row in members[span] if not keep[row])
+
+
+def attention_of_spans(
+    candidates: Candidates, members: dict[tuple[int, ...], list[int]], lead: int
+) -> dict[tuple[int, ...], float]:
+    """A span's own highest, or that of one of the next `lead` spans of its segment, in plain words."""
+    assert candidates.attention is not None and candidates.segments is not None
+    segments, attention = candidates.segments.tolist(), candidates.attention.tolist()
+    order = list(members)  # rows ascend, and so do their spans
+    return {
+        span: max(
+            attention[row]
+            for later in order[place : place + lead + 1]
+            for row in members[later]
+            if segments[row] == segments[members[span][0]]
+        )
+        for place, span in enumerate(order)
+    }
+
+
+def test_the_sentence_in_front_is_taken_too() -> None:
+    attention = torch.tensor([0.0, 0.0, 0.1, 0.9, 0.0, 0.0, 0.5, 0.0])
+    found = Candidates(
+        positions=torch.arange(8),
+        chunk_offsets=torch.arange(8) % 4,
+        total=8,
+        attention=attention,
+        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        sentences=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
+    )
+    assert Query(0.5, lead=1).select(found).tolist() == [True] * 4 + [False] * 4
+    assert Query(0.5, lead=0).select(found).tolist() == [False, False, True, True, False, False, True, True]
+
+
+@given(asked(), pools)
+def test_ranks_are_a_permutation_and_keep_spans_together(candidates: Candidates, pool: Pool) -> None:
+    ranks = ranks_by_attention(candidates, pool).tolist()
+    assert sorted(ranks) == list(range(len(ranks)))
+    in_order = [span for _, span in sorted(zip(ranks, spans_of(candidates, pool), strict=True))]
+    changes = sum(a != b for a, b in pairwise(in_order))
+    assert changes == max(0, len(set(in_order)) - 1)
+
+
+@given(asked(layer=2), shares, pools)
+def test_either_keeps_the_top_of_both_rankings(candidates: Candidates, ratio: float, pool: Pool) -> None:
+    assert candidates.deviation is not None
+    keep = Hybrid((2,), (ratio,), early=1.0, rank="either", pool=pool).select(candidates)
+    n = len(candidates.positions)
+    count = min(round(ratio * candidates.total), n)
+    assert int(keep.sum()) == count
+    by_deviation = torch.argsort(candidates.deviation, descending=True, stable=True)
+    by_attention = torch.argsort(ranks_by_attention(candidates, pool, lead=1))
+    for order in (by_deviation, by_attention):
+        assert keep[order[: count // 2]].all()
+    top = set(by_deviation[:count].tolist()) | set(by_attention[:count].tolist())
+    assert set(keep.nonzero()[:, 0].tolist()) <= top
+
+
+@given(asked(layer=1), shares)
+def test_by_deviation_alone_hybrid_is_hkvd(candidates: Candidates, ratio: float) -> None:
+    assert candidates.deviation is not None
+    keep = Hybrid((1,), (ratio,), early=1.0, rank="deviation").select(candidates)
+    hkvd = Hkvd((1,), (ratio,)).select(candidates)
+    assert candidates.deviation[keep].sort().values.tolist() == candidates.deviation[hkvd].sort().values.tolist()
+
+
+@given(asked(), shares, pools)
+def test_hybrids_early_share_is_querys(candidates: Candidates, early: float, pool: Pool) -> None:
+    keep = Hybrid((1,), (0.0,), early=early, pool=pool).select(candidates)
+    assert torch.equal(keep, Query(early, pool).select(candidates))
+
+
+@given(asked())
+def test_everything_is_everything(candidates: Candidates) -> None:
+    assert torch.equal(Query(1.0).select(candidates), AllRows().select(candidates))
+    assert torch.equal(Hybrid((1,), (1.0,), 1.0).select(candidates), AllRows().select(candidates))
+
+
+@pytest.mark.parametrize("selector", [Query(0.5), Hybrid()])
+def test_a_selector_that_asks_the_question_says_so(selector: Query | Hybrid) -> None:
+    with pytest.raises(InvalidInputError, match="question's attention"):
+        selector.select(Candidates(torch.arange(3), torch.arange(3), 3))
+
+
+def test_an_early_share_below_the_first_ratio_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"early share 0.2 is below .* ratio 0.3"):
+        Hybrid((1,), (0.3,), early=0.2)
+
+
+# ---- sentences ------------------------------------------------------------------------------------------
+
+STOP, MARK = 1, 2
+
+
+def test_sentences_end_behind_a_run_of_stops_and_with_their_segment() -> None:
+    prompt = Prompt.of([text([5, 6, STOP, 7]), chunk([8, STOP, MARK, STOP, 9]), chunk([STOP, 5, 5]), text([5])])
+    found = sentence_indices(prompt, np.array([STOP, MARK]))
+    assert found.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 4, 5, 5, 6]
+
+
+def test_without_stops_a_sentence_is_a_segment_cut_at_the_longest() -> None:
+    prompt = Prompt.of([chunk([5] * (2 * LONGEST_SENTENCE + 3)), chunk([5] * LONGEST_SENTENCE)])
+    found = sentence_indices(prompt, np.array([], dtype=np.int64))
+    assert np.bincount(found).tolist() == [LONGEST_SENTENCE, LONGEST_SENTENCE, 3, LONGEST_SENTENCE]
+
+
+@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=150), min_size=1, max_size=4))
+def test_sentences_lie_in_segments_and_in_bounds(segments: list[list[int]]) -> None:
+    prompt = Prompt.of([chunk(ids) for ids in segments])
+    found = sentence_indices(prompt, np.array([STOP, MARK]))
+    assert found[0] == 0 and set(np.diff(found)) <= {0, 1}
+    assert np.bincount(found).max() <= LONGEST_SENTENCE
+    segment = np.repeat(np.arange(len(segments)), [len(ids) for ids in segments])
+    assert all(len(set(segment[found == i])) == 1 for i in range(found[-1] + 1))
+    for i in range(len(prompt) - 1):  # a stop ends its sentence unless another stop follows
+        stops = prompt.token_ids[i] <= MARK, prompt.token_ids[i + 1] <= MARK
+        assert found[i + 1] > found[i] or stops != (True, False)
