@@ -13,7 +13,8 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.naming import BlockName
-from cacheblend.engines.hf import SamplingParams, warming
+from cacheblend.engines import keeper
+from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.disk.record_file import encode_block
 from cacheblend.store.remote import redis as redis_objects
@@ -36,7 +37,7 @@ def server() -> Iterator[RedisServer]:
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSE_S", 0.0)
-    monkeypatch.setattr(warming, "PAUSE_S", 0.0)
+    monkeypatch.setattr(keeper, "PAUSE_S", 0.0)
 
 
 def keys_of(server: RedisServer, pattern: str) -> list[bytes]:

@@ -25,7 +25,7 @@ from cacheblend.cli.output import console, print_json, progress, seconds_text, s
 
 if TYPE_CHECKING:
     from cacheblend.data import Text
-    from cacheblend.engines.hf.warming import WarmReport
+    from cacheblend.engines.keeper import WarmReport
 
 Data = Annotated[
     list[Path],

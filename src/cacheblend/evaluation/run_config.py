@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 CODE = (
     *("core", "store", "engines"),
-    *(f"evaluation/{name}.py" for name in ("methods", "choices", "compute", "run_config", "records", "runner", "templates")),
+    *(
+        f"evaluation/{name}.py"
+        for name in ("methods", "choices", "compute", "run_config", "records", "runner", "templates")
+    ),
 )
 """The source that makes cells. What only reports them is not in it: rows may be reported anew by later code."""
 LIBRARIES = ("python", "torch", "transformers", "tokenizers")

@@ -3,7 +3,7 @@
 from cacheblend.engines.hf.decode import SamplingParams
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.request import Answer, Delta, Request
-from cacheblend.engines.hf.warming import WarmReport
+from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.tokens import Passage
 
 __all__ = ["Answer", "BlendEngine", "Delta", "Passage", "Request", "SamplingParams", "WarmReport"]

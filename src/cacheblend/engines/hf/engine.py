@@ -35,7 +35,8 @@ from cacheblend.engines.hf.prefilling import Mode, Prefilling, plan_in_mode
 from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.hf.warming import ChunkWarmer, Progress, WarmReport
+from cacheblend.engines.hf.warming import ChunkWarmer, Progress
+from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.sentences import find_sentence_end_ids
 from cacheblend.engines.settings import Settings, resolve_settings
 from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder

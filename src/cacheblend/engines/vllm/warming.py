@@ -10,7 +10,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.plan.plan import Anchor, Planner
 from cacheblend.core.plan.prompt import chunk
-from cacheblend.engines.hf.warming import WarmReport
+from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.tokens import PromptBuilder
 from cacheblend.store import open_store
 

@@ -1,20 +1,18 @@
-"""The workers' side: provides prompts and captures chunks, some layers an engine step.
+"""The worker side: fills the paged cache for prompts and captures chunks, a few layers in each engine step.
 
-    start_load_kv -> step(jobs): as many layers as the budget allows; oldest first, captures behind all prompts
+    start_load_kv -> step(jobs): as many layers as the budget allows; oldest job first, captures after all prompts
                       prompt: load, fuse, write each finished layer to the paged cache -> done
                       chunk:  compute alone behind its anchor -> store
 
-Jobs of a kind go through their layers side by side where they have few rows (`PrefillBatcher`).
+Jobs of one kind with few rows are computed as a batch (`PrefillBatcher`).
 
-Every rank does the same rows in the same order; where ranks must agree (chosen rows, lost blocks), they are asked.
+Every rank computes the same rows in the same order; for chosen rows and lost blocks the ranks exchange their results.
 """
 
 import logging
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,33 +20,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.fuse.batching import PrefillBatcher, run_together
 from cacheblend.core.fuse.prefill import OnLayer, PrefillRun
-from cacheblend.core.load.capture import ChunkJob, blocks_of, manifest_of
+from cacheblend.core.load.capture import ChunkJob
 from cacheblend.core.load.loader import LayerKV, LayerLoader
-from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource
-from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Planner
+from cacheblend.core.plan.blocks import BlockSource
+from cacheblend.core.plan.plan import BlendPlan, Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
 from cacheblend.engines.vllm.layers import VllmLayerRunner, join
+from cacheblend.engines.vllm.loading import AgreedLoader, EmptySource
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
 from cacheblend.engines.vllm.paged_attention import PagedAttention
 from cacheblend.store import KVStore
 
-PAUSE_S = 60  # behind a store that cannot take a chunk
 READ_AHEAD = 2  # layers
 logger = logging.getLogger("cacheblend.vllm")
 
 
 @dataclass(eq=False)
 class _Task:
-    """A job under way; `run` is None until its first step."""
+    """A job that has not finished; `run` is None until its first step."""
 
     job: BlendJob | ChunkJob
     run: PrefillRun | None = None
@@ -62,22 +59,22 @@ class _Task:
 
     @property
     def active_rows(self) -> int:
-        """Rows that the next layer computes at most."""
+        """The most rows that the next layer computes."""
         return self.run.active_rows if self.run else 0
 
 
 class Worker:
-    """One rank's.
+    """The worker side of one rank.
 
     Args:
-        model: its part of the model.
-        store: where chunks lie.
-        planner: names blocks; captures are planned by it.
+        model: this rank's part of the model.
+        store: where stored chunks are read and written.
+        planner: names blocks and plans captures.
         selector: which loaded rows are recomputed.
-        block_size: of the paged cache.
-        budget: row-layers of an engine step.
+        block_size: of the paged cache, in tokens.
+        budget: row-layers computed in an engine step.
         tile_rows: rows that go through a layer at once.
-        builder: of attention metadata, where the backend's own kernel is to attend (`PagedAttention`); None: torch's.
+        builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend with torch.
         sentence_end_ids: see `FusedPrefill`.
         name: of the model, for people.
     """
@@ -98,27 +95,25 @@ class Worker:
     ) -> None:
         self._model, self._store, self._planner, self._selector = model, store, planner, selector
         self._budget, self._tile_rows, self._sentence_end_ids = budget, tile_rows, sentence_end_ids
-        self._name, self._block_size, self._builder = name, block_size, builder
+        self._block_size, self._builder = block_size, builder
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
         ]
         self._over_ranks = compat.over_ranks if model.tp_size > 1 else None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-writer")
         last_check = max(selector.check_layers, default=0)
         self._blends: PrefillBatcher[_Task] = PrefillBatcher(last_check + 1, tile_rows)
         self._captures: PrefillBatcher[_Task] = PrefillBatcher(1, tile_rows)
         self._provided: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._resume_at = 0.0
-        self._captured, self._captured_lock = 0, threading.Lock()
         self.counts = Counts()
+        self._capture_writer = CaptureWriter(model, store, planner, self.counts, name)
 
     # ---- an engine step ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self, jobs: StepJobs) -> None:
-        """Takes what is new, and works for as long as the step's budget lasts; at least a layer."""
+        """Takes new jobs and computes layers until the step's budget is used; at least one layer."""
         for request_id in jobs.dropped:
             self._drop(request_id)
         for blend in jobs.blend:
@@ -131,45 +126,46 @@ class Worker:
             left -= self._advance(batcher.next())
 
     def capture(self, jobs: Sequence[ChunkJob]) -> None:
-        """Chunks, computed and stored before this returns."""
-        wanted = self._captured + len(jobs)
+        """Computes chunks and stores them before it returns."""
+        wanted = self.captured + len(jobs)
         self.step(StepJobs(capture=list(jobs)))
         while self._captures:
             self.step(StepJobs())
-        while self._captured < wanted:
+        while self.captured < wanted:
             time.sleep(0.001)  # the last ones are being written
 
     def take_provided(self) -> set[str]:
-        """Requests whose prompts stand in the paged cache since the last call."""
+        """Requests whose prompts were completed in the paged cache since the last call."""
         provided, self._provided = self._provided, set()
         return provided
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks of the paged cache that could not be provided since the last call: vLLM computes them anew."""
+        """Blocks of the paged cache that could not be filled since the last call: vLLM recomputes them."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     @property
     def is_follower(self) -> bool:
-        """Another rank does the same and tells of it."""
+        """Another rank does the same work and reports it."""
         return self._model.tp_rank > 0
 
     @property
     def captured(self) -> int:
-        """Chunks that are done with, stored or not, since the start."""
-        return self._captured
+        """Chunks that need no more work since the start, whether they were stored or not."""
+        return self._capture_writer.done
 
     def close(self) -> None:
-        """Gives up what is under way; waits for what is being written."""
+        """Ends unfinished jobs; waits for the chunk that is being written."""
         for task in [*self._blends, *self._captures]:
             if task.run is not None:
                 task.run.close()
-        self._writer.shutdown(wait=True, cancel_futures=True)
+        self._capture_writer.close()
 
     # ---- jobs -------------------------------------------------------------------------------------------
 
     def _advance(self, tasks: Sequence[_Task]) -> int:
-        """One layer of each; the row-layers it took. The first one also finds what to load and asks the question."""
+        """Computes the next layer of each task; returns the row-layers it took. A task's first step also plans what
+        to load and runs the question's pass."""
         opened = [task for task in tasks if self._is_open(task)]
         runs = [task.run for task in opened if task.run is not None]
         rows = sum(run.active_rows for run in runs)
@@ -183,7 +179,7 @@ class Worker:
         return max(rows, 1)
 
     def _is_open(self, task: _Task) -> bool:
-        """Whether it is under way; its first step makes it so."""
+        """Whether the task has a prefill; opens it on the task's first step."""
         if task.run is None:
             self._attempt(task, self._start)
         return task.run is not None
@@ -195,11 +191,11 @@ class Worker:
             self._fail(task, error)
 
     def _fail(self, task: _Task, error: Exception) -> None:
-        """Whatever it is, the engine goes on: this request is computed by vLLM."""
+        """Disables blending for this request only: vLLM computes it, whatever the error was."""
         if self._over_ranks is not None:
-            raise error  # ranks that are out of step cannot be brought together again
-        logger.error("a blend failed and is left to vLLM", exc_info=error)
-        traceback.clear_frames(error.__traceback__)  # which would keep its tensors
+            raise error  # the other ranks have gone on, and the ranks cannot be synchronised again
+        logger.error("blending failed; vLLM computes this request", exc_info=error)
+        traceback.clear_frames(error.__traceback__)  # the frames would keep tensors alive
         self._give_up(task, type(error).__name__)
 
     def _start(self, task: _Task) -> None:
@@ -211,17 +207,13 @@ class Worker:
         self.counts.add_fallback(reason)
         self._forget(task)
         if isinstance(task.job, ChunkJob):
-            self._count_captured()
+            self._capture_writer.count_done()
         elif task.job.request_id not in self._provided:
             self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
             self._provided.add(task.job.request_id)
 
     def _forget(self, task: _Task) -> None:
         (self._captures if isinstance(task.job, ChunkJob) else self._blends).remove(task)
-
-    def _count_captured(self) -> None:
-        with self._captured_lock:
-            self._captured += 1
 
     def _open(self, task: _Task) -> PrefillRun:
         if isinstance(task.job, ChunkJob):
@@ -230,7 +222,7 @@ class Worker:
 
     def _open_blend(self, job: BlendJob) -> PrefillRun:
         plan, first = job.plan, job.local_tokens
-        # Behind a sliding window vLLM gives blocks back: then what stood there is provided once more, and not written.
+        # vLLM frees blocks that a sliding window has passed: their rows are computed again here, and not written.
         resident = first > 0 and NULL_BLOCK not in job.block_ids[: first // self._block_size]
         if resident:
             plan = plan.with_resident(first)
@@ -250,8 +242,8 @@ class Worker:
 
     def _open_capture(self, task: _Task, job: ChunkJob) -> PrefillRun:
         prompt = Prompt.of([text(part) for part in (*job.anchor, job.token_ids)])
-        plan = self._planner.plan(prompt, _Nothing())
-        return self._run(plan, _Nothing(), NoRows(), lambda layer, kv: task.kv.append(kv))
+        plan = self._planner.plan(prompt, EmptySource())
+        return self._run(plan, EmptySource(), NoRows(), lambda layer, kv: task.kv.append(kv))
 
     def _run(
         self,
@@ -271,7 +263,7 @@ class Worker:
             return VllmLayerRunner(model, ids.to(model.device), positions.to(model.device))
 
         def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
-            kind = LayerLoader if model.tp_size == 1 else _AgreedLoader
+            kind = LayerLoader if model.tp_size == 1 else AgreedLoader
             return kind(
                 plan,
                 source,
@@ -301,44 +293,14 @@ class Worker:
         assert task.run is not None
         task.run.close()
         if isinstance(task.job, ChunkJob):
-            self._keep(task.job, task.kv)
+            self._capture_writer.write(task.job, task.kv)
         else:
             self.counts.add_blend(task.run.result(), task.job.local_tokens, time.perf_counter() - task.started)
             self._provided.add(task.job.request_id)
         self._forget(task)
 
-    def _keep(self, job: ChunkJob, kv: Sequence[LayerKV]) -> None:
-        """Stores a captured chunk behind the engine's back: all ranks' heads, written by the first."""
-        if self._model.tp_size > 1:
-            kv = [self._all_heads(layer) for layer in kv]
-        if self._model.tp_rank or time.monotonic() < self._resume_at:
-            self._count_captured()
-            return
-        self._writer.submit(self._write, job, blocks_of(job, self._planner, kv))
-
-    def _write(self, job: ChunkJob, blocks: Sequence[Block]) -> None:
-        try:
-            for block in blocks:
-                self._store.write(block)
-            self._store.put_manifest(manifest_of(job, self._planner, self._name))
-            self.counts.add("captured_tokens", len(job.token_ids))
-        except StoreError as error:
-            self._resume_at = time.monotonic() + PAUSE_S
-            self.counts.add_fallback("store write")
-            logger.warning("missed chunks are not stored for %d s: %s", PAUSE_S, error)
-        except Exception:
-            logger.exception("a missed chunk is not stored")
-        finally:
-            self._count_captured()
-
-    def _all_heads(self, kv: LayerKV) -> LayerKV:
-        """Of replicated heads one each."""
-        copies = max(1, self._model.tp_size // self._model.total_kv_heads)
-        keys, values = (compat.gather_heads(part)[::copies] for part in kv)
-        return LayerKV(keys, values)
-
     def _drop(self, request_id: str) -> None:
-        """A request that ended is reported as provided, so that vLLM frees its blocks, and not worked on any more."""
+        """Stops work on a request that ended, and reports it as provided, so that vLLM frees its blocks."""
         for task in self._blends:
             if isinstance(task.job, BlendJob) and task.job.request_id == request_id:
                 self._blends.remove(task)
@@ -348,35 +310,4 @@ class Worker:
 
 
 def _nothing(layer: int, kv: LayerKV) -> None:
-    """A layer that is in the paged cache already."""
-
-
-class _Nothing:
-    """A source that holds nothing: a chunk to be captured is computed whole."""
-
-    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        return [None] * len(names)
-
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        return [BlockLostError([name], "nothing is held here") for name in names]
-
-
-class _AgreedLoader(LayerLoader):
-    """A loader whose layers all ranks have, or none: a rank that went on alone would wait for the others for ever."""
-
-    def layer(self, index: int) -> LayerKV:
-        """See `LayerLoader.layer`; where any rank lost a block, all of them lost all."""
-        known, lost, kv = index in self._given, "", None
-        try:
-            kv = super().layer(index)
-        except Exception as error:  # of whatever kind: the others must hear of it
-            lost = f"{type(error).__name__}: {error}"
-        if known and kv is not None:
-            return kv
-        flag = torch.tensor([float(bool(lost))], device=self._device)
-        if float(compat.over_ranks(flag, "max")) or kv is None:
-            names = list({span.name for span in self._plan.spans if span.name != RESIDENT})
-            raise BlockLostError(names, lost or f"layer {index}: another rank lost a block")
-        return kv
+    """Does nothing: the layer was written to the paged cache during attention."""

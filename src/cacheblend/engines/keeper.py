@@ -1,0 +1,81 @@
+"""Keeps computed chunks in a store, for every engine: is a chunk held, store it, pause after a store error.
+
+Knows stores, blocks and manifests. Does not know how a chunk is computed, in which thread, or when.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from cacheblend.core.errors import StoreError
+from cacheblend.core.load.capture import CapturedChunk
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.store import KVStore
+
+PAUSE_S = 60
+"""Seconds without further attempts after a store could not take a chunk."""
+
+logger = logging.getLogger("cacheblend.engine")
+
+
+@dataclass(frozen=True)
+class WarmReport:
+    """What `warm` did.
+
+    Attributes:
+        stored: chunks computed and stored.
+        held: chunks that the store held already.
+        tokens: of the chunks stored.
+        seconds: in all.
+    """
+
+    stored: int
+    held: int
+    tokens: int
+    seconds: float
+
+
+class ChunkKeeper:
+    """Keeps chunks in one store. May be used from several threads.
+
+    Args:
+        store: where chunks are kept; its owner closes it.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._resume_at = 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        """The store failed to take a chunk less than `PAUSE_S` ago: computing another one would be wasted."""
+        return time.monotonic() < self._resume_at
+
+    def is_held(self, manifest: ChunkManifest) -> bool:
+        """Whether the store holds all blocks of a chunk, and lists it.
+
+        Raises:
+            StoreError: the store cannot be asked.
+        """
+        held = self._store.find(manifest.block_names)
+        return all(entry is not None for entry in held) and self._store.has_manifest(manifest.chunk_id)
+
+    def store(self, chunk: CapturedChunk) -> None:
+        """Writes a chunk's blocks, then its manifest, so that a listed chunk is complete.
+
+        Raises:
+            StoreError: the store is full or cannot be written to; blocks written before stay.
+        """
+        for block in chunk.blocks:
+            self._store.write(block)
+        self._store.put_manifest(chunk.manifest)
+
+    def keep(self, chunk: CapturedChunk) -> bool:
+        """Stores a chunk after the request that missed it; False, logged, and a pause if the store cannot take it."""
+        try:
+            self.store(chunk)
+        except StoreError as error:  # full or read-only: the next chunk would fail as well
+            self._resume_at = time.monotonic() + PAUSE_S
+            logger.warning("missed chunks are not stored for %d s: %s", PAUSE_S, error)
+            return False
+        return True
