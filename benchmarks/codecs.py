@@ -37,7 +37,7 @@ def measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow]) -> lis
     """A line a question and arm."""
     plain = engines["raw"]
     selectors = {"blend": plain.settings.selector(), "reuse": NoRows()}
-    layout, params = SETTINGS.template.layout, SamplingParams(max_tokens=SETTINGS.max_tokens)
+    layout, params = SETTINGS.template.layout, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
     found = []
     for number, row in enumerate(rows):
         passages = [Passage(text.text, text.title) for text in row.passages]

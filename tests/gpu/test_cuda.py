@@ -134,7 +134,7 @@ def test_layers_that_are_sent_beside_computing_are_those_that_are_sent_in_line(c
 def test_captured_chunks_are_what_a_plain_prefill_gives(family: str) -> None:
     model = on_device(family)
     with open_engine(model, [B], capture=True) as engine:
-        engine.generate(Prompt.of([QUESTION, B, UNSEEN, A]), SamplingParams(max_tokens=1))
+        engine.generate(Prompt.of([QUESTION, B, UNSEEN, A]), SamplingParams(max_new_tokens=1))
         assert engine.flush(timeout=60)
         manifests = engine.store.manifests()
         assert len(manifests) == 3
@@ -150,7 +150,7 @@ def test_captured_chunks_are_what_a_plain_prefill_gives(family: str) -> None:
 def test_greedy_decoding_equals_generate(family: str) -> None:
     model, steps = on_device(family), 8
     with open_engine(model) as engine:
-        answer = engine.generate(RAG, SamplingParams(max_tokens=steps, ignore_eos=True), ratio=1.0)
+        answer = engine.generate(RAG, SamplingParams(max_new_tokens=steps, ignore_eos=True), ratio=1.0)
     assert answer.token_ids == greedy(model, RAG, steps)
 
 

@@ -17,7 +17,7 @@ from parity.scenes import RAG, assert_same, greedy, open_engine
 from store_blocks import holds, make_block
 
 pytestmark = needs_bucket
-FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+FOUR = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
 def opened(folder: str) -> RemoteStore:
@@ -44,14 +44,15 @@ def silent() -> Iterator[str]:
 def test_a_blend_is_the_same_as_from_memory(keys: None, codec: str) -> None:
     model, url = tiny_model("gpt_oss"), f"s3://{BUCKET}/blend-{codec}?endpoint={bucket().endpoint}&region=us-east-1"
     with open_engine(model, codec=codec) as near:
-        expected, _ = near.prefill(RAG)
+        expected = near.prefill(RAG)
     with open_store(url) as store, open_engine(model, store=store, codec=codec) as engine:
-        result, report = engine.prefill(RAG)
+        result = engine.prefill(RAG)
+        report = result.report
         assert (report.hit_tokens["s3"] > 0, report.missed_tokens, report.fallbacks) == (True, 0, [])
     assert_same(result, expected.logits, expected.kv, 0.0)
     with open_store(url, ram_bytes="64MiB") as store, open_engine(model, [], store=store, codec=codec) as another:
-        assert another.prefill(RAG)[1].hit_tokens["s3"] > 0
-        assert another.prefill(RAG)[1].hit_tokens["memory"] > 0
+        assert another.prefill(RAG).report.hit_tokens["s3"] > 0
+        assert another.prefill(RAG).report.hit_tokens["memory"] > 0
 
 
 def test_a_long_header_takes_a_second_request() -> None:

@@ -11,7 +11,8 @@ from cacheblend.core.cost.controller import Controller, CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.cost_model import read_cost_model, write_cost_model
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Limits, Scheduler
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Limits
 from cacheblend.store import MemoryStore, TieredStore
 from cacheblend.store.combined.cascade import CascadeStore
 from cacheblend.store.combined.throttled import ThrottledStore
@@ -20,7 +21,7 @@ from families import tiny_model
 from parity.scenes import RAG, A, B, C, assert_same, greedy, open_engine
 from reference import plain_kv
 
-FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+FOUR = SamplingParams(max_new_tokens=4, ignore_eos=True)
 PREFILL = ((32, 0.02), (128, 0.1))
 
 
@@ -40,7 +41,8 @@ def cost_model(tmp_path: Path) -> str:
 def test_what_is_slower_to_load_than_to_compute_is_computed(cost_model: str) -> None:
     model, store = tiny_model("llama"), ThrottledStore(1e9, tier="slow")
     with open_engine(model, store=store, cost_model=cost_model) as engine:
-        result, report = engine.prefill(RAG)
+        result = engine.prefill(RAG)
+        report = result.report
         stored = len(A) + len(B) + len(C)
         assert (report.left_out_tokens, report.missed_tokens, report.hit_tokens.get("slow", 0)) == (stored, 0, 0)
         assert "sooner than loading" in report.decision
@@ -51,7 +53,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(cost_model: str) -> 
 
 def test_what_is_soon_here_is_loaded(cost_model: str) -> None:
     with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model) as engine:
-        _, report = engine.prefill(RAG)
+        report = engine.prefill(RAG).report
         assert (report.left_out_tokens, report.missed_tokens) == (0, 0)
         assert report.recomputed_tokens < report.loaded_tokens
         assert "all stored blocks from memory" in report.decision
@@ -59,7 +61,7 @@ def test_what_is_soon_here_is_loaded(cost_model: str) -> None:
 
 def test_a_ratio_of_ones_own_is_not_decided_upon(cost_model: str) -> None:
     with open_engine(tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model) as engine:
-        _, report = engine.prefill(RAG, ratio=0.15)
+        report = engine.prefill(RAG, ratio=0.15).report
         assert (report.decision, report.left_out_tokens) == ("", 0)
         assert report.hit_tokens["slow"] > 0
 
@@ -92,8 +94,8 @@ def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
         file = cost_model_file(tmp_path / "cost-model.json", engine, slow=1e9)
     store = ThrottledStore(2e5, tier="slow")
     with open_engine(model, store=store, cost_model=file) as engine:
-        assert engine.prefill(RAG)[1].left_out_tokens == 0
-        reports = [engine.prefill(RAG)[1] for _ in range(60)]
+        assert engine.prefill(RAG).report.left_out_tokens == 0
+        reports = [engine.prefill(RAG).report for _ in range(60)]
         assert engine.controller is not None
         assert engine.controller.profile.tiers["slow"].bytes_per_s < 1e8
         assert any(report.left_out_tokens for report in reports)
@@ -106,7 +108,7 @@ def test_of_two_tiers_each_answers_for_itself(tmp_path: Path) -> None:
     with open_engine(model, [B, C], store=far) as engine:
         file = cost_model_file(tmp_path / "cost-model.json", engine, slow=1e9, memory=1e6)
     with open_engine(model, [], store=CascadeStore([near, far]), cost_model=file) as engine:
-        hits = engine.prefill(RAG)[1].hit_tokens
+        hits = engine.prefill(RAG).report.hit_tokens
         assert (hits["memory"], hits["slow"]) == (len(A), len(B) + len(C))
         assert engine.controller is not None
         tiers = engine.controller.profile.tiers

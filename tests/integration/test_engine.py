@@ -32,7 +32,7 @@ PASSAGES = [
 ]
 QUESTION = " Who wrote the second passage?"
 PARTS = ["Answer from the passages. ", *PASSAGES, QUESTION]
-GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 SOON = 60.0  # seconds: only a failing test waits that long
 
 
@@ -267,7 +267,7 @@ def test_the_ratio_sets_what_is_recomputed(open_engine: Open) -> None:
 
 def test_a_stream_says_what_generate_says(open_engine: Open) -> None:
     engine = open_engine()
-    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=2.0, seed=4)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=2.0, seed=4)
     deltas = list(engine.stream(PARTS, params))
     engine.flush()
     assert [d.answer is None for d in deltas] == [True] * (len(deltas) - 1) + [False]
@@ -300,7 +300,7 @@ def test_an_answer_ends_at_eos(open_engine: Open, monkeypatch: pytest.MonkeyPatc
     engine = open_engine(capture=False)
     whole = engine.generate(PARTS, GREEDY)
     monkeypatch.setattr(engine.model.generation_config, "eos_token_id", [whole.token_ids[2], 0])
-    ended = engine.generate(PARTS, SamplingParams(max_tokens=8))
+    ended = engine.generate(PARTS, SamplingParams(max_new_tokens=8))
     assert ended.finish_reason == "stop"
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[2]) + 1]
 
@@ -411,7 +411,7 @@ def test_without_capture_nothing_is_stored(open_engine: Open) -> None:
 
 def test_a_generator_closed_early_lets_the_background_work(open_engine: Open) -> None:
     engine = open_engine()
-    stream = engine.stream(PARTS, SamplingParams(max_tokens=40, ignore_eos=True))
+    stream = engine.stream(PARTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
     next(stream)
     next(stream)
     missed = names_of(engine, PASSAGES[2])
@@ -567,7 +567,8 @@ def test_an_engine_without_a_tokenizer_takes_ids(folder: Path) -> None:
 def test_a_prefill_with_a_selector_of_its_own(open_engine: Open) -> None:
     engine = open_engine()
     engine.warm(PASSAGES)
-    result, report = engine.prefill(engine.prompt(PARTS), selector=NoRows())
+    result = engine.prefill(engine.prompt(PARTS), selector=NoRows())
+    report = result.report
     assert report.recomputed_tokens == 0
     assert len(result.kv) == LAYERS
     assert result.kv[0].keys.shape[1] == report.prompt_tokens
@@ -601,7 +602,7 @@ def test_a_config_that_is_not_json_is_refused(folder: Path, tmp_path: Path) -> N
 
 def test_stepping_by_hand_holds_the_background_back_until_finish(open_engine: Open) -> None:
     engine = open_engine()
-    request = engine.start(PARTS, SamplingParams(max_tokens=1, ignore_eos=True))
+    request = engine.start(PARTS, SamplingParams(max_new_tokens=1, ignore_eos=True))
     engine.step(request)
     assert request.done and request.to_capture is not None
     assert not engine.store.manifests()
@@ -644,6 +645,6 @@ def test_documents_stand_where_the_template_or_the_last_message_puts_them(open_e
     engine.warm(PASSAGES)
     if not engine.tokenizer.chat_template:
         pytest.skip("this tokenizer has no chat template")
-    prompt = engine.chat([{"role": "user", "content": QUESTION}], documents=PASSAGES)
+    prompt = engine.chat_prompt([{"role": "user", "content": QUESTION}], documents=PASSAGES)
     assert [segment.label for segment in prompt.chunks] == ["fox", "stored", "who"]
     assert engine.generate(prompt, GREEDY).report.missed_tokens == 0

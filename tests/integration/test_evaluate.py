@@ -148,7 +148,7 @@ def test_map_reduce_asks_each_passage_and_then_the_answers(engine: BlendEngine) 
     (arm,) = make_arms(["map-reduce"])
     found = evaluate(engine, ROWS[:1], [arm], settings=Settings(template, max_tokens=4))
     (cell,) = found.rows[0].cells
-    params = SamplingParams(max_tokens=4)
+    params = SamplingParams(max_new_tokens=4)
     answers, tokens, rows = [], 0, 0
     for text in ROWS[0].passages:
         prompt = engine.prompt([text.text, "\n\n", "Alone: When was it lit?"])

@@ -162,7 +162,8 @@ def fail_at(store: KVStore, number: int, event: Callable[[], object]) -> None:
 
 def check_all_recomputed(engine: BlendEngine) -> None:
     started = time.monotonic()
-    result, report = engine.prefill(RAG, selector=SELECTOR)
+    result = engine.prefill(RAG, selector=SELECTOR)
+    report = result.report
     assert report.fallbacks and report.missed_tokens == 115
     assert_same(result, *plain_kv(engine.model, RAG.token_ids), TOLERANCE)
     assert time.monotonic() - started < SOON_S
@@ -245,7 +246,7 @@ def test_a_disk_that_fills_up_behind_requests(tmp_path: Path, faults: Faults, mo
     with open_store(tmp_path / "store") as store, open_engine(model, [], store=store, capture=True) as engine:
         monkeypatch.setattr(folder, "_write_all", full)
         for _ in range(answers):
-            params = SamplingParams(max_tokens=4, ignore_eos=True)
+            params = SamplingParams(max_new_tokens=4, ignore_eos=True)
             assert engine.generate(RAG, params).token_ids == greedy(model, RAG, 4)
             assert engine.flush(timeout=60)
         assert store.stats().blocks == 0 and not list((tmp_path / "store" / "tmp").iterdir())

@@ -336,8 +336,8 @@ def test_a_model_that_no_setting_passes_on_is_not_blended(
     assert told["report"]["recomputed_tokens"] == 0
     with BlendEngine.from_pretrained(model, store=store) as opened:
         prompt = opened.prompt(["Look. ", Passage("A lamp and a rope."), Passage("Salt."), " Which?"])
-        assert opened.prefill(prompt)[1].recomputed_tokens > 0
-        assert opened.prefill(prompt, ratio=0.0)[1].recomputed_tokens == 0
+        assert opened.prefill(prompt).report.recomputed_tokens > 0
+        assert opened.prefill(prompt, ratio=0.0).report.recomputed_tokens == 0
 
 
 def test_a_dry_run_writes_nothing(run: Run, model: Path, data: Path) -> None:

@@ -27,11 +27,11 @@ def engine() -> BlendEngine:
 def right(engine: BlendEngine, row: QuestionRow, selector: Selector) -> bool:
     prompt = Template().layout.prompt(engine, [Passage(text.text) for text in row.passages], row.question)
     engine.warm(prompt.chunks)
-    result, _ = engine.prefill(prompt, selector=selector)
-    from cacheblend.engines.hf.decode import Decoding
+    result = engine.prefill(prompt, selector=selector)
+    from cacheblend.engines.hf.baselines import PlainDecoding
 
-    params = SamplingParams(max_tokens=8)
-    decoding = Decoding(engine.model, result.kv, engine.ids_of(prompt), result.logits, params, engine.eos_ids)
+    params = SamplingParams(max_new_tokens=8)
+    decoding = PlainDecoding(engine.model, result.kv, engine.ids_of(prompt), result.logits, params, engine.eos_ids)
     while decoding.finish_reason is None:
         decoding.step()
     assert engine.builder is not None

@@ -25,7 +25,7 @@ from redis_server import RedisServer, needs_redis, redis_server
 from store_blocks import holds, make_block, make_manifest
 
 pytestmark = needs_redis
-FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+FOUR = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture
@@ -48,20 +48,21 @@ def keys_of(server: RedisServer, pattern: str) -> list[bytes]:
 def test_a_blend_is_the_same_as_from_memory(server: RedisServer, codec: str) -> None:
     model = tiny_model("gemma3_text")
     with open_engine(model, codec=codec) as near:
-        expected, _ = near.prefill(RAG)
+        expected = near.prefill(RAG)
     with open_store(server.url) as store, open_engine(model, store=store, codec=codec) as engine:
-        result, report = engine.prefill(RAG)
+        result = engine.prefill(RAG)
+        report = result.report
         assert (report.hit_tokens["redis"] > 0, report.missed_tokens, report.fallbacks) == (True, 0, [])
     assert_same(result, expected.logits, expected.kv, 0.0)
     with open_store(server.url) as store, open_engine(model, [], store=store, codec=codec) as another:
-        assert another.prefill(RAG)[1].missed_tokens == 0
+        assert another.prefill(RAG).report.missed_tokens == 0
 
 
 def test_memory_in_front_takes_over(server: RedisServer) -> None:
     with open_store(f"{server.url}?ram_bytes=64MiB") as store, open_engine(tiny_model("llama"), store=store) as engine:
         store.front.prune(0)  # type: ignore[attr-defined]
-        assert engine.prefill(RAG)[1].hit_tokens["redis"] > 0
-        hits = engine.prefill(RAG)[1].hit_tokens
+        assert engine.prefill(RAG).report.hit_tokens["redis"] > 0
+        hits = engine.prefill(RAG).report.hit_tokens
         assert hits.get("redis", 0) == 0 and hits["memory"] > 0
 
 
@@ -92,9 +93,9 @@ def test_what_is_in_memory_outlives_the_server_behind_it(server: RedisServer) ->
     with open_store(f"{server.url}?ram_bytes=64MiB") as store, open_engine(tiny_model("llama"), store=store) as engine:
         server.kill()
         for _ in range(2):  # the first notices, the second does not ask
-            assert engine.prefill(RAG)[1].hit_tokens["memory"] == 115
+            assert engine.prefill(RAG).report.hit_tokens["memory"] == 115
         store.front.prune(0)  # type: ignore[attr-defined]
-        assert engine.prefill(RAG)[1].missed_tokens == 115
+        assert engine.prefill(RAG).report.missed_tokens == 115
 
 
 def test_a_server_that_comes_back_empty_is_filled_anew(server: RedisServer, no_pause: None) -> None:

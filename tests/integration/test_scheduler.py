@@ -11,15 +11,15 @@ import pytest
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.decode import Draws
-from cacheblend.engines.hf.scheduler import (
+from cacheblend.engines.hf.sampling import Sampler
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import (
     Ask,
     ClosedError,
     DoneEvent,
     Event,
     Limits,
     QueueFullError,
-    Scheduler,
     Ticket,
     TokenEvent,
     TooLateError,
@@ -27,7 +27,7 @@ from cacheblend.engines.hf.scheduler import (
 from families import tiny_model
 from parity.scenes import QUESTION, RAG, SYSTEM, UNSEEN, A, B, C, greedy, open_engine
 
-PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 PROMPTS = (RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
 
 
@@ -101,7 +101,7 @@ def test_full_reuse_recomputes_nothing(engine: BlendEngine) -> None:
 
 
 def test_choices_have_seeds_of_their_own(engine: BlendEngine) -> None:
-    params = SamplingParams(max_tokens=6, temperature=3.0, seed=7, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=6, temperature=3.0, seed=7, ignore_eos=True)
     scheduler = Scheduler(engine)
     try:
         three, one = submit(scheduler, RAG, params, choices=3), submit(scheduler, RAG, params)
@@ -185,7 +185,7 @@ def test_who_is_cancelled_while_answering_ends(engine: BlendEngine) -> None:
             ticket[0].cancel()
 
     try:
-        ticket.append(scheduler.submit(Ask(RAG, SamplingParams(max_tokens=100_000, ignore_eos=True)), on_event))
+        ticket.append(scheduler.submit(Ask(RAG, SamplingParams(max_new_tokens=100_000, ignore_eos=True)), on_event))
         listener.wait()
         assert scheduler.active == 0
     finally:
@@ -213,12 +213,12 @@ def test_an_error_of_one_request_is_its_own(engine: BlendEngine) -> None:
 def test_an_answer_that_cannot_begin_ends_its_own_request(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, calls = Scheduler(engine), iter([True])
 
-    def draws(*arguments: Any) -> Draws:
+    def draws(*arguments: Any) -> Sampler:
         if next(calls, False):
             raise MemoryError("no room")
-        return Draws(*arguments)
+        return Sampler(*arguments)
 
-    monkeypatch.setattr("cacheblend.engines.hf.scheduler.Draws", draws)
+    monkeypatch.setattr("cacheblend.engines.hf.scheduler.Sampler", draws)
     try:
         assert isinstance(submit(scheduler, RAG).wait().error, MemoryError)
         other = submit(scheduler, RAG)
@@ -273,7 +273,7 @@ def test_a_listener_that_fails_ends_its_own_request(engine: BlendEngine) -> None
 def test_closing_waits_for_what_is_under_way_and_gives_up_the_rest(engine: BlendEngine) -> None:
     scheduler = Scheduler(engine, Limits(active=1))
     done = submit(scheduler, RAG)
-    endless = submit(scheduler, RAG, SamplingParams(max_tokens=100_000, ignore_eos=True))
+    endless = submit(scheduler, RAG, SamplingParams(max_new_tokens=100_000, ignore_eos=True))
     scheduler.close(timeout=3)
     assert done.wait().error is None
     assert isinstance(endless.wait().error, ClosedError)

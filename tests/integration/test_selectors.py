@@ -56,7 +56,7 @@ def test_sentences_are_those_of_the_text(folder: Path) -> None:
 @pytest.mark.parametrize("selector", ["query", "hybrid"])
 def test_the_report_names_what_the_question_cost(folder: Path, selector: str) -> None:
     with open_engine(folder, selector=selector, recompute_ratio=0.2) as engine:
-        answer = engine.generate(PARTS, SamplingParams(max_tokens=2, ignore_eos=True))
+        answer = engine.generate(PARTS, SamplingParams(max_new_tokens=2, ignore_eos=True))
         question = len(engine.prompt(PARTS).segments[-1])
         report = answer.report
     assert len(answer.token_ids) == 2

@@ -19,8 +19,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.scheduler import Limits
-from cacheblend.engines.hf.together import compute_logits
+from cacheblend.engines.hf.decode import compute_logits
+from cacheblend.engines.hf.tickets import Limits
 from cacheblend.nano import model_path
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.app import create_app
@@ -65,7 +65,7 @@ def extras(answer: Any) -> dict[str, Any]:
 def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
     answer = ask(url)
     with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
-        prompt = engine.chat(
+        prompt = engine.chat_prompt(
             [
                 {
                     "role": "user",
@@ -73,7 +73,7 @@ def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
                 }
             ]
         )
-        expected = engine.generate(prompt, SamplingParams(max_tokens=8))
+        expected = engine.generate(prompt, SamplingParams(max_new_tokens=8))
     full = ask(url, extra_body={"cacheblend": {"mode": "full"}})
     assert full.choices[0].message.content == expected.text  # nothing was stored: all of it was computed
     assert answer.choices[0].finish_reason in ("stop", "length")

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from cacheblend.engines.hf.scheduler import Limits
+from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.settings import ServeSettings
 from serving import running
 

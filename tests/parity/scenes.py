@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from cacheblend.core.config import AnchorKind, BlendConfig
-from cacheblend.core.fuse.prefill import FusedPrefill, Prefill, first_reused_layer
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
+from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.recorded import Recorded
@@ -77,7 +79,7 @@ def warm_engine(family: str) -> BlendEngine:
 class Outcome:
     """A pass of the package: its result, its report, and the loaded rows it recomputed."""
 
-    result: Prefill
+    result: PrefillResult
     report: BlendReport
     recomputed: list[int]
 
@@ -85,23 +87,27 @@ class Outcome:
 def run(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Outcome:
     """The engine's own way through a prompt."""
     recorded = Recorded(selector)
-    result, report = engine.prefill(prompt, selector=recorded)
+    result = engine.prefill(prompt, selector=recorded)
+    report = result.report
     return Outcome(result, report, recorded.kept)
 
 
-def stepper(engine: BlendEngine, prompt: Prompt, selector: Selector, **options: Any) -> FusedPrefill:
-    """The same pass as a stepper, for tests that interleave passes."""
+def stepper(engine: BlendEngine, prompt: Prompt, selector: Selector, **options: Any) -> BlendedPrefill:
+    """The same prefill as a stepper of small tiles, for tests that interleave prefills."""
+
+    def open_runner(plan: BlendPlan) -> HfLayerRunner:
+        ids = torch.tensor(plan.prompt.token_ids[plan.prefix_length :].tolist())
+        return HfLayerRunner(engine.view, ids, torch.arange(plan.prefix_length, len(plan)))
+
+    def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
+        layout, rotations = engine.survey.layout, engine.survey.rotations
+        return LayerLoader(plan, engine.store, layout, rotations, first_reused_layer=first_reused_layer)
+
     plan = engine.planner.plan(prompt, engine.store)
-    positions = torch.arange(plan.prefix_length, len(plan))
-    ids = torch.tensor(plan.prompt.token_ids[plan.prefix_length :].tolist())
-    survey = engine.survey
-    loader = LayerLoader(
-        plan, engine.store, survey.layout, survey.rotations, first_reused_layer=first_reused_layer(selector)
-    )
-    return FusedPrefill(plan, HfLayerRunner(engine.view, ids, positions), loader, selector, tile_rows=7, **options)
+    return BlendedPrefill(plan, open_runner, open_loader, selector, PrefillOptions(tile_rows=7, **options))
 
 
-def finish(run: FusedPrefill) -> Prefill:
+def finish(run: BlendedPrefill) -> PrefillResult:
     while not run.advance():
         pass
     return run.result()
@@ -130,7 +136,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float,
 
 
 def assert_same(
-    result: Prefill,
+    result: PrefillResult,
     logits: torch.Tensor,
     kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
     tolerance: float,

@@ -24,7 +24,8 @@ AT_MOST = {"int8": 0.01, "fp8": 0.07, "int4": 0.2}
 def test_with_every_row_recomputed_nothing_is_lost(family: str, codec: str) -> None:
     model = tiny_model(family)
     with open_engine(model, codec=codec) as engine:
-        result, report = engine.prefill(RAG, ratio=1.0)
+        result = engine.prefill(RAG, ratio=1.0)
+        report = result.report
         assert report.missed_tokens == 0
     logits, layers = plain_kv(model, RAG.token_ids.tolist())
     assert_same(result, logits, layers, 3e-5)
@@ -57,11 +58,11 @@ def test_an_eight_bit_blend_chooses_nearly_the_same_rows() -> None:
 def test_compressed_chunks_have_names_of_their_own_and_are_never_an_exact_prefix(codec: str) -> None:
     model, store, lone = tiny_model("llama"), MemoryStore(), Prompt.of([A, QUESTION])
     with open_engine(model, store=store, codec=codec) as lossy, open_engine(model, [], store=store) as raw:
-        assert raw.prefill(RAG)[1].missed_tokens == len(A) + len(B) + len(C)
-        assert lossy.prefill(lone)[1].hit_tokens["prefix"] == 0
-        assert lossy.prefill(lone)[1].hit_tokens["memory"] == len(A)
+        assert raw.prefill(RAG).report.missed_tokens == len(A) + len(B) + len(C)
+        assert lossy.prefill(lone).report.hit_tokens["prefix"] == 0
+        assert lossy.prefill(lone).report.hit_tokens["memory"] == len(A)
         raw.warm([A])
-        assert raw.prefill(lone)[1].hit_tokens["prefix"] == len(A)
+        assert raw.prefill(lone).report.hit_tokens["prefix"] == len(A)
 
 
 def test_text_in_front_is_kept_exact_and_serves_both() -> None:
@@ -69,11 +70,12 @@ def test_text_in_front_is_kept_exact_and_serves_both() -> None:
     model, store = tiny_model("llama"), MemoryStore()
     prompt = Prompt.of([SYSTEM, B, A, QUESTION])
     with open_engine(model, store=store, codec="int4", capture=True) as lossy:
-        lossy.generate(prompt, SamplingParams(max_tokens=1))
+        lossy.generate(prompt, SamplingParams(max_new_tokens=1))
         assert lossy.flush(timeout=60)
-        assert lossy.prefill(prompt)[1].hit_tokens["prefix"] == len(SYSTEM)
+        assert lossy.prefill(prompt).report.hit_tokens["prefix"] == len(SYSTEM)
     with open_engine(model, [], store=store) as raw:
-        result, report = raw.prefill(Prompt.of([SYSTEM, QUESTION]))
+        result = raw.prefill(Prompt.of([SYSTEM, QUESTION]))
+        report = result.report
         assert report.hit_tokens["prefix"] == len(SYSTEM)
     logits, layers = plain_kv(model, [*SYSTEM.token_ids.tolist(), *QUESTION.token_ids.tolist()])
     assert_same(result, logits, layers, 3e-5)
@@ -82,13 +84,13 @@ def test_text_in_front_is_kept_exact_and_serves_both() -> None:
 @pytest.mark.parametrize("codec", LOSSY)
 def test_a_missed_chunk_is_stored_compressed_without_its_anchor(codec: str) -> None:
     with open_engine(tiny_model("llama"), [], anchor="system", codec=codec, capture=True) as engine:
-        engine.generate(RAG, SamplingParams(max_tokens=1))
+        engine.generate(RAG, SamplingParams(max_new_tokens=1))
         assert engine.flush(timeout=60)
         (names,) = [m.block_names for m in engine.store.manifests() if len(m.token_ids) == len(A)]
         (entry, *_) = engine.store.find(names)
         assert entry is not None and entry.layout.codec == codec
         assert engine.store.read(names[0], 0).dtype == torch.uint8
-        assert engine.prefill(RAG)[1].missed_tokens == 0
+        assert engine.prefill(RAG).report.missed_tokens == 0
         anchors = engine.planner.chain_of([SYSTEM.token_ids])
         assert engine.store.find([anchors]) == [None]
 

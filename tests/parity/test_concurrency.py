@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from cacheblend.core.fuse.prefill import FusedPrefill, Prefill, first_reused_layer
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
+from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.question_selectors import Hybrid
 from cacheblend.core.select.selectors import Hkvd, Selector
@@ -86,14 +88,14 @@ def test_threads_share_an_engine(family: str) -> None:
 
 def test_threads_that_capture_and_hit_at_once() -> None:
     """Whatever is stored at the time, the answer is the full one at r = 1, and in the end all chunks are held."""
-    model, params = tiny_model("llama"), SamplingParams(max_tokens=4, ignore_eos=True)
+    model, params = tiny_model("llama"), SamplingParams(max_new_tokens=4, ignore_eos=True)
     with open_engine(model, [], capture=True) as engine:
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda prompt: engine.generate(prompt, params, ratio=1.0), PROMPTS * 4))
         assert engine.flush(timeout=60)
         for prompt, answer in zip(PROMPTS * 4, answers, strict=True):
             assert answer.token_ids == greedy(model, prompt, 4)
-        assert all(engine.prefill(prompt)[1].missed_tokens == 0 for prompt in PROMPTS)
+        assert all(engine.prefill(prompt).report.missed_tokens == 0 for prompt in PROMPTS)
 
 
 def test_two_models_share_a_process_and_a_store() -> None:
@@ -161,28 +163,34 @@ class RankRunner:
 
 
 @torch.no_grad()
-def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Recorded], alone: bool) -> Prefill:
+def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Recorded], alone: bool) -> PrefillResult:
     """One rank's pass; `alone`: without joining deviations and attention over the ranks."""
     plan = engine.planner.plan(RAG, engine.store)
     shapes = engine.survey.layout.layers
     layout = KVLayout(tuple(LayerShape(s.kv_heads // 2, s.head_dim) for s in shapes), engine.survey.layout.dtype)
     half = layout.layers[0].kv_heads
     heads = slice(rank * half, (rank + 1) * half)
-    first = first_reused_layer(seen[rank])
-    loader = LayerLoader(plan, engine.store, layout, engine.survey.rotations, first_reused_layer=first, heads=heads)
     ids = torch.tensor(plan.prompt.token_ids.tolist())
-    runner = RankRunner(HfLayerRunner(engine.view, ids, torch.arange(len(ids))), rank, ranks)
+
+    def open_loader(plan: BlendPlan, first: int) -> LayerLoader:
+        rotations = engine.survey.rotations
+        return LayerLoader(plan, engine.store, layout, rotations, first_reused_layer=first, heads=heads)
+
+    def open_runner(plan: BlendPlan) -> RankRunner:
+        return RankRunner(HfLayerRunner(engine.view, ids, torch.arange(len(ids))), rank, ranks)
 
     def join(by_row: torch.Tensor, how: str) -> torch.Tensor:
         parts = torch.stack(ranks.gather(rank, by_row))
         return parts.sum(0) if how == "sum" else parts.amax(0)
 
-    with loader:
-        over_ranks = None if alone else join
-        return finish(FusedPrefill(plan, runner, loader, seen[rank], over_ranks=over_ranks, tile_rows=32))
+    options = PrefillOptions(over_ranks=None if alone else join, tile_rows=32)
+    with BlendedPrefill(plan, open_runner, open_loader, seen[rank], options) as prefill:
+        return finish(prefill)
 
 
-def on_two_ranks(engine: BlendEngine, selector: Selector, alone: bool = False) -> tuple[list[Prefill], list[Recorded]]:
+def on_two_ranks(
+    engine: BlendEngine, selector: Selector, alone: bool = False
+) -> tuple[list[PrefillResult], list[Recorded]]:
     ranks, seen = Ranks(), [Recorded(selector), Recorded(selector)]
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(prefill_of_rank, engine, rank, ranks, seen, alone) for rank in (0, 1)]

@@ -53,7 +53,7 @@ def test_a_lone_chunk_in_front_is_exact_at_any_ratio(family: str) -> None:
     prompt = Prompt.of([A, QUESTION])
     outcome = run(warm_engine(family), prompt, NoRows())
     assert outcome.report.hit_tokens == {"prefix": 40, "memory": 0, "disk": 0}
-    assert outcome.result.row_layers < len(prompt) * len(outcome.result.kv) / 3
+    assert outcome.report.row_layers < len(prompt) * len(outcome.result.kv) / 3
     assert_same(outcome.result, *plain_kv(tiny_model(family), prompt.token_ids), TOLERANCE)
 
 
@@ -105,7 +105,7 @@ class KeepAll:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deviation_is_zero_in_layer_0_and_not_behind_it(family: str) -> None:
     deviations: dict[int, torch.Tensor] = {}
-    result, _ = warm_engine(family).prefill(RAG, selector=KeepAll(deviations))
+    result = warm_engine(family).prefill(RAG, selector=KeepAll(deviations))
     size = [float(sum(part.pow(2).sum(dim=(0, 2)).max() for part in result.kv[layer])) for layer in (0, 1)]
     assert len(deviations[0]) == 115
     assert float(deviations[0].max()) <= 1e-9 * size[0]
@@ -115,7 +115,7 @@ def test_deviation_is_zero_in_layer_0_and_not_behind_it(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_decoding_from_the_fused_cache_equals_generate(family: str) -> None:
     model, steps = tiny_model(family), 6
-    answer = warm_engine(family).generate(RAG, SamplingParams(max_tokens=steps, ignore_eos=True), ratio=1.0)
+    answer = warm_engine(family).generate(RAG, SamplingParams(max_new_tokens=steps, ignore_eos=True), ratio=1.0)
     assert answer.token_ids == greedy(model, RAG, steps)
 
 

@@ -83,9 +83,9 @@ def test_what_a_spent_pass_computed_counts(store: LossyStore) -> None:
     with open_engine(model, store=store) as engine:
         lost = names_at(engine, RAG, 50)[0]
         store.losses = [Loss(lost, 1)]  # behind layer 0
-        _, early = engine.prefill(RAG, selector=SELECTORS["hkvd"])
+        early = engine.prefill(RAG, selector=SELECTORS["hkvd"]).report
         store.losses = [Loss(lost, 2)]  # behind the check and layer 1, too
-        _, late = engine.prefill(RAG, selector=SELECTORS["hkvd"])
+        late = engine.prefill(RAG, selector=SELECTORS["hkvd"]).report
     assert early.missed_tokens == late.missed_tokens == 16
     assert late.row_layers > early.row_layers
     assert late.projected_rows == early.projected_rows + len(RAG)
@@ -131,7 +131,8 @@ def test_lost_twice_everything_is_recomputed(family: str, selector: str, store: 
     with open_engine(model, store=store) as engine:
         first, second = names_at(engine, RAG, 50, 80)
         store.losses = [Loss(first, 2), Loss(second, 3, after=1)]
-        result, report = engine.prefill(RAG, selector=Recorded(SELECTORS[selector]))
+        result = engine.prefill(RAG, selector=Recorded(SELECTORS[selector]))
+        report = result.report
     assert report.missed_tokens == 115 and report.recomputed_tokens == 0
     assert [REASON in line for line in report.fallbacks] == [True, True]
     assert_same(result, *plain_kv(model, RAG.token_ids), 1e-5)

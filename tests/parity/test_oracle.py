@@ -90,7 +90,7 @@ def test_the_bos_anchor(family: str, selector: str) -> None:
 def test_decoding_goes_on_from_the_blended_cache(family: str) -> None:
     """A blended prompt's next token is the blended answer to the prompt with the tokens so far behind it."""
     model, selector = tiny_model(family), Hkvd((1,), (0.1,))
-    answer = warm_engine(family).generate(RAG, SamplingParams(max_tokens=4, ignore_eos=True), ratio=0.1)
+    answer = warm_engine(family).generate(RAG, SamplingParams(max_new_tokens=4, ignore_eos=True), ratio=0.1)
     tokens: list[int] = []
     for _ in range(4):
         longer = Prompt.of([*RAG.segments, text(tokens)])

@@ -91,12 +91,13 @@ def test_attention_of_every_family(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_attention_in_every_prompt(family: str, prompt: str) -> None:
     recorded, asked = Recorded(Query(0.1)), PROMPTS[prompt]
-    result, report = warm_engine(family).prefill(asked, selector=recorded)
+    result = warm_engine(family).prefill(asked, selector=recorded)
+    report = result.report
     reference = blend(tiny_model(family), asked, Query(0.1), missing=missed(asked))
     assert_same_attention(recorded, reference)
     layers = len(result.kv)
-    assert report.question_row_layers == result.question_row_layers == layers * len(reference.question)
-    computed = len(result.plan) - len(reference.candidates) + result.recomputed_tokens - result.plan.prefix_length
+    assert report.question_row_layers == result.report.question_row_layers == layers * len(reference.question)
+    computed = len(result.plan) - len(reference.candidates) + report.recomputed_tokens - result.plan.prefix_length
     assert report.row_layers == (layers - 1) * computed + 1 + report.question_row_layers
 
 
@@ -125,7 +126,8 @@ def test_chunks_behind_bos(family: str) -> None:
     model, prompt = tiny_model(family), Prompt.of([text([BOS]), A, B, QUESTION])
     recorded = Recorded(Query(0.2))
     with open_engine(model, anchor="bos") as engine:
-        result, report = engine.prefill(prompt, selector=recorded)
+        result = engine.prefill(prompt, selector=recorded)
+        report = result.report
     assert report.hit_tokens["prefix"] == 1 + len(A)
     reference = blend(model, prompt, Query(0.2), anchor=[BOS])
     assert_same_attention(recorded, reference)
@@ -146,7 +148,7 @@ def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> 
 def test_without_candidates_nobody_asks(selector: Selector, prompt: Prompt) -> None:
     """A lone chunk behind its anchor (exact at any ratio), a miss, plain text."""
     outcome = run(warm_engine("llama"), prompt, selector)
-    assert outcome.result.question_row_layers == 0
+    assert outcome.report.question_row_layers == 0
     assert_same(outcome.result, *plain_kv(tiny_model("llama"), prompt.token_ids), 1e-5)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cacheblend.core.fuse.batching import run_together
-from cacheblend.core.fuse.prefill import FusedPrefill
+from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.hf.layers import JoinedRows
@@ -27,7 +27,7 @@ from parity.scenes import (
 PROMPTS = (RAG, Prompt.of([SYSTEM, C, UNSEEN, A, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
 
 
-def advance_together(passes: list[FusedPrefill], tile_rows: int) -> None:
+def advance_together(passes: list[BlendedPrefill], tile_rows: int) -> None:
     while not passes[0].done:
         assert run_together([each.next_layer() for each in passes], JoinedRows, tile_rows) == [None] * len(passes)
 
@@ -41,5 +41,6 @@ def test_each_gets_what_it_gets_alone(family: str, tile_rows: int) -> None:
     advance_together(together, tile_rows)
     for one, other in zip(together, alone, strict=True):
         result = one.result()
-        assert (result.recomputed_tokens, result.row_layers) == (other.recomputed_tokens, other.row_layers)
+        assert result.report.recomputed_tokens == other.report.recomputed_tokens
+        assert result.report.row_layers == other.report.row_layers
         assert_same(result, other.logits, other.kv, 1e-5)

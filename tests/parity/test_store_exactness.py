@@ -15,7 +15,7 @@ from reference import plain_kv
 
 TOLERANCE = 1e-5
 ANCHORS = ["none", "bos", "system"]
-ONE_TOKEN = SamplingParams(max_tokens=1)
+ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 class Witness(MemoryStore):
@@ -61,7 +61,7 @@ def test_stored_kv_is_what_its_name_promises(family: str, anchor: AnchorKind) ->
     with open_engine(model, [A], store=store, anchor=anchor, capture=True) as engine:
         for prompt in requests(bos=anchor == "bos"):
             for ratio in (0.15, 0.0):  # the second time its chunks are hits
-                engine.generate(prompt, SamplingParams(max_tokens=2), ratio=ratio)
+                engine.generate(prompt, SamplingParams(max_new_tokens=2), ratio=ratio)
                 assert engine.flush(timeout=60)
         listed = {name for manifest in store.manifests() for name in manifest.block_names}
         held = [name for name, entry in zip(store.given, store.find(list(store.given)), strict=True) if entry]
@@ -94,5 +94,5 @@ def test_blended_kv_is_not_found_by_a_plain_request() -> None:
     with open_engine(tiny_model("llama"), capture=True) as engine:
         engine.generate(RAG, ONE_TOKEN, ratio=0.15)
         assert engine.flush(timeout=60)
-        _, report = engine.prefill(Prompt.of([text(RAG.token_ids)]))
+        report = engine.prefill(Prompt.of([text(RAG.token_ids)])).report
         assert report.loaded_tokens == 0

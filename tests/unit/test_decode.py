@@ -1,4 +1,4 @@
-"""Decoding against transformers' own `generate`, and the text stream against the whole text."""
+"""PlainDecoding against transformers' own `generate`, and the text stream against the whole text."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from transformers import DynamicCache
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
+from cacheblend.engines.hf.baselines import PlainDecoding, fill_cache
+from cacheblend.engines.hf.sampling import SamplingParams
+from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.tokens import PromptBuilder
 from families import VOCAB, tiny_model
 from tokenizers_for_tests import sentencepiece
@@ -24,7 +26,7 @@ PROMPT = torch.arange(10, 30)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -0.1}, "temperature .*at least 0.*-0.1"),
         ({"temperature": math.nan}, "temperature .*at least 0.*nan"),
         ({"temperature": math.inf}, "temperature .*at least 0.*inf"),
@@ -58,14 +60,14 @@ def test_whole_numbers_are_settings_too() -> None:
 
 
 @torch.no_grad()
-def decoding(params: SamplingParams, eos_ids: Sequence[int] = ()) -> Decoding:
+def decoding(params: SamplingParams, eos_ids: Sequence[int] = ()) -> PlainDecoding:
     model = tiny_model("llama")
     cache = DynamicCache(config=model.config)
     logits = model(input_ids=PROMPT[None], past_key_values=cache, use_cache=True).logits[0, -1]
-    return Decoding(model, cache, PROMPT, logits, params, eos_ids)
+    return PlainDecoding(model, cache, PROMPT, logits, params, eos_ids)
 
 
-def answer(params: SamplingParams, eos_ids: Sequence[int] = ()) -> Decoding:
+def answer(params: SamplingParams, eos_ids: Sequence[int] = ()) -> PlainDecoding:
     under_way = decoding(params, eos_ids)
     while under_way.finish_reason is None:
         under_way.step()
@@ -80,7 +82,7 @@ def generated(params: SamplingParams) -> list[int]:
     out = tiny_model("llama").generate(
         PROMPT[None],
         attention_mask=torch.ones_like(PROMPT[None]),
-        max_new_tokens=params.max_tokens,
+        max_new_tokens=params.max_new_tokens,
         do_sample=params.temperature > 0,
         eos_token_id=None,
         pad_token_id=0,
@@ -104,14 +106,14 @@ def generated(params: SamplingParams) -> list[int]:
     ids=str,
 )
 def test_draws_what_generate_draws(settings: dict[str, Any]) -> None:
-    params = SamplingParams(max_tokens=12, seed=3, **settings)
+    params = SamplingParams(max_new_tokens=12, seed=3, **settings)
     got = answer(params)
     assert got.token_ids == generated(params)
     assert got.finish_reason == "length"
 
 
 def test_greedy_is_the_argmax_at_every_step() -> None:
-    ids = answer(SamplingParams(max_tokens=6)).token_ids
+    ids = answer(SamplingParams(max_new_tokens=6)).token_ids
     with torch.no_grad():
         logits = tiny_model("llama")(torch.cat([PROMPT, torch.tensor(ids)])[None]).logits[0]
     assert ids == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
@@ -128,7 +130,7 @@ def test_a_seed_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(4)
     torch.manual_seed(5)
-    answer(SamplingParams(max_tokens=3, temperature=1.0, seed=1))
+    answer(SamplingParams(max_new_tokens=3, temperature=1.0, seed=1))
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -136,19 +138,21 @@ def test_a_seed_leaves_the_global_generator_alone() -> None:
     ("settings", "support"), [({"top_k": 3}, 3), ({"min_p": 1.0}, 1), ({"top_k": VOCAB * 2}, None)]
 )
 def test_the_support_of_a_draw(settings: dict[str, Any], support: int | None) -> None:
-    seen = {answer(SamplingParams(max_tokens=1, temperature=50.0, seed=i, **settings)).token_ids[0] for i in range(40)}
+    seen = {
+        answer(SamplingParams(max_new_tokens=1, temperature=50.0, seed=i, **settings)).token_ids[0] for i in range(40)
+    }
     assert len(seen) == support if support else len(seen) > 10
 
 
 def test_ends_at_eos_unless_told_to_go_on() -> None:
-    ids = answer(SamplingParams(max_tokens=8)).token_ids
+    ids = answer(SamplingParams(max_new_tokens=8)).token_ids
     cut = ids.index(ids[3]) + 1
-    ended = answer(SamplingParams(max_tokens=8), eos_ids=[ids[3]])
+    ended = answer(SamplingParams(max_new_tokens=8), eos_ids=[ids[3]])
     assert (ended.token_ids, ended.finish_reason) == (ids[:cut], "stop")
-    assert answer(SamplingParams(max_tokens=8, ignore_eos=True), eos_ids=[ids[3]]).token_ids == ids
-    also = answer(SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=(ids[3],)))
+    assert answer(SamplingParams(max_new_tokens=8, ignore_eos=True), eos_ids=[ids[3]]).token_ids == ids
+    also = answer(SamplingParams(max_new_tokens=8, ignore_eos=True, stop_token_ids=(ids[3],)))
     assert (also.token_ids, also.finish_reason) == (ids[:cut], "stop")
-    last = answer(SamplingParams(max_tokens=cut), eos_ids=[ids[3]])
+    last = answer(SamplingParams(max_new_tokens=cut), eos_ids=[ids[3]])
     assert last.finish_reason == "stop"
 
 
@@ -160,8 +164,8 @@ def test_a_filled_cache_goes_on_as_transformers_own() -> None:
     kv = [LayerKV(layer.keys[0].clone(), layer.values[0].clone()) for layer in cache.layers]
     filled = fill_cache(model, kv)
     assert all(keys.shape[1] == values.shape[1] == 0 for keys, values in kv)
-    params = SamplingParams(max_tokens=5)
-    one = Decoding(model, filled, PROMPT, out.logits[0, -1], params, [])
+    params = SamplingParams(max_new_tokens=5)
+    one = PlainDecoding(model, filled, PROMPT, out.logits[0, -1], params, [])
     assert [one.step() for _ in range(5)] == answer(params).token_ids
 
 

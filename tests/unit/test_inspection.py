@@ -112,7 +112,8 @@ def test_attention_is_transformers_own(family: str) -> None:
 def test_watching_a_pass_changes_nothing(family: str, selector: Selector) -> None:
     """The second runner over the KV that the pass left gives the pass's own logits: its attention is the pass's."""
     engine = engine_of(family)
-    result, report = engine.prefill(RAG, selector=selector)
+    result = engine.prefill(RAG, selector=selector)
+    report = result.report
     seen = observe_fused(engine, RAG, selector)
     assert close(seen.logits, result.logits)
     assert all(close(mine.keys, theirs.keys) for mine, theirs in zip(seen.kv, result.kv, strict=True))

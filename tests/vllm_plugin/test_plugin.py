@@ -56,7 +56,7 @@ def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
     """Both engines on one store, each reading what the other wrote."""
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.hf import BlendEngine
-    from cacheblend.engines.hf.decode import SamplingParams
+    from cacheblend.engines.hf.sampling import SamplingParams
 
     texts = Texts(11)
     passages = texts.passages(6)
@@ -74,12 +74,12 @@ def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
     ) as engine:
         plain = 0
         for one, answer in zip(asked, blended["answers"][1], strict=True):
-            mine = engine.generate(one.prompt, SamplingParams(max_tokens=5, temperature=0.0))
+            mine = engine.generate(one.prompt, SamplingParams(max_new_tokens=5, temperature=0.0))
             assert mine.report.missed_tokens == 0  # what vLLM wrote is found
             assert answer["tokens"][0] == mine.token_ids
             plain += (
                 answer["tokens"][0]
-                == engine.generate(one.prompt, SamplingParams(max_tokens=5, temperature=0.0), ratio=1.0).token_ids
+                == engine.generate(one.prompt, SamplingParams(max_new_tokens=5, temperature=0.0), ratio=1.0).token_ids
             )
         assert plain < len(asked)  # or the ratio would show nothing
 

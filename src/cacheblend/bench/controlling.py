@@ -153,18 +153,18 @@ def _cell(
     for round_ in range(runs + 1):
         for name, times in arms.items():
             prompt = prompts()
-            engine.controller = controller if name == "controller" else None
+            engine.prefiller.controller = controller if name == "controller" else None
             started = time.perf_counter()
             if name == "full":
                 full_recompute(engine, prompt)
             elif name == "controller":
-                reasons.append(engine.prefill(prompt)[1].decision)
+                reasons.append(engine.prefill(prompt).report.decision)
             else:
                 by, ratio = fixed[name]
                 by.prefill(prompt, ratio=ratio)
             if round_:
                 times.append(time.perf_counter() - started)
-    engine.controller = None
+    engine.prefiller.controller = None
     medians = {name: statistics.median(times) for name, times in arms.items()}
     best = min(seconds for name, seconds in medians.items() if name != "controller")
     return {

@@ -101,7 +101,7 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
             full_recompute(engine, prompt)
         elif arm == "blend":
             # The KV cache is part of the peak, as it is in transformers' own: it is held until the end.
-            result, _ = engine.prefill(prompt, ratio=settings.ratios[0])
+            result = engine.prefill(prompt, ratio=settings.ratios[0])
             assert result.kv
         return {"peak_bytes": _peak(), "kv_bytes": len(prompt) * engine.survey.layout.block_bytes(1)}
 

@@ -94,7 +94,7 @@ def ask(
         "cost_model": None if cost_model is None else str(cost_model),
         "capture": capture and not compare,
     }
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    params = SamplingParams(max_new_tokens=max_tokens, temperature=temperature, seed=seed)
     with open_engine(model, store, config, profile=profile, dtype=dtype, device=device, quiet=json) as engine:
         prompt = build_prompt(engine, [Passage(*text) for text in texts], asked, system, chat)
         (_compare if compare else _answer)(engine, prompt, params, json)
@@ -146,7 +146,7 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
     blended = _stream(engine, prompt, params, quiet=as_json)
     full = full_recompute(engine, prompt)
     text, ids = finish(engine, prompt, full, params)
-    close = agreement(engine.prefill(prompt)[0].logits, full.logits)
+    close = agreement(engine.prefill(prompt).logits, full.logits)
     if as_json:
         speedup = full.ttft_s / blended.report.ttft_s
         print_json(

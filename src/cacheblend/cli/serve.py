@@ -112,7 +112,7 @@ def serve(
 
     from cacheblend.cli.models import open_engine
     from cacheblend.engines.hf.background import run_apart
-    from cacheblend.engines.hf.scheduler import Limits
+    from cacheblend.engines.hf.tickets import Limits
     from cacheblend.serve.app import create_app
     from cacheblend.serve.keys import KeyRing, read_keys
     from cacheblend.serve.memory import keep_few_kernels

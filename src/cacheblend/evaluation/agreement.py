@@ -197,4 +197,4 @@ def _answer(
         return "", []
     limit = engine.survey.max_length
     room = tokens if limit is None else min(tokens, limit - len(prompt) + 1)
-    return finish(engine, prompt, first, SamplingParams(max_tokens=room, stop=tuple(stop)))
+    return finish(engine, prompt, first, SamplingParams(max_new_tokens=room, stop=tuple(stop)))

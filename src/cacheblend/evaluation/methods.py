@@ -61,7 +61,7 @@ class Asked:
         """Greedy, `max_tokens` at most or what the context has room for."""
         limit = self.engine.survey.max_length
         room = self.max_tokens if limit is None else limit - len(prompt) + 1
-        return SamplingParams(max_tokens=min(self.max_tokens, room), stop=self.template.stop)
+        return SamplingParams(max_new_tokens=min(self.max_tokens, room), stop=self.template.stop)
 
 
 @dataclass(frozen=True)

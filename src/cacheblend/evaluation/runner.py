@@ -203,7 +203,7 @@ def _warm(engine: BlendEngine, group: Sequence[_Case], progress: Progress, *, fi
     engine.warm(chunks, system=behind, progress=lambda done, total: progress("warming", done, total))
     if first:
         touch(engine, prompts[0])
-        request = engine.start(prompts[0], SamplingParams(max_tokens=1))
+        request = engine.start(prompts[0], SamplingParams(max_new_tokens=1))
         engine.step(request)
         engine.finish(request)
         engine.flush()

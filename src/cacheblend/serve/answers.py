@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cacheblend.core.report import BlendReport
-from cacheblend.engines.hf.scheduler import Ask, DoneEvent, Event, Scheduler, Ticket, TokenEvent
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Ticket, TokenEvent
 from cacheblend.serve.metrics import Metrics
 
 DONE = "data: [DONE]\n\n"

@@ -23,7 +23,8 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.background import run_apart
-from cacheblend.engines.hf.scheduler import Ask, Scheduler
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask
 from cacheblend.serve import chunks, playground
 from cacheblend.serve.answers import Answering
 from cacheblend.serve.errors import ApiError, api_error
@@ -164,7 +165,7 @@ class Server:
         room = most if limit is None else limit - len(prompt) + 1
         stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         return SamplingParams(
-            max_tokens=min(most, room),
+            max_new_tokens=min(most, room),
             temperature=1.0 if asked.temperature is None else asked.temperature,
             top_p=1.0 if asked.top_p is None else asked.top_p,
             top_k=max(0, asked.top_k or 0),

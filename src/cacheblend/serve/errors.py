@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, StoreError
-from cacheblend.engines.hf.scheduler import ClosedError, QueueFullError, TooLateError
+from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
 
 logger = logging.getLogger("cacheblend.serve")
 _TYPES = {

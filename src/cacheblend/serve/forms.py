@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cacheblend.engines.hf.scheduler import TokenEvent
+from cacheblend.engines.hf.tickets import TokenEvent
 from cacheblend.serve.answers import DONE, Answering, new_id, sse, told, usage
 from cacheblend.serve.errors import log_internal
 

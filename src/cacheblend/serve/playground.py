@@ -91,7 +91,7 @@ def _explain(server: "Server", asked: Explain, key: ApiKey) -> dict[str, Any]:
     if engine.builder is None:
         raise ApiError(400, "this server has no tokenizer")
     documents = [Passage(each.text, each.title) for each in asked.documents]
-    prompt = engine.chat([{"role": "user", "content": asked.question}], documents)
+    prompt = engine.chat_prompt([{"role": "user", "content": asked.question}], documents)
     server.check_size(prompt)
     chosen = BlendConfig(selector=asked.selector, recompute_ratio=asked.recompute_ratio).make_selector()
     watched = Recorded(chosen)
@@ -102,7 +102,8 @@ def _explain(server: "Server", asked: Explain, key: ApiKey) -> dict[str, Any]:
     with torch.no_grad(), engine.open_prefill(prompt, selector=watched, tenant=tenant) as prefilling:
         while not prefilling.advance():
             pass
-        result, report = prefilling.result()
+        result = prefilling.result()
+        report = result.report
     full = full_recompute(engine, prompt)
     close = agreement(result.logits, full.logits)
     return {

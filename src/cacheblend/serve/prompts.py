@@ -49,7 +49,7 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     if request.tools:
         options["tools"] = request.tools
     is_last = bool(documents) or any(_has_chunk(message) for message in messages[: question + 1])
-    return Read(engine.chat(messages, documents, **options), keep_text=is_last)
+    return Read(engine.chat_prompt(messages, documents, **options), keep_text=is_last)
 
 
 def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Read:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cacheblend.engines.hf.scheduler import Limits
+from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.keys import KeyRing
 
 

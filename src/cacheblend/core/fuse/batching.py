@@ -1,4 +1,20 @@
-"""Several prompts' passes side by side: which of them go through the next layer together, and how."""
+"""Prefills of several prompts side by side: which of them run the next layer, and how they share it.
+
+    layer       0     1     2     3 ...
+    job 1       |=====|=====|=-=-=-=-=>      the oldest runs first, alone while its rows are many
+    job 2       |=====|=====|=-=-=-=-=>      joins at the layer after the last selection, while a tile has capacity
+    job 3                                    waits: the tile is full
+
+    prompt 1   . r r . r   \\
+    prompt 2   r . . r .    >  one call of the layer: r r r r r r r  ->  each prompt's attention over its own KV
+    prompt 3   . . r . r   /
+
+After the last selection a prompt has few rows, and a product of few rows costs nearly as much as one of many, since
+the weights have to be read anyway.
+
+A job never waits for one that came later, except for the layers before the join layer: a job that has fallen behind
+(it has more rows than there is capacity for, or lost a block and restarted) waits until the oldest is done.
+"""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -10,10 +26,13 @@ import torch
 from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.layers.runner import Attend, LayerRunner
 
+ROWS_TOGETHER = 1024
+"""Rows beyond which a layer's products gain nothing more; waiting jobs are then served sooner by a batch that ends."""
+
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Rows of one prompt in front of a layer; the fields are the arguments of `LayerRunner.run`."""
+    """Rows of one prompt that are about to run a layer; the fields are the arguments of `LayerRunner.run`."""
 
     runner: LayerRunner
     layer: int
@@ -22,16 +41,16 @@ class LayerRows:
     attend: Attend
 
     def run(self) -> torch.Tensor:
-        """The layer's output for these rows alone."""
+        """The layer's output for these rows alone, [n, width]."""
         return self.runner.run(self.layer, self.hidden, self.rows, self.attend)
 
 
 LayerSteps = Generator[LayerRows, torch.Tensor, None]
-"""A pass on its way through one layer: it yields rows and is sent the layer's output for them, until it is through."""
+"""One prompt's way through one layer: it yields rows and is sent the layer's output for them, until it is done."""
 
 
 class RunsLayer(Protocol):
-    """What is left of a runner where rows of several prompts stand in front of a layer."""
+    """The part of a `LayerRunner` that rows of several prompts share."""
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """See `LayerRunner.run`; rows 0, 1, ... are those of the prompts, in order."""
@@ -39,91 +58,7 @@ class RunsLayer(Protocol):
 
 
 Join = Callable[[Sequence[LayerRows]], RunsLayer]
-"""An engine's: puts rows of several prompts side by side in front of the same layer."""
-
-
-def run_alone(steps: LayerSteps) -> None:
-    """One pass through its layer."""
-    try:
-        rows = next(steps)
-        while True:
-            rows = steps.send(rows.run())
-    except StopIteration:
-        return
-
-
-def run_together(
-    passes: Sequence[LayerSteps], join: Join, tile_rows: int, *, isolate: bool = True
-) -> list[Exception | None]:
-    """Passes through the layer that all of them stand in front of.
-
-    Args:
-        passes: of prompts that share the model, not the KV cache.
-        join: the engine's.
-        tile_rows: rows that go through a layer at once; a pass that has more by itself yields tiles of its own.
-        isolate: a pass that fails ends alone. Tensor-parallel ranks must not go on without it: False raises at once.
-
-    Returns:
-        What ended each pass, None where it is through. Rows that failed together fail all of their passes.
-    """
-    ended: list[Exception | None] = [None] * len(passes)
-    waiting: dict[int, LayerRows] = {}
-
-    def go_on(number: int, output: torch.Tensor | None) -> None:
-        try:
-            waiting[number] = next(passes[number]) if output is None else passes[number].send(output)
-        except StopIteration:
-            pass
-        except Exception as error:  # of one pass: the others go on
-            if not isolate:
-                raise
-            ended[number] = error
-
-    for number in range(len(passes)):
-        go_on(number, None)
-    while waiting:
-        together = _as_many_as_fit(waiting, tile_rows)
-        tile = [waiting.pop(number) for number in together]
-        try:
-            outputs = _run_together(tile, join) if len(tile) > 1 else [tile[0].run()]
-        except Exception as error:
-            if not isolate:
-                raise
-            for number in together:
-                passes[number].close()
-                ended[number] = error
-            continue
-        for number, output in zip(together, outputs, strict=True):
-            go_on(number, output)
-    return ended
-
-
-def _run_together(tile: Sequence[LayerRows], join: Join) -> Sequence[torch.Tensor]:
-    """One call of the layer for the rows of all; each attends over its own prompt's KV."""
-    counts = [len(call.rows) for call in tile]
-    hidden = torch.cat([call.hidden for call in tile])
-    rows = torch.arange(len(hidden), device=hidden.device)
-
-    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        parts = zip(tile, *(torch.split(part, counts, dim=1) for part in (query, keys, values)), strict=True)
-        return torch.cat([call.attend(q, k, v, spec) for call, q, k, v in parts])
-
-    return torch.split(join(tile).run(tile[0].layer, hidden, rows, attend), counts)
-
-
-def _as_many_as_fit(waiting: dict[int, LayerRows], tile_rows: int) -> list[int]:
-    """The first one, and of the others those that leave a tile in its bounds."""
-    chosen: list[int] = []
-    room = tile_rows
-    for number, call in waiting.items():
-        if not chosen or len(call.rows) <= room:
-            chosen.append(number)
-            room -= len(call.rows)
-    return chosen
-
-
-ROWS_TOGETHER = 1024
-"""Rows beyond which a layer's products gain nothing more; who waits is better served by a batcher that ends soon."""
+"""An engine's function that combines rows of several prompts at the same layer."""
 
 
 class BatchJob(Protocol):
@@ -139,63 +74,159 @@ class BatchJob(Protocol):
         """Rows that the next layer computes at most; 0 before the first step."""
         ...
 
+    def next_layer(self) -> LayerSteps:
+        """The next layer of the job's prefill."""
+        ...
+
 
 Job = TypeVar("Job", bound=BatchJob)
 
 
 class PrefillBatcher(Generic[Job]):
-    """Jobs of one kind.
+    """Chooses jobs in order of arrival, the first ones side by side, and runs a layer of them.
 
     Args:
-        join_layer: the layer in front of which others may join: behind the last selection, 1 at the earliest.
-        rows: that may go through a layer together.
+        join_layer: the layer at which others may join: after the last selection, 1 at the earliest.
+        tile_rows: rows that may go through a layer together.
+        join: the engine's.
+        isolate: a job that fails ends alone. Tensor-parallel ranks must not go on without it: False raises at once.
     """
 
-    def __init__(self, join_layer: int, rows: int) -> None:
-        self._join_layer, self._rows = max(1, join_layer), min(rows, ROWS_TOGETHER)
+    def __init__(self, join_layer: int, tile_rows: int, join: Join, *, isolate: bool = True) -> None:
+        self._join_layer, self._tile_rows = max(1, join_layer), tile_rows
+        self._capacity = min(tile_rows, ROWS_TOGETHER)
+        self._join, self._isolate = join, isolate
         self._waiting: deque[Job] = deque()
-        self._under_way: list[Job] = []
+        self._running: list[Job] = []
 
     def __iter__(self) -> Iterator[Job]:
-        return iter([*self._under_way, *self._waiting])
+        return iter([*self._running, *self._waiting])
 
     def __bool__(self) -> bool:
-        return bool(self._under_way or self._waiting)
+        return bool(self._running or self._waiting)
 
     def add(self, job: Job) -> None:
-        """Behind those that came before it."""
+        """Queues a job."""
         self._waiting.append(job)
 
     def remove(self, job: Job) -> None:
-        """Is finished, or given up; may be gone already."""
-        if job in self._under_way:
-            self._under_way.remove(job)
+        """Removes a job that is done or given up; it may be gone already."""
+        if job in self._running:
+            self._running.remove(job)
         elif job in self._waiting:
             self._waiting.remove(job)
 
     def next(self) -> list[Job]:
-        """Jobs to advance by one layer, all in front of the same one; there must be a job."""
+        """Jobs to advance by one layer, all at the same one; there must be a job."""
         if self._waiting and self._may_join():
-            self._under_way.append(self._waiting.popleft())
-        oldest, *others = self._under_way
+            self._running.append(self._waiting.popleft())
+        oldest, *others = self._running
         if oldest.layer == self._join_layer:
             for job in others:
                 if job.layer < self._join_layer:
-                    return [job]  # it catches up; what does not fit then waits for the oldest to end
+                    return [job]  # it catches up; if it does not fit then, it waits until the oldest is done
         chosen = [oldest]
         for job in others:
-            if job.layer == oldest.layer and self._count(chosen) + job.active_rows <= self._rows:
+            if job.layer == oldest.layer and _rows_of(chosen) + job.active_rows <= self._capacity:
                 chosen.append(job)
         return chosen
 
-    def _may_join(self) -> bool:
-        """Whether all under way stand where others join, and leave room for one that is as large as the largest."""
-        if not self._under_way:
-            return True
-        if any(job.layer != self._join_layer for job in self._under_way):
-            return False
-        return self._count(self._under_way) + max(job.active_rows for job in self._under_way) <= self._rows
+    def advance(self, jobs: Sequence[Job]) -> list[tuple[Job, Exception | None]]:
+        """Runs one layer of jobs that `next` chose; each with what ended it, None while it is well.
 
-    @staticmethod
-    def _count(jobs: list[Job]) -> int:
-        return sum(job.active_rows for job in jobs)
+        Rows that failed together fail all of their jobs. Who is done or failed is left to the caller to `remove`.
+        """
+        steps = [job.next_layer() for job in jobs]
+        return list(zip(jobs, run_together(steps, self._join, self._tile_rows, isolate=self._isolate), strict=True))
+
+    def _may_join(self) -> bool:
+        """All running jobs are at the join layer and leave capacity for one as large as the largest of them."""
+        if not self._running:
+            return True
+        if any(job.layer != self._join_layer for job in self._running):
+            return False
+        return _rows_of(self._running) + max(job.active_rows for job in self._running) <= self._capacity
+
+
+def _rows_of(jobs: Sequence[BatchJob]) -> int:
+    return sum(job.active_rows for job in jobs)
+
+
+def run_alone(steps: LayerSteps) -> None:
+    """One prompt's layer by itself."""
+    try:
+        rows = next(steps)
+        while True:
+            rows = steps.send(rows.run())
+    except StopIteration:
+        return
+
+
+def run_together(
+    passes: Sequence[LayerSteps], join: Join, tile_rows: int, *, isolate: bool = True
+) -> list[Exception | None]:
+    """Runs several prompts through the same layer.
+
+    Args:
+        passes: of prompts that share the model, not the KV cache.
+        join: the engine's.
+        tile_rows: rows that go through a layer at once; a prompt that has more by itself yields tiles of its own.
+        isolate: see `PrefillBatcher`.
+
+    Returns:
+        What ended each pass, None where it finished the layer.
+    """
+    ended: list[Exception | None] = [None] * len(passes)
+    waiting: dict[int, LayerRows] = {}
+
+    def resume(number: int, output: torch.Tensor | None) -> None:
+        try:
+            waiting[number] = next(passes[number]) if output is None else passes[number].send(output)
+        except StopIteration:
+            pass
+        except Exception as error:  # of one prompt: the others go on
+            if not isolate:
+                raise
+            ended[number] = error
+
+    for number in range(len(passes)):
+        resume(number, None)
+    while waiting:
+        together = _as_many_as_fit(waiting, tile_rows)
+        tile = [waiting.pop(number) for number in together]
+        try:
+            outputs = _run_tile(tile, join) if len(tile) > 1 else [tile[0].run()]
+        except Exception as error:
+            if not isolate:
+                raise
+            for number in together:
+                passes[number].close()
+                ended[number] = error
+            continue
+        for number, output in zip(together, outputs, strict=True):
+            resume(number, output)
+    return ended
+
+
+def _run_tile(tile: Sequence[LayerRows], join: Join) -> Sequence[torch.Tensor]:
+    """One call of the layer for the rows of all prompts; each attends over its own KV."""
+    counts = [len(call.rows) for call in tile]
+    hidden = torch.cat([call.hidden for call in tile])
+    rows = torch.arange(len(hidden), device=hidden.device)
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        parts = zip(tile, *(torch.split(part, counts, dim=1) for part in (query, keys, values)), strict=True)
+        return torch.cat([call.attend(q, k, v, spec) for call, q, k, v in parts])
+
+    return torch.split(join(tile).run(tile[0].layer, hidden, rows, attend), counts)
+
+
+def _as_many_as_fit(waiting: dict[int, LayerRows], tile_rows: int) -> list[int]:
+    """The first one, and of the others those that keep the tile within its bound."""
+    chosen: list[int] = []
+    capacity = tile_rows
+    for number, call in waiting.items():
+        if not chosen or len(call.rows) <= capacity:
+            chosen.append(number)
+            capacity -= len(call.rows)
+    return chosen

@@ -1,8 +1,8 @@
 """Blending inside Hugging Face transformers."""
 
-from cacheblend.engines.hf.decode import SamplingParams
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.request import Answer, Delta, Request
+from cacheblend.engines.hf.sampling import SamplingParams
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.tokens import Passage
 

@@ -1,19 +1,21 @@
 """The ways to a first token that benchmarks, `ask --compare` and `demo` hold against each other, on the same ids."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.decode import Decoding, TextStream
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.sampling import Sampler, SamplingParams
+from cacheblend.engines.hf.text_stream import TextStream
 
 TOUCHED_ROWS = 64
 SHORTEST_PREFIX = 16
@@ -90,7 +92,7 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
     plan = engine.planner.plan(prompt, engine.store)
     if plan.prefix_length < SHORTEST_PREFIX:
         return _plain(engine, prompt, DynamicCache(config=engine.model.config), known=0, started=started)
-    cache = engine.load_prefix(plan)
+    cache = load_prefix(engine, plan)
     load_s = time.perf_counter() - started
     first = _plain(engine, prompt, cache, known=plan.prefix_length, started=started)
     hits = {"prefix": plan.prefix_length}
@@ -100,8 +102,8 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
 
 def fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> FirstToken:
     """Through the fused path: full reuse and blend differ by their selector."""
-    result, report = engine.prefill(prompt, selector=selector)
-    return FirstToken(result.logits, report.ttft_s, result.row_layers, result.kv, report)
+    result = engine.prefill(prompt, selector=selector)
+    return FirstToken(result.logits, result.report.ttft_s, result.report.row_layers, result.kv, result.report)
 
 
 def finish(
@@ -121,7 +123,7 @@ def finish(
         seen: called behind each token with its id and the logits [vocab] that it was drawn from.
     """
     assert first.kv is not None
-    decoding = Decoding(engine.model, first.kv, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
+    decoding = PlainDecoding(engine.model, first.kv, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
     stream = TextStream(engine.builder.decode if engine.builder else lambda ids: "", params.stop)
     while decoding.finish_reason is None and not stream.stopped:
         token = decoding.step()
@@ -132,9 +134,86 @@ def finish(
     return stream.text, decoding.token_ids
 
 
+def load_prefix(engine: BlendEngine, plan: BlendPlan) -> DynamicCache:
+    """transformers' cache with the plan's exact prefix and nothing else: prefix caching without blending.
+
+    Raises:
+        BlockLostError: a block of the prefix could not be read.
+    """
+    kv, layers = [], len(engine.survey.layout.layers)
+    with engine.prefiller.open_loader(plan, layers) as loader:
+        for layer in range(layers if plan.prefix_length else 0):
+            keys, values = loader.layer(layer)
+            kv.append(LayerKV(keys[:, : plan.prefix_length], values[:, : plan.prefix_length]))
+    return fill_cache(engine.model, kv)
+
+
 def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
     ids = engine.ids_of(prompt)[None, known:]
     out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    engine.synchronize()
+    engine.prefiller.synchronize()
     seconds = time.perf_counter() - started
     return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * len(engine.survey.layout.layers), cache)
+
+
+class PlainDecoding:
+    """One sequence by transformers' own forward and cache: the next token at each `step`.
+
+    Args:
+        model: the loaded model.
+        kv: the prompt's KV cache, or transformers' own, filled. A list is moved into one after the first token,
+            and emptied.
+        prompt_ids, logits, params, eos_ids: see `Sampler`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: list[LayerKV] | DynamicCache,
+        prompt_ids: torch.Tensor,
+        logits: torch.Tensor,
+        params: SamplingParams,
+        eos_ids: Sequence[int],
+    ) -> None:
+        self._model, self._kv = model, kv
+        self._sampler = Sampler(prompt_ids, logits, params, eos_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer so far."""
+        return self._sampler.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """See `Sampler`."""
+        return self._sampler.finish_reason
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """See `Sampler`."""
+        return self._sampler.logits
+
+    @torch.no_grad()
+    def step(self) -> int:
+        """Draws the next token; sets `finish_reason` after the last one."""
+        if self._sampler.has_begun:
+            self._sampler.logits = self._forward()
+        return self._sampler.sample()
+
+    def _forward(self) -> torch.Tensor:
+        if not isinstance(self._kv, DynamicCache):
+            self._kv = fill_cache(self._model, self._kv)
+        last = self._sampler.last_id
+        position = torch.tensor([[len(self._sampler) - 1]], device=last.device)
+        out = self._model(input_ids=last[None], position_ids=position, past_key_values=self._kv, use_cache=True)
+        logits: torch.Tensor = out.logits[0, -1]
+        return logits
+
+
+def fill_cache(model: PreTrainedModel, kv: list[LayerKV]) -> DynamicCache:
+    """transformers' own cache with a prompt's KV in it; empties `kv` on the way, so that no layer is held twice."""
+    cache = DynamicCache(config=model.config)
+    for layer in range(len(kv)):
+        keys, values = kv.pop(0)
+        cache.update(keys[None], values[None], layer)
+    return cache

@@ -67,7 +67,7 @@ def _overhead(engine: BlendEngine, profile: CostModel, rng: random.Random, token
 
 def _seconds(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:
     """The median time of computing, without planning and waiting."""
-    times = [engine.prefill(prompt, ratio=None)[1].compute_s for _ in range(rounds + 1)]
+    times = [engine.prefill(prompt, ratio=None).report.compute_s for _ in range(rounds + 1)]
     return statistics.median(times[1:])
 
 

@@ -1,260 +1,88 @@
-"""Decoding, a step at a time: transformers' own logits processors and cache classes, and a text stream with stops."""
+"""Answers decoded together: one row each through the model's layers, side by side, each over its own KV cache.
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+    answer 1   prompt and answer so far ......... r  \\
+    answer 2   ..................... r               >  one call of each layer: r r r  ->  each attends over its own KV
+    answer 3   ............... r                    /
+
+The KV cache of each stays where its prefill left it and grows at its end: nothing is padded, and answers begin and end
+between any two steps. A single answer goes the same way (as fast as transformers' own loop at 64 tokens of context,
+and faster at thousands, where that copies its whole cache at every token: docs/log.md).
+"""
+
+from collections.abc import Sequence
 
 import torch
-from transformers import (
-    DynamicCache,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.layers.attention import AttentionSpec, attend_last
 from cacheblend.core.load.loader import LayerKV
+from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.sampling import Sampler
+from cacheblend.engines.hf.view import ModelView
 
-GREEDY_BELOW = 1e-5
-"""A temperature under it is greedy: logits divided by it would leave float32."""
-_PENALTY_MIN, _PENALTY_MAX = 1e-2, 1e2
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How an answer is drawn.
-
-    Attributes:
-        max_tokens: of the answer, at least 1.
-        temperature: 0 is greedy, as is all below `GREEDY_BELOW`.
-        top_k, top_p, min_p: as transformers' processors of these names; 0, 1 and 0 switch them off.
-        repetition_penalty: 0.01 to 100; 1 switches it off.
-        seed: the same seed draws the same answer; None: a new one each time.
-        stop: texts that end the answer and are cut off.
-        stop_token_ids: ids that end it, besides the model's own.
-        ignore_eos: go on to `max_tokens` whatever comes.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InvalidInputError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidInputError(f"temperature must be finite and at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise InvalidInputError(f"top_k must be at least 0 (off), got {self.top_k}")
-        if not _PENALTY_MIN <= self.repetition_penalty <= _PENALTY_MAX:
-            raise InvalidInputError(
-                f"repetition_penalty lies in {_PENALTY_MIN:g}..{_PENALTY_MAX:g}, got {self.repetition_penalty}"
-            )
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise InvalidInputError(f"top_p lies in 0..1 (above 0), min_p in 0..1, got {self.top_p} and {self.min_p}")
-        if isinstance(self.stop, str):
-            raise InvalidInputError(f"stop must be a tuple of texts, not the text {self.stop!r}")
-        if any(not text for text in self.stop):
-            raise InvalidInputError("a stop text must not be empty")
-
-    @property
-    def greedy(self) -> bool:
-        """Nothing is drawn: the likeliest token is taken."""
-        return self.temperature < GREEDY_BELOW
-
-    def processors(self) -> LogitsProcessorList:
-        """Penalties first, then warpers, in transformers' own order."""
-        chosen = []
-        if self.repetition_penalty != 1:
-            chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
-        if not self.greedy:
-            chosen += [TemperatureLogitsWarper(float(self.temperature))] if self.temperature != 1 else []
-            chosen += [TopKLogitsWarper(self.top_k)] if self.top_k else []
-            chosen += [TopPLogitsWarper(self.top_p)] if self.top_p < 1 else []
-            chosen += [MinPLogitsWarper(self.min_p)] if self.min_p > 0 else []
-        return LogitsProcessorList(chosen)
-
-
-class Draws:
-    """One answer's tokens, drawn one by one from logits that somebody computes.
-
-    Args:
-        prompt_ids: [tokens] int64 on the model's device.
-        logits: [vocab] of the prompt's last position.
-        params: how to draw.
-        eos_ids: ids that end the model's answers.
-
-    Attributes:
-        logits: [vocab] that the last token was drawn from; before the first, those it will be drawn from.
-        finish_reason: ``stop`` or ``length`` behind the last token.
-    """
-
-    def __init__(
-        self, prompt_ids: torch.Tensor, logits: torch.Tensor, params: SamplingParams, eos_ids: Sequence[int]
-    ) -> None:
-        self.logits, self._params = logits, params
-        self._processors = params.processors()
-        self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-        self._generator = torch.Generator(device=logits.device)
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
-        self._ids = prompt_ids[None]
-        self._prompt_length = len(prompt_ids)
-        self.finish_reason: str | None = None
-
-    def __len__(self) -> int:
-        """Tokens of prompt and answer."""
-        return self._ids.shape[1]
-
-    @property
-    def count(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self) - self._prompt_length
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The answer so far."""
-        return [int(i) for i in self._ids[0, self._prompt_length :]]
-
-    @property
-    def last_id(self) -> torch.Tensor:
-        """[1] the last token of prompt and answer."""
-        return self._ids[0, -1:]
-
-    @property
-    def has_begun(self) -> bool:
-        """A token was drawn: the next one needs logits of its own."""
-        return self.count > 0
-
-    def draw(self) -> int:
-        """The next token, from `logits`."""
-        scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
-        if self._params.greedy:
-            token = scores.argmax()
-        else:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
-        self._ids = torch.cat([self._ids, token[None, None]], dim=1)
-        if int(token) in self._stops:
-            self.finish_reason = "stop"
-        elif self.count >= self._params.max_tokens:
-            self.finish_reason = "length"
-        return int(token)
+GROW_ROWS = 256  # rows that a KV cache grows by
 
 
 class Decoding:
-    """One sequence by transformers' own forward and cache: the next token at each `step`.
+    """One answer, being decoded.
 
     Args:
-        model: the loaded model.
-        kv: the prompt's KV cache, or transformers' own, filled. A list is moved into one behind the first token,
-            and emptied.
-        prompt_ids, logits, params, eos_ids: see `Draws`.
+        sampler: draws its tokens.
+        kv: of the prompt, a layer each; emptied, so that no layer is held twice.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        kv: list[LayerKV] | DynamicCache,
-        prompt_ids: torch.Tensor,
-        logits: torch.Tensor,
-        params: SamplingParams,
-        eos_ids: Sequence[int],
-    ) -> None:
-        self._model, self._kv = model, kv
-        self._draws = Draws(prompt_ids, logits, params, eos_ids)
+    def __init__(self, sampler: Sampler, kv: list[LayerKV]) -> None:
+        self.sampler, self._prompt_kv = sampler, kv
+        self._kv: list[LayerKV] = []
 
     @property
-    def token_ids(self) -> list[int]:
-        """The answer so far."""
-        return self._draws.token_ids
+    def position(self) -> int:
+        """Of the row that is computed next: the last token's."""
+        return len(self.sampler) - 1
 
-    @property
-    def finish_reason(self) -> str | None:
-        """See `Draws`."""
-        return self._draws.finish_reason
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """See `Draws`."""
-        return self._draws.logits
-
-    @torch.no_grad()
-    def step(self) -> int:
-        """Draws the next token; sets `finish_reason` behind the last one."""
-        if self._draws.has_begun:
-            self._draws.logits = self._forward()
-        return self._draws.draw()
-
-    def _forward(self) -> torch.Tensor:
-        if not isinstance(self._kv, DynamicCache):
-            self._kv = fill_cache(self._model, self._kv)
-        last = self._draws.last_id
-        position = torch.tensor([[len(self._draws) - 1]], device=last.device)
-        out = self._model(input_ids=last[None], position_ids=position, past_key_values=self._kv, use_cache=True)
-        logits: torch.Tensor = out.logits[0, -1]
-        return logits
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+        """The layer's KV up to the row at `position`, whose own, [kv_heads, head_dim], is put there."""
+        if len(self._kv) == layer:
+            self._kv.append(_grown(self._prompt_kv.pop(0), self.position))
+        elif self._kv[layer].keys.shape[1] == self.position:
+            self._kv[layer] = _grown(self._kv[layer], self.position)
+        kv, at = self._kv[layer], self.position
+        kv.keys[:, at], kv.values[:, at] = keys, values
+        return LayerKV(kv.keys[:, : at + 1], kv.values[:, : at + 1])
 
 
-def fill_cache(model: PreTrainedModel, kv: list[LayerKV]) -> DynamicCache:
-    """transformers' own cache with a prompt's KV in it; empties `kv` on the way, so that no layer is held twice."""
-    cache = DynamicCache(config=model.config)
-    for layer in range(len(kv)):
-        keys, values = kv.pop(0)
-        cache.update(keys[None], values[None], layer)
-    return cache
+def _grown(kv: LayerKV, length: int) -> LayerKV:
+    kv_heads, _, head_dim = kv.keys.shape
+    grown = [part.new_empty(kv_heads, length + GROW_ROWS, head_dim) for part in kv]
+    for new, old in zip(grown, kv, strict=True):
+        new[:, :length] = old[:, :length]
+    return LayerKV(*grown)
 
 
-class TextStream:
-    """Ids to text as they come: no half characters, no half stop texts.
+@torch.no_grad()
+def compute_logits(view: ModelView, answers: Sequence[Decoding]) -> None:
+    """Logits for the next token of each answer; those that have begun go through the layers together."""
+    begun = [answer for answer in answers if answer.sampler.has_begun]
+    if begun:
+        for answer, logits in zip(begun, _forward(view, begun), strict=True):
+            answer.sampler.logits = logits
 
-    Args:
-        decode: ids to text.
-        stop: texts that end the answer.
-    """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
-        self._decode, self._stop = decode, stop
-        self._ids: list[int] = []
-        self._sent = ""  # it stays, even where a later token makes the bytes of a run unreadable
-        self.text = ""
-        self.stopped = False
+def _forward(view: ModelView, answers: Sequence[Decoding]) -> torch.Tensor:
+    """[answers, vocab] logits behind the last token of each."""
+    token_ids = torch.cat([answer.sampler.last_id for answer in answers])
+    positions = torch.tensor([answer.position for answer in answers], device=token_ids.device)
+    runner, rows = HfLayerRunner(view, token_ids, positions), torch.arange(len(answers), device=token_ids.device)
+    hidden = runner.embed()
+    for layer in range(runner.num_layers):
 
-    def push(self, token_id: int) -> str:
-        """Text that is new and certain."""
-        self._ids.append(token_id)
-        return self._advance(final=False)
+        def attend(
+            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec, layer: int = layer
+        ) -> torch.Tensor:
+            mixed = []
+            for row, answer in enumerate(answers):
+                kv = answer.write(layer, keys[:, row], values[:, row])
+                mixed.append(attend_last(query[:, row], kv.keys, kv.values, spec))
+            return torch.stack(mixed)
 
-    def finish(self) -> str:
-        """What was held back."""
-        return self._advance(final=True)
-
-    def _advance(self, final: bool) -> str:
-        if self.stopped:
-            return ""
-        self.text = self._sent + self._decode(self._ids)[len(self._sent) :]
-        found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
-        certain = len(self.text) if final or self.stopped else len(self.text) - self._uncertain()
-        new = self.text[len(self._sent) : certain]
-        self._sent += new
-        return new
-
-    def _uncertain(self) -> int:
-        """Characters at the end that later tokens may change, or that may begin a stop text."""
-        whole = self.text.rstrip("\ufffd")
-        starts = (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n]))
-        return len(self.text) - len(whole) + max(starts, default=0)
+        hidden = runner.run(layer, hidden, rows, attend)
+    return runner.logits_of_all(hidden)

@@ -1,39 +1,40 @@
-"""The embedded engine: Hugging Face transformers, blending in front, transformers' own decoding behind.
+"""The embedded engine: prompts blended and answers decoded over a Hugging Face transformers model's own layers.
 
-engine = BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cacheblend")
-engine.warm([Passage("..."), Passage("...")])
-answer = engine.generate(["You answer from the passages.", Passage("..."), Passage("..."), "Who wrote it?"])
+with BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cacheblend") as engine:
+    engine.warm([Passage("..."), Passage("...")])
+    answer = engine.generate(
+        ["You answer from the passages.", Passage("..."), Passage("..."), "Who wrote it?"], max_new_tokens=64
+    )
 """
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import Controller
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.fuse.prefill import Prefill, PrefillRun, check_selector
-from cacheblend.core.load.loader import LayerKV, LayerLoader
-from cacheblend.core.plan.plan import Anchor, BlendPlan, Planner
+from cacheblend.core.fuse.prefill import BlendedPrefill, check_selector
+from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.plan.plan import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk
-from cacheblend.core.report import BlendReport
-from cacheblend.core.select.selectors import NoRows, Selector
-from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
-from cacheblend.engines.hf.decode import Decoding, SamplingParams, TextStream, fill_cache
-from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.opening import open_folder
-from cacheblend.engines.hf.prefilling import Mode, Prefilling, plan_in_mode
+from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.request import Answer, Delta, Request
+from cacheblend.engines.hf.sampling import Sampler, SamplingOptions, SamplingParams, sampling_of
 from cacheblend.engines.hf.survey import survey_model
+from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress
 from cacheblend.engines.keeper import WarmReport
@@ -90,13 +91,14 @@ class BlendEngine:
         self._chunk_anchor = self._anchor(bos_id)
         self.planner = self.planner_of("")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
-        self.controller: Controller | None = None
-        if self.config.cost_model is not None:
-            measured = read_cost_model(self.config.cost_model, self.fingerprint, self.stored_layout, model.device.type)
-            self.controller = controller_of(measured, self.config, self.stored_layout)
+        controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
         self._owns_store = not isinstance(store, KVStore)
         self.store = store if isinstance(store, KVStore) else open_store(store)
+        self.prefiller = Prefiller(
+            self.view, self.survey, self.store, self.config, controller, model.device, self.sentence_end_ids
+        )
         self._background = Background(self.config.capture_queue)
+        self._closed = False
         self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self._background, name)
 
     @staticmethod
@@ -165,7 +167,9 @@ class BlendEngine:
         parts.check(self.survey.vocab_size, self.survey.max_length, self.survey.max_length_reason)
         return parts
 
-    def chat(self, messages: Sequence[Message], documents: Sequence[Passage] = (), **options: Any) -> Prompt:
+    def chat_prompt(
+        self, messages: Sequence[Message], documents: Sequence[Passage | str] = (), **options: Any
+    ) -> Prompt:
         """A message list through the model's chat template; passages are content parts of type ``chunk``, or documents.
 
         Args:
@@ -178,7 +182,8 @@ class BlendEngine:
         """
         if self.builder is None:
             raise InvalidInputError("this engine has no tokenizer: build the prompt from token ids")
-        return self.prompt(self.builder.chat(messages, documents, **options))
+        passages = [Passage(each) if isinstance(each, str) else each for each in documents]
+        return self.prompt(self.builder.chat(messages, passages, **options))
 
     def ids_of(self, prompt: Prompt) -> torch.Tensor:
         """The prompt's ids, [tokens] int64 on the model's device."""
@@ -227,11 +232,18 @@ class BlendEngine:
         """Waits until missed chunks are captured and stored; False if that took longer than `timeout` seconds."""
         return self._warmer.flush(timeout)
 
-    def close(self) -> None:
-        """Ends background work; closes the store if the engine opened it.
+    def close(self, *, wait: bool = True) -> None:
+        """Ends background work; closes the store if the engine opened it. Idempotent.
 
-        Chunks that still wait to be captured are given up (and counted in the log): call `flush` first to keep them.
+        Args:
+            wait: until missed chunks are captured and stored (see `flush` for a bound). Without it those that still
+                wait are given up, and counted in the log.
         """
+        if self._closed:
+            return
+        self._closed = True
+        if wait:
+            self._warmer.flush()
         self._background.close()
         self._warmer.close()
         if self._owns_store:
@@ -240,24 +252,60 @@ class BlendEngine:
     def __enter__(self) -> "BlendEngine":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(wait=kind is None)
 
     # ---- answering --------------------------------------------------------------------------------------
 
     def generate(
-        self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Answer:
-        """The whole answer. `ratio` overrides the configured recompute ratio for this request."""
-        *_, last = self.stream(prompt, params, ratio=ratio)
+        """The whole answer.
+
+        Args:
+            prompt: see `prompt`.
+            params: how the answer is drawn.
+            ratio: overrides the configured recompute ratio for this request.
+            **options: the fields of `SamplingParams` one by one, instead of `params`.
+
+        Raises:
+            InvalidInputError: as for `prompt`, or an option is unknown or out of range.
+        """
+        *_, last = self.stream(prompt, params, ratio=ratio, **options)
         assert last.answer is not None
         return last.answer
 
+    def chat(
+        self,
+        messages: Sequence[Message],
+        documents: Sequence[Passage | str] = (),
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Answer:
+        """The whole answer to a message list; arguments as for `chat_prompt` and `generate`."""
+        prompt = self.chat_prompt(messages, documents, **(template_options or {}))
+        return self.generate(prompt, params, ratio=ratio, **options)
+
     def stream(
-        self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Iterator[Delta]:
-        """The answer as it comes; the last delta carries it whole."""
-        params = params or SamplingParams()
+        """The answer as it is generated; the last delta carries it whole. Arguments as for `generate`."""
+        return self._stream(prompt, sampling_of(params, options), ratio)
+
+    def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
         request = self.start(prompt, params, ratio=ratio)
         stream = TextStream(self.builder.decode if self.builder else _no_text, params.stop)
         try:
@@ -273,25 +321,26 @@ class BlendEngine:
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
         """Prefills a prompt. `step` draws its tokens; call `finish` in the end, however it ends.
 
-        From here to `finish` no background work is begun.
+        From here to `finish` no background work is started.
         """
         started = time.perf_counter()
         prompt = self.prompt(prompt)
         params = self._within_context(prompt, params or SamplingParams())
         self._background.begin_request()
         try:
-            result, report = self.prefill(prompt, ratio=ratio)
-            decoding = Decoding(self.model, result.kv, self.ids_of(prompt), result.logits, params, self.eos_ids)
+            result = self.prefill(prompt, ratio=ratio)
+            sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids)
         except BaseException:
             self._background.end_request()
             raise
-        return Request(decoding, report, started, to_capture=result)
+        return Request(Decoding(sampler, list(result.kv)), result.report, started, to_store=result)
 
     def step(self, request: Request) -> int:
-        """Draws a request's next token. What is stored of its KV is taken behind the first one."""
+        """Draws a request's next token. What is stored of its KV is taken after the first one."""
         if request.token_ids:
             self._store_missed_of(request)
-        request.token_ids.append(request.decoding.step())
+        compute_logits(self.view, [request.decoding])
+        request.token_ids.append(request.decoding.sampler.sample())
         if len(request.token_ids) == 1:
             request.report.ttft_s = time.perf_counter() - request.started
         return request.token_ids[-1]
@@ -306,12 +355,12 @@ class BlendEngine:
     @torch.no_grad()
     def prefill(
         self, prompt: Prompt, *, ratio: float | None = None, selector: Selector | None = None, mode: Mode = "blend"
-    ) -> tuple[Prefill, BlendReport]:
-        """Plan, load, fuse: first logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
-        with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode) as prefilling:
-            while not prefilling.advance():
+    ) -> PrefillResult:
+        """First logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
+        with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode) as prefill:
+            while not prefill.advance():
                 pass
-            return prefilling.result()
+            return prefill.result()
 
     def open_prefill(
         self,
@@ -321,7 +370,7 @@ class BlendEngine:
         selector: Selector | None = None,
         mode: Mode = "blend",
         tenant: str = "",
-    ) -> Prefilling:
+    ) -> BlendedPrefill:
         """A prompt's prefill, planned and not begun; close it, or use `with`.
 
         Args:
@@ -331,38 +380,19 @@ class BlendEngine:
             mode: see `Mode`.
             tenant: whose chunks are used, see `planner_of`.
         """
-        started = time.perf_counter()
-        planner = self.planner_of(tenant) if tenant else self.planner
-        plan = plan_in_mode(planner.plan(prompt, self.store), mode)
-        decision = None
-        if self.controller is not None and ratio is None and selector is None and mode == "blend":
-            decision = self.controller.decide(plan)
-            plan = plan.leaving_out(decision.left_out)
-            ratio = decision.ratio if decision.ratio > floor_of(self.config) else None
-        chosen = NoRows() if mode == "reuse" else selector or self.settings.selector(ratio)
-        check_selector(chosen, len(self.survey.layout.layers))
-        run = PrefillRun(
-            plan,
-            self._runner,
-            self._loader,
-            chosen,
-            tile_rows=self.config.tile_rows,
-            sentence_end_ids=self.sentence_end_ids() if chosen.question_rows else None,
+        decides = ratio is None and selector is None  # otherwise the caller has decided
+        return self.prefiller.open(
+            prompt,
+            self.planner_of(tenant) if tenant else self.planner,
+            selector or self.settings.selector(ratio),
+            mode,
+            raised=self.settings.selector if decides else None,
         )
-        return Prefilling(run, self.synchronize, started, self.controller, decision)
 
-    def load_prefix(self, plan: BlendPlan) -> DynamicCache:
-        """transformers' cache with the plan's exact prefix, and nothing behind it: prefix caching without blending.
-
-        Raises:
-            BlockLostError: a block of the prefix could not be read.
-        """
-        kv = []
-        with self._loader(plan, len(self.survey.layout.layers)) as loader:
-            for layer in range(len(self.survey.layout.layers) if plan.prefix_length else 0):
-                keys, values = loader.layer(layer)
-                kv.append(LayerKV(keys[:, : plan.prefix_length], values[:, : plan.prefix_length]))
-        return fill_cache(self.model, kv)
+    @property
+    def controller(self) -> Controller | None:
+        """The loading controller; None where the configuration names no cost model."""
+        return self.prefiller.controller
 
     def begin_request(self) -> None:
         """Until `end_request` no background work is begun."""
@@ -381,29 +411,12 @@ class BlendEngine:
         """Captures a chunk that has waited so many seconds for a moment without requests; False: there is none."""
         return self._background.catch_up(after_s)
 
-    def store_missed(self, result: Prefill, tenant: str = "", *, text: bool = True) -> None:
+    def store_missed(self, result: PrefillResult, tenant: str = "", *, text: bool = True) -> None:
         """Behind a prefill's first token: what it missed is stored for the tenant; with `text`, also plain text that
         the prompt begins with."""
         self._warmer.after_request(self.planner_of(tenant) if tenant else self.planner, result, text=text)
 
     # ---- inside -----------------------------------------------------------------------------------------
-
-    def _runner(self, plan: BlendPlan) -> HfLayerRunner:
-        first = plan.prefix_length
-        ids = self.ids_of(plan.prompt)[first:]
-        return HfLayerRunner(self.view, ids, torch.arange(first, len(plan), device=ids.device))
-
-    def _loader(self, plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
-        return LayerLoader(
-            plan,
-            self.store,
-            self.survey.layout,
-            self.survey.rotations,
-            first_reused_layer=first_reused_layer,
-            device=self.model.device,
-            read_ahead=self.config.read_ahead,
-            codec=self.config.codec,
-        )
 
     def _anchor(self, bos: int | None) -> Anchor:
         bos = self.builder.bos_id if self.builder else bos
@@ -422,18 +435,13 @@ class BlendEngine:
 
     def _within_context(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         limit = self.survey.max_length
-        room = params.max_tokens if limit is None else limit - len(prompt) + 1
-        return replace(params, max_tokens=min(params.max_tokens, room))
+        room = params.max_new_tokens if limit is None else limit - len(prompt) + 1
+        return replace(params, max_new_tokens=min(params.max_new_tokens, room))
 
     def _store_missed_of(self, request: Request) -> None:
-        result, request.to_capture = request.to_capture, None
+        result, request.to_store = request.to_store, None
         if result is not None:
             self.store_missed(result)
-
-    def synchronize(self) -> None:
-        """Waits for the device, so that a clock read behind it tells the truth."""
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
 
 
 def _no_text(ids: Sequence[int]) -> str:

@@ -138,7 +138,8 @@ class LiveCheck:
                 ids = torch.from_numpy(prompt.token_ids.astype("i8")).to(self._model.device)
                 plain = self._plain(ids)
                 noises.append(self._noise(ids, plain))
-                blended, report = engine.prefill(prompt, selector=selector)
+                blended = engine.prefill(prompt, selector=selector)
+                report = blended.report
                 if report.loaded_tokens != sum(map(len, chunks)):
                     return False, f"only {report.loaded_tokens} of {sum(map(len, chunks))} tokens were found again"
                 distances.append(_distance(Plain(blended.logits, blended.kv), plain).worst())

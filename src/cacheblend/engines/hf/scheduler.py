@@ -13,170 +13,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
-from cacheblend.core.errors import CacheBlendError
-from cacheblend.core.fuse.batching import PrefillBatcher, run_together
-from cacheblend.core.fuse.prefill import Prefill
-from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.report import BlendReport
-from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.hf.decode import Draws, SamplingParams, TextStream
+from cacheblend.core.fuse.batching import PrefillBatcher
+from cacheblend.core.fuse.prefill import BlendedPrefill
+from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.layers import JoinedRows
-from cacheblend.engines.hf.prefilling import Mode, Prefilling
-from cacheblend.engines.hf.together import Answering, compute_logits
+from cacheblend.engines.hf.sampling import Sampler
+from cacheblend.engines.hf.text_stream import TextStream
+from cacheblend.engines.hf.tickets import (
+    Ask,
+    Choice,
+    ClosedError,
+    DoneEvent,
+    Event,
+    Limits,
+    QueueFullError,
+    Ticket,
+    TokenEvent,
+    TooLateError,
+)
 
 _LEAST_LOGPROB = -9999.0  # as OpenAI has it: JSON knows no infinity
 _CATCH_UP_SHARE = 0.1  # of the time, for missed chunks
 logger = logging.getLogger("cacheblend.engine")
-
-
-class QueueFullError(CacheBlendError):
-    """As many requests wait as may.
-
-    Attributes:
-        retry_after_s: when there may be room.
-    """
-
-    def __init__(self, waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"{waiting} requests wait, which is all that may; ask again in {retry_after_s:.0f} s")
-        self.retry_after_s = retry_after_s
-
-
-class TooLateError(CacheBlendError):
-    """A request's time was over before its answer was."""
-
-
-class ClosedError(CacheBlendError):
-    """The scheduler takes no more requests."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What is under way at once.
-
-    Attributes:
-        active: answers whose prompts are prefilled or that are drawn; a request that wants more of them goes alone.
-        waiting: requests behind them.
-        row_layers: of prefills between two tokens of the answers under way.
-        catch_up_s: that missed chunks wait for a moment without requests; then they are captured between rounds.
-    """
-
-    active: int = 8
-    waiting: int = 64
-    row_layers: int = 8192
-    catch_up_s: float = 2.0
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request.
-
-    Attributes:
-        prompt: checked by the engine.
-        params: of each answer.
-        choices: answers; the seed of each is the one behind that of the one before it.
-        mode, ratio, selector: see `BlendEngine.open_prefill`.
-        deadline: by `time.monotonic`; None: none.
-        logprobs: so many of the likeliest tokens are told with each token; None: none.
-        tenant: see `BlendEngine.planner_of`.
-        keep_text: store plain text in front of the first chunk, too, for prompts that begin the same.
-        may_keep: asked behind the first token, with how many tokens of chunks were missed, whether to store them. Must
-            not block.
-    """
-
-    prompt: Prompt
-    params: SamplingParams
-    choices: int = 1
-    mode: Mode = "blend"
-    ratio: float | None = None
-    selector: Selector | None = None
-    deadline: float | None = None
-    logprobs: int | None = None
-    tenant: str = ""
-    keep_text: bool = True
-    may_keep: Callable[[int], bool] = lambda tokens: True
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A token of one choice.
-
-    Attributes:
-        choice: from 0.
-        text: new and certain; may be empty.
-        token_id: of the token; None behind the last one, where held back text comes.
-        logprob: of the token, before any penalty or temperature; None where none were asked for.
-        top: (token id, log-probability) of the likeliest.
-        finish_reason: of the choice, with its last text.
-    """
-
-    choice: int
-    text: str
-    token_id: int | None = None
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    finish_reason: str | None = None
-
-
-@dataclass(frozen=True)
-class DoneEvent:
-    """The last event of a request.
-
-    Attributes:
-        report: of the request; None where it failed before its first token.
-        error: why it failed; None where it did not.
-    """
-
-    report: BlendReport | None
-    error: Exception | None = None
-
-
-Event = TokenEvent | DoneEvent
-
-
-@dataclass
-class _Choice:
-    answering: Answering
-    stream: TextStream
-    finish_reason: str | None = None
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request that was submitted.
-
-    Attributes:
-        ask: the request.
-        on_event: called with each of its events, from the scheduler's thread; must not block.
-        submitted: by `time.perf_counter`.
-    """
-
-    ask: Ask
-    on_event: Callable[[Event], None]
-    submitted: float
-    cancelled: bool = False
-    prefilling: Prefilling | None = None
-    choices: list[_Choice] = field(default_factory=list)
-    report: BlendReport | None = None
-    captured: Prefill | None = None
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more. It is given up before the next round."""
-        self.cancelled = True
-
-    @property
-    def layer(self) -> int:
-        """See `BatchJob`."""
-        return 0 if self.prefilling is None else self.prefilling.layer
-
-    @property
-    def active_rows(self) -> int:
-        """See `BatchJob`."""
-        return 0 if self.prefilling is None else self.prefilling.active_rows
 
 
 class Scheduler:
@@ -190,7 +53,7 @@ class Scheduler:
     def __init__(self, engine: BlendEngine, limits: Limits | None = None) -> None:
         self._engine, self._limits = engine, limits or Limits()
         last_check = max(engine.config.make_selector().check_layers, default=0)
-        self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, engine.config.tile_rows)
+        self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, engine.config.tile_rows, JoinedRows)
         self._waiting: deque[Ticket] = deque()
         self._answering: list[Ticket] = []
         self._changed = threading.Condition()
@@ -303,7 +166,7 @@ class Scheduler:
             ask = ticket.ask
             self._engine.begin_request()
             try:
-                ticket.prefilling = self._engine.open_prefill(
+                ticket.prefill = self._engine.open_prefill(
                     ask.prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant
                 )
             except Exception as error:
@@ -321,50 +184,49 @@ class Scheduler:
         left = self._limits.row_layers
         if self.active > 1:
             for ticket in self._batcher:
-                if ticket.prefilling is not None:
-                    ticket.prefilling.share()
+                if ticket.prefill is not None:
+                    ticket.prefill.mark_shared()
         while self._batcher and left > 0:
             tickets = self._batcher.next()
-            opened = [ticket.prefilling for ticket in tickets if ticket.prefilling is not None]
-            left -= max(1, sum(each.active_rows for each in opened))
-            ended = run_together([each.next_layer() for each in opened], JoinedRows, self._engine.config.tile_rows)
-            for ticket, error in zip(tickets, ended, strict=True):
+            left -= max(1, sum(ticket.active_rows for ticket in tickets))
+            for ticket, error in self._batcher.advance(tickets):
                 if error is not None:
                     self._end(ticket, error)
-                elif ticket.prefilling is not None and ticket.prefilling.done:
-                    self._begin_answer(ticket, ticket.prefilling)
-            if any(not ticket.choices[0].answering.draws.has_begun for ticket in self._answering):
+                elif ticket.prefill is not None and ticket.prefill.done:
+                    self._begin_answer(ticket, ticket.prefill)
+            if any(not ticket.choices[0].decoding.sampler.has_begun for ticket in self._answering):
                 return  # a first token is ready: it does not wait for other prompts
 
-    def _begin_answer(self, ticket: Ticket, prefilling: Prefilling) -> None:
+    def _begin_answer(self, ticket: Ticket, prefill: BlendedPrefill) -> None:
         try:
-            self._open_choices(ticket, prefilling)
+            self._open_choices(ticket, prefill)
         except Exception as error:
             self._end(ticket, error)
             return
         self._batcher.remove(ticket)
         self._answering.append(ticket)
 
-    def _open_choices(self, ticket: Ticket, prefilling: Prefilling) -> None:
+    def _open_choices(self, ticket: Ticket, prefill: BlendedPrefill) -> None:
         engine, ask = self._engine, ticket.ask
-        result, ticket.report = prefilling.result()
-        prefilling.close()
-        ticket.prefilling = None  # it would keep the prompt's KV a second time
+        result = prefill.result()
+        prefill.close()
+        ticket.report = result.report
+        ticket.prefill = None  # it would keep the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
         ids, decode = engine.ids_of(ask.prompt), engine.builder.decode if engine.builder else _no_text
         for number in range(ask.choices):
             seed = None if ask.params.seed is None else ask.params.seed + number
-            draws = Draws(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids)
+            sampler = Sampler(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids)
             stream = TextStream(decode, ask.params.stop)
-            ticket.choices.append(_Choice(Answering(draws, list(result.kv)), stream))
-        ticket.captured = result
+            ticket.choices.append(Choice(Decoding(sampler, list(result.kv)), stream))
+        ticket.to_store = result
 
     def _decode(self) -> None:
         """A token of every answer."""
         going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
         if not going:
             return
-        compute_logits(self._engine.view, [choice.answering for _, _, choice in going])
+        compute_logits(self._engine.view, [choice.decoding for _, _, choice in going])
         for ticket, number, choice in going:
             if ticket in self._answering:
                 try:
@@ -375,11 +237,10 @@ class Scheduler:
             if all(choice.finish_reason for choice in ticket.choices):
                 self._end(ticket, None)
 
-    def _draw(self, ticket: Ticket, number: int, choice: _Choice) -> None:
+    def _draw(self, ticket: Ticket, number: int, choice: Choice) -> None:
         """A choice's next token; behind a request's first one, what is stored of its prompt is taken."""
-        draws = choice.answering.draws
-        self._tell(ticket, number, choice, draws.draw())
-        result, ticket.captured = ticket.captured, None
+        self._tell(ticket, number, choice, choice.decoding.sampler.sample())
+        result, ticket.to_store = ticket.to_store, None
         if result is not None and ticket.ask.may_keep(sum(map(len, result.plan.missed_chunks()))):
             self._engine.store_missed(result, ticket.ask.tenant, text=ticket.ask.keep_text)
 
@@ -390,17 +251,17 @@ class Scheduler:
             ended = time.monotonic()
             self._catch_up_at = ended + (ended - began) * (1 / _CATCH_UP_SHARE - 1)
 
-    def _tell(self, ticket: Ticket, number: int, choice: _Choice, token: int) -> None:
-        draws = choice.answering.draws
+    def _tell(self, ticket: Ticket, number: int, choice: Choice, token: int) -> None:
+        sampler = choice.decoding.sampler
         text = choice.stream.push(token)
-        reason = "stop" if choice.stream.stopped else draws.finish_reason
+        reason = "stop" if choice.stream.stopped else sampler.finish_reason
         if reason is not None:
             text += choice.stream.finish()
             choice.finish_reason = reason
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if ticket.ask.logprobs is not None:
-            logprob, top = _log_probabilities(draws.logits, token, ticket.ask.logprobs)
+            logprob, top = _log_probabilities(sampler.logits, token, ticket.ask.logprobs)
         ticket.on_event(TokenEvent(number, text, token, logprob, top, reason))
 
     # ---- endings ----------------------------------------------------------------------------------------
@@ -419,11 +280,11 @@ class Scheduler:
         self._recent_s += 0.1 * (took - self._recent_s)
         if ticket.report is not None:
             ticket.report.total_s = took
-            ticket.report.generated_tokens = sum(each.answering.draws.count for each in ticket.choices)
-        prefilling, ticket.prefilling, ticket.choices, ticket.captured = ticket.prefilling, None, [], None
+            ticket.report.generated_tokens = sum(each.decoding.sampler.count for each in ticket.choices)
+        prefill, ticket.prefill, ticket.choices, ticket.to_store = ticket.prefill, None, [], None
         try:
-            if prefilling is not None:
-                prefilling.close()
+            if prefill is not None:
+                prefill.close()
         except Exception:
             logger.exception("a prefill could not be closed")
         if was_admitted:

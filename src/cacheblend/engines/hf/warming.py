@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.fuse.prefill import Prefill
+from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.capture import ChunkJob, manifest_of, publish
 from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan.plan import Planner
@@ -77,7 +77,7 @@ class ChunkWarmer:
         tokens = sum(len(job.token_ids) for job in missing)
         return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
 
-    def after_request(self, planner: Planner, result: Prefill, *, text: bool = True) -> None:
+    def after_request(self, planner: Planner, result: PrefillResult, *, text: bool = True) -> None:
         """After a request: writes its exact blocks as they are, and queues its missed chunks to be computed alone.
 
         Blocks that the loading controller left out because they are slow to load are promoted to a faster tier,

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from cacheblend.core.fuse.prefill import Prefill
+from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
 
 HIT_TOKENS, FALLBACKS = "hit_tokens", "fallbacks"
@@ -33,7 +33,7 @@ class Counts:
         """Something that was to be reused was computed instead."""
         self.add_by(FALLBACKS, reason, 1)
 
-    def add_blend(self, result: Prefill, local_tokens: int, seconds: float) -> None:
+    def add_blend(self, result: PrefillResult, local_tokens: int, seconds: float) -> None:
         """A prompt that was provided.
 
         Args:
@@ -48,12 +48,12 @@ class Counts:
                 self.add_by(HIT_TOKENS, source, count)
         self.add("requests", 1)
         self.add("prompt_tokens", len(result.plan))
-        self.add("recomputed_tokens", result.recomputed_tokens)
-        self.add("row_layers", result.row_layers)
-        self.add("load_seconds", result.load_s)
-        self.add("wait_seconds", result.wait_s)
+        self.add("recomputed_tokens", result.report.recomputed_tokens)
+        self.add("row_layers", result.report.row_layers)
+        self.add("load_seconds", result.report.load_s)
+        self.add("wait_seconds", result.report.wait_s)
         self.add("blend_seconds", seconds)
-        for _ in result.fallbacks:
+        for _ in result.report.fallbacks:
             self.add_fallback("block lost")
 
     def take(self) -> "BlendStats | None":

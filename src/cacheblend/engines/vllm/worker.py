@@ -13,15 +13,15 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.fuse.batching import PrefillBatcher, run_together
-from cacheblend.core.fuse.prefill import OnLayer, PrefillRun
+from cacheblend.core.fuse.batching import LayerSteps, PrefillBatcher
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.load.capture import ChunkJob
 from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.plan.blocks import BlockSource
@@ -45,22 +45,27 @@ logger = logging.getLogger("cacheblend.vllm")
 
 @dataclass(eq=False)
 class _Task:
-    """A job that has not finished; `run` is None until its first step."""
+    """A job that has not finished; `prefill` is None until its first step."""
 
     job: BlendJob | ChunkJob
-    run: PrefillRun | None = None
+    prefill: BlendedPrefill | None = None
     started: float = 0.0
     kv: list[LayerKV] = field(default_factory=list)
 
     @property
     def layer(self) -> int:
         """The next layer."""
-        return self.run.layer if self.run else 0
+        return self.prefill.layer if self.prefill else 0
 
     @property
     def active_rows(self) -> int:
         """The most rows that the next layer computes."""
-        return self.run.active_rows if self.run else 0
+        return self.prefill.active_rows if self.prefill else 0
+
+    def next_layer(self) -> LayerSteps:
+        """See `BlendedPrefill.next_layer`; the task is open."""
+        assert self.prefill is not None
+        return self.prefill.next_layer()
 
 
 class Worker:
@@ -75,7 +80,7 @@ class Worker:
         budget: row-layers computed in an engine step.
         tile_rows: rows that go through a layer at once.
         builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend with torch.
-        sentence_end_ids: see `FusedPrefill`.
+        sentence_end_ids: see `PrefillOptions`.
         name: of the model, for people.
     """
 
@@ -94,16 +99,20 @@ class Worker:
         name: str = "",
     ) -> None:
         self._model, self._store, self._planner, self._selector = model, store, planner, selector
-        self._budget, self._tile_rows, self._sentence_end_ids = budget, tile_rows, sentence_end_ids
-        self._block_size, self._builder = block_size, builder
+        self._budget, self._block_size, self._builder = budget, block_size, builder
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
         ]
-        self._over_ranks = compat.over_ranks if model.tp_size > 1 else None
+        self._options = PrefillOptions(
+            tile_rows=tile_rows,
+            sentence_end_ids=sentence_end_ids,
+            over_ranks=compat.over_ranks if model.tp_size > 1 else None,
+        )
+        alone = model.tp_size == 1
         last_check = max(selector.check_layers, default=0)
-        self._blends: PrefillBatcher[_Task] = PrefillBatcher(last_check + 1, tile_rows)
-        self._captures: PrefillBatcher[_Task] = PrefillBatcher(1, tile_rows)
+        self._blends: PrefillBatcher[_Task] = PrefillBatcher(last_check + 1, tile_rows, join, isolate=alone)
+        self._captures: PrefillBatcher[_Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
         self._provided: set[str] = set()
         self._failed_blocks: set[int] = set()
         self.counts = Counts()
@@ -123,7 +132,7 @@ class Worker:
         left = self._budget
         while left > 0 and (self._blends or self._captures):
             batcher = self._blends or self._captures
-            left -= self._advance(batcher.next())
+            left -= self._advance(batcher)
 
     def capture(self, jobs: Sequence[ChunkJob]) -> None:
         """Computes chunks and stores them before it returns."""
@@ -157,32 +166,28 @@ class Worker:
     def close(self) -> None:
         """Ends unfinished jobs; waits for the chunk that is being written."""
         for task in [*self._blends, *self._captures]:
-            if task.run is not None:
-                task.run.close()
+            if task.prefill is not None:
+                task.prefill.close()
         self._capture_writer.close()
 
     # ---- jobs -------------------------------------------------------------------------------------------
 
-    def _advance(self, tasks: Sequence[_Task]) -> int:
-        """Computes the next layer of each task; returns the row-layers it took. A task's first step also plans what
-        to load and runs the question's pass."""
-        opened = [task for task in tasks if self._is_open(task)]
-        runs = [task.run for task in opened if task.run is not None]
-        rows = sum(run.active_rows for run in runs)
-        steps = [run.next_layer() for run in runs]
-        ended = run_together(steps, join, self._tile_rows, isolate=self._over_ranks is None)
-        for task, run, error in zip(opened, runs, ended, strict=True):
+    def _advance(self, batcher: PrefillBatcher[_Task]) -> int:
+        """Computes the next layer of the batch; returns the row-layers it took. A task's first step also opens it."""
+        tasks = [task for task in batcher.next() if self._is_open(task)]
+        rows = sum(task.active_rows for task in tasks)
+        for task, error in batcher.advance(tasks):
             if error is not None:
                 self._fail(task, error)
-            elif run.done:
+            elif task.prefill is not None and task.prefill.done:
                 self._attempt(task, self._finish)
         return max(rows, 1)
 
     def _is_open(self, task: _Task) -> bool:
         """Whether the task has a prefill; opens it on the task's first step."""
-        if task.run is None:
+        if task.prefill is None:
             self._attempt(task, self._start)
-        return task.run is not None
+        return task.prefill is not None
 
     def _attempt(self, task: _Task, what: Callable[[_Task], None]) -> None:
         try:
@@ -192,18 +197,18 @@ class Worker:
 
     def _fail(self, task: _Task, error: Exception) -> None:
         """Disables blending for this request only: vLLM computes it, whatever the error was."""
-        if self._over_ranks is not None:
+        if self._model.tp_size > 1:
             raise error  # the other ranks have gone on, and the ranks cannot be synchronised again
         logger.error("blending failed; vLLM computes this request", exc_info=error)
         traceback.clear_frames(error.__traceback__)  # the frames would keep tensors alive
         self._give_up(task, type(error).__name__)
 
     def _start(self, task: _Task) -> None:
-        task.started, task.run = time.perf_counter(), self._open(task)
+        task.started, task.prefill = time.perf_counter(), self._open(task)
 
     def _give_up(self, task: _Task, reason: str) -> None:
-        if task.run is not None:
-            task.run.close()
+        if task.prefill is not None:
+            task.prefill.close()
         self.counts.add_fallback(reason)
         self._forget(task)
         if isinstance(task.job, ChunkJob):
@@ -215,12 +220,12 @@ class Worker:
     def _forget(self, task: _Task) -> None:
         (self._captures if isinstance(task.job, ChunkJob) else self._blends).remove(task)
 
-    def _open(self, task: _Task) -> PrefillRun:
+    def _open(self, task: _Task) -> BlendedPrefill:
         if isinstance(task.job, ChunkJob):
             return self._open_capture(task, task.job)
         return self._open_blend(task.job)
 
-    def _open_blend(self, job: BlendJob) -> PrefillRun:
+    def _open_blend(self, job: BlendJob) -> BlendedPrefill:
         plan, first = job.plan, job.local_tokens
         # vLLM frees blocks that a sliding window has passed: their rows are computed again here, and not written.
         resident = first > 0 and NULL_BLOCK not in job.block_ids[: first // self._block_size]
@@ -233,28 +238,28 @@ class Worker:
         slots = self._paged[0].slots(job.block_ids, first, len(plan))
         if self._builder is not None and resident == (first > 0) and NULL_BLOCK not in job.block_ids:
             attention = PagedAttention(self._paged, self._builder, job.block_ids, first, slots)
-            return self._run(plan, self._store, self._selector, _nothing, resident=held, attention=attention)
+            options = replace(self._options, on_layer=_nothing, attention=attention)
+            return self._prefill(plan, self._store, self._selector, options, held)
 
         def write(layer: int, kv: LayerKV) -> None:
             self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
 
-        return self._run(plan, self._store, self._selector, write, resident=held)
+        return self._prefill(plan, self._store, self._selector, replace(self._options, on_layer=write), held)
 
-    def _open_capture(self, task: _Task, job: ChunkJob) -> PrefillRun:
+    def _open_capture(self, task: _Task, job: ChunkJob) -> BlendedPrefill:
         prompt = Prompt.of([text(part) for part in (*job.anchor, job.token_ids)])
         plan = self._planner.plan(prompt, EmptySource())
-        return self._run(plan, EmptySource(), NoRows(), lambda layer, kv: task.kv.append(kv))
+        options = replace(self._options, on_layer=lambda layer, kv: task.kv.append(kv))
+        return self._prefill(plan, EmptySource(), NoRows(), options)
 
-    def _run(
+    def _prefill(
         self,
         plan: BlendPlan,
         source: BlockSource,
         selector: Selector,
-        on_layer: OnLayer,
-        *,
+        options: PrefillOptions,
         resident: Callable[[int], torch.Tensor] | None = None,
-        **options: Any,
-    ) -> PrefillRun:
+    ) -> BlendedPrefill:
         model = self._model
 
         def open_runner(plan: BlendPlan) -> VllmLayerRunner:
@@ -277,25 +282,15 @@ class Worker:
                 resident=resident,
             )
 
-        return PrefillRun(
-            plan,
-            open_runner,
-            open_loader,
-            selector,
-            over_ranks=self._over_ranks,
-            tile_rows=self._tile_rows,
-            sentence_end_ids=self._sentence_end_ids,
-            on_layer=on_layer,
-            **options,
-        )
+        return BlendedPrefill(plan, open_runner, open_loader, selector, options)
 
     def _finish(self, task: _Task) -> None:
-        assert task.run is not None
-        task.run.close()
+        assert task.prefill is not None
+        task.prefill.close()
         if isinstance(task.job, ChunkJob):
             self._capture_writer.write(task.job, task.kv)
         else:
-            self.counts.add_blend(task.run.result(), task.job.local_tokens, time.perf_counter() - task.started)
+            self.counts.add_blend(task.prefill.result(), task.job.local_tokens, time.perf_counter() - task.started)
             self._provided.add(task.job.request_id)
         self._forget(task)
 
@@ -304,8 +299,8 @@ class Worker:
         for task in self._blends:
             if isinstance(task.job, BlendJob) and task.job.request_id == request_id:
                 self._blends.remove(task)
-                if task.run is not None:
-                    task.run.close()
+                if task.prefill is not None:
+                    task.prefill.close()
                 self._provided.add(request_id)
 
 

@@ -64,12 +64,12 @@ def observe_full(engine: BlendEngine, prompt: Prompt) -> Observation:
 def observe_fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Observation:
     """The engine's own blended pass, and once more over the KV that it left, with the same rows, to watch."""
     recorder = Recorded(selector)
-    result, _ = engine.prefill(prompt, selector=recorder)
+    result = engine.prefill(prompt, selector=recorder)
     computed = np.zeros((_layers(engine), len(result.plan)), dtype=np.bool_)
     computed[:, result.plan.prefix_length :] = True
     for layer, dropped in _dropped(recorder).items():  # a pass that restarted may have fewer candidates in the end
         computed[layer:, np.intersect1d(dropped, result.plan.candidate_rows)] = False
-    compute = ComputeScale.of(engine).share(result.row_layers, result.projected_rows, len(result.plan))
+    compute = ComputeScale.of(engine).share(result.report.row_layers, result.report.projected_rows, len(result.plan))
     return _observe(engine, result.plan, computed, result.kv, compute)
 
 

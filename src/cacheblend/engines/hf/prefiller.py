@@ -1,0 +1,142 @@
+"""From a prompt to its prefill on a transformers model: plan, loading decision, layers and loader."""
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.cost.controller import Controller, Decision
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, check_selector
+from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.plan.blocks import KVLayout
+from cacheblend.core.plan.plan import BlendPlan, Planner, Source
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import NoRows, Selector
+from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
+from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.survey import Survey
+from cacheblend.engines.hf.view import ModelView
+from cacheblend.store import KVStore
+
+Mode = Literal["blend", "reuse", "prefix", "full"]
+"""How much of what is stored is used: all of it, recomputing what the selector chooses (``blend``) or nothing
+(``reuse``); what is exact (``prefix``); nothing (``full``)."""
+
+
+class Prefiller:
+    """Opens prefills on one model and one store.
+
+    Args:
+        view: of the model.
+        survey: of the model.
+        store: where stored KV comes from.
+        config: how to blend.
+        controller: decides what is loaded; None: all that is stored.
+        device: of the model.
+        sentence_end_ids: gives the ids of the tokens that end a sentence; called when a selector asks the question.
+    """
+
+    def __init__(
+        self,
+        view: ModelView,
+        survey: Survey,
+        store: KVStore,
+        config: BlendConfig,
+        controller: Controller | None,
+        device: torch.device,
+        sentence_end_ids: Callable[[], npt.NDArray[np.int64] | None],
+    ) -> None:
+        self._view, self._survey, self._store, self._config = view, survey, store, config
+        self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
+
+    def open(
+        self,
+        prompt: Prompt,
+        planner: Planner,
+        selector: Selector,
+        mode: Mode = "blend",
+        *,
+        raised: Callable[[float], Selector] | None = None,
+    ) -> BlendedPrefill:
+        """A prompt's prefill, planned and not begun.
+
+        Args:
+            prompt: checked against the model's limits.
+            planner: of the tenant.
+            selector: which loaded rows are recomputed.
+            mode: see `Mode`.
+            raised: the selector of a higher ratio; given where the loading controller, if there is one, decides.
+        """
+        started = time.perf_counter()
+        check_selector(selector, len(self._survey.layout.layers))
+        plan = plan_in_mode(planner.plan(prompt, self._store), mode)
+        decision = None
+        if self.controller is not None and raised is not None and mode == "blend":
+            decision = self.controller.decide(plan)
+            plan = plan.leaving_out(decision.left_out)
+            if decision.ratio > floor_of(self._config):
+                selector = raised(decision.ratio)
+        chosen = NoRows() if mode == "reuse" else selector
+        options = self._options(chosen, decision)
+        return BlendedPrefill(plan, self._open_runner, self.open_loader, chosen, options, started=started)
+
+    def open_loader(self, plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
+        """A loader of the plan; see `LayerLoader`."""
+        return LayerLoader(
+            plan,
+            self._store,
+            self._survey.layout,
+            self._survey.rotations,
+            first_reused_layer=first_reused_layer,
+            device=self.device,
+            read_ahead=self._config.read_ahead,
+            codec=self._config.codec,
+        )
+
+    def synchronize(self) -> None:
+        """Waits for the device, so that a clock read afterwards is right."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _open_runner(self, plan: BlendPlan) -> HfLayerRunner:
+        first = plan.prefix_length
+        ids = torch.from_numpy(plan.prompt.token_ids[first:].astype("i8")).to(self.device)
+        return HfLayerRunner(self._view, ids, torch.arange(first, len(plan), device=self.device))
+
+    def _options(self, selector: Selector, decision: Decision | None) -> PrefillOptions:
+        return PrefillOptions(
+            tile_rows=self._config.tile_rows,
+            sentence_end_ids=self._sentence_end_ids() if selector.question_rows else None,
+            synchronize=self.synchronize,
+            on_result=None if decision is None else lambda result, alone: self._learn(decision, result, alone),
+        )
+
+    def _learn(self, decision: Decision, result: PrefillResult, alone: bool) -> None:
+        """Tells the controller what came of its decision; a pass that lost blocks was not what it decided."""
+        result.report.decision = decision.reason
+        if self.controller is not None and not result.report.fallbacks:
+            compute_s = result.report.compute_s if alone else None
+            self.controller.learn(decision, result.plan, compute_s, result.read_s)
+
+
+def controller_for(config: BlendConfig, fingerprint: str, stored: KVLayout, device: torch.device) -> Controller | None:
+    """The loading controller that a configuration asks for; None where it names no cost model.
+
+    Raises:
+        InvalidInputError: the cost model cannot be read, or was measured on another model, codec or kind of device.
+    """
+    if config.cost_model is None:
+        return None
+    return controller_of(read_cost_model(config.cost_model, fingerprint, stored, device.type), config, stored)
+
+
+def plan_in_mode(plan: BlendPlan, mode: Mode) -> BlendPlan:
+    """The plan with what the mode does not use left out."""
+    unused = {"full": (Source.PREFIX, Source.LOADED), "prefix": (Source.LOADED,)}.get(mode, ())
+    names = frozenset(span.name for span in plan.spans if span.source in unused)
+    return plan.leaving_out(names) if names else plan

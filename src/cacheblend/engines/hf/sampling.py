@@ -1,0 +1,190 @@
+"""How an answer's tokens are drawn: parameters, and a sampler with transformers' own logits processors."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from cacheblend.core.errors import InvalidInputError
+
+GREEDY_BELOW = 1e-5
+"""A temperature under it is greedy: logits divided by it would leave float32."""
+_PENALTY_MIN, _PENALTY_MAX = 1e-2, 1e2
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an answer is drawn.
+
+    Attributes:
+        max_new_tokens: of the answer, at least 1.
+        temperature: 0 is greedy, as is all below `GREEDY_BELOW`.
+        top_k, top_p, min_p: as transformers' processors of these names; 0, 1 and 0 switch them off.
+        repetition_penalty: 0.01 to 100; 1 switches it off.
+        seed: the same seed draws the same answer; None: a new one each time.
+        stop: texts that end the answer and are cut off.
+        stop_token_ids: ids that end it, besides the model's own.
+        ignore_eos: go on to `max_new_tokens` whatever comes.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InvalidInputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidInputError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise InvalidInputError(f"top_k must be at least 0 (off), got {self.top_k}")
+        if not _PENALTY_MIN <= self.repetition_penalty <= _PENALTY_MAX:
+            raise InvalidInputError(
+                f"repetition_penalty lies in {_PENALTY_MIN:g}..{_PENALTY_MAX:g}, got {self.repetition_penalty}"
+            )
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise InvalidInputError(f"top_p lies in 0..1 (above 0), min_p in 0..1, got {self.top_p} and {self.min_p}")
+        if isinstance(self.stop, str):
+            raise InvalidInputError(f"stop must be a tuple of texts, not the text {self.stop!r}")
+        if any(not text for text in self.stop):
+            raise InvalidInputError("a stop text must not be empty")
+
+    @property
+    def greedy(self) -> bool:
+        """Nothing is drawn: the likeliest token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    def processors(self) -> LogitsProcessorList:
+        """Penalties first, then warpers, in transformers' own order."""
+        chosen = []
+        if self.repetition_penalty != 1:
+            chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if not self.greedy:
+            chosen += [TemperatureLogitsWarper(float(self.temperature))] if self.temperature != 1 else []
+            chosen += [TopKLogitsWarper(self.top_k)] if self.top_k else []
+            chosen += [TopPLogitsWarper(self.top_p)] if self.top_p < 1 else []
+            chosen += [MinPLogitsWarper(self.min_p)] if self.min_p > 0 else []
+        return LogitsProcessorList(chosen)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams`, as keyword arguments of `generate`, `stream` and `chat`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+
+
+def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
+    """The parameters of a request that gives them whole, option by option, or not at all.
+
+    Raises:
+        InvalidInputError: both are given, an option is unknown, or a value is out of range.
+    """
+    if params is not None and options:
+        raise InvalidInputError(f"give sampling parameters or the options {', '.join(options)}, not both")
+    if params is not None:
+        return params
+    given: dict[str, Any] = dict(options)
+    known = [field.name for field in fields(SamplingParams)]
+    for name in given:
+        if name not in known:
+            raise InvalidInputError(f"there is no sampling option {name!r}; there are {', '.join(known)}")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name])
+    return SamplingParams(**given)
+
+
+class Sampler:
+    """Draws one answer's tokens, one by one, from logits that the decoding computes.
+
+    Args:
+        prompt_ids: [tokens] int64 on the model's device.
+        logits: [vocab] of the prompt's last position.
+        params: how to draw.
+        eos_ids: ids that end the model's answers.
+
+    Attributes:
+        logits: [vocab] that the last token was drawn from; before the first, those it will be drawn from.
+        finish_reason: ``stop`` or ``length`` after the last token.
+    """
+
+    def __init__(
+        self, prompt_ids: torch.Tensor, logits: torch.Tensor, params: SamplingParams, eos_ids: Sequence[int]
+    ) -> None:
+        self.logits, self._params = logits, params
+        self._processors = params.processors()
+        self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        self._generator = torch.Generator(device=logits.device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+        self._ids = prompt_ids[None]
+        self._prompt_length = len(prompt_ids)
+        self.finish_reason: str | None = None
+
+    def __len__(self) -> int:
+        """Tokens of prompt and answer."""
+        return self._ids.shape[1]
+
+    @property
+    def count(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self) - self._prompt_length
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer so far."""
+        return [int(i) for i in self._ids[0, self._prompt_length :]]
+
+    @property
+    def last_id(self) -> torch.Tensor:
+        """[1] the last token of prompt and answer."""
+        return self._ids[0, -1:]
+
+    @property
+    def has_begun(self) -> bool:
+        """A token was drawn: the next one needs logits of its own."""
+        return self.count > 0
+
+    def sample(self) -> int:
+        """The next token, from `logits`."""
+        scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
+        if self._params.greedy:
+            token = scores.argmax()
+        else:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
+        self._ids = torch.cat([self._ids, token[None, None]], dim=1)
+        if int(token) in self._stops:
+            self.finish_reason = "stop"
+        elif self.count >= self._params.max_new_tokens:
+            self.finish_reason = "length"
+        return int(token)
