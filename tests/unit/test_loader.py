@@ -13,7 +13,8 @@ from cacheblend.core.load.loader import ROWS_AT_ONCE, LayerLoader
 from cacheblend.core.load.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
-from cacheblend.core.plan.plan import RESIDENT, Anchor, BlendPlan, Planner, Source
+from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 
 ROOT = root_name("model", "float32")

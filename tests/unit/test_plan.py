@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
-from cacheblend.core.plan.plan import Anchor, BlendPlan, Planner, Source, Span, cut_bos
+from cacheblend.core.plan.plan import BlendPlan, Source, Span
+from cacheblend.core.plan.planner import Anchor, Planner, cut_bos
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 
 ROOT = root_name("model", "float32")

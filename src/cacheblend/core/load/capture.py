@@ -9,7 +9,8 @@ from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.core.plan.codec import codec_of
-from cacheblend.core.plan.plan import BlendPlan, Planner
+from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.planner import Planner
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,8 @@ from cacheblend.core.cost.controller import Controller
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.prefill import Prefill, PrefillRun, check_selector
 from cacheblend.core.load.loader import LayerKV, LayerLoader
-from cacheblend.core.plan.plan import Anchor, BlendPlan, Planner
+from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import NoRows, Selector

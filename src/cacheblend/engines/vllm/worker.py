@@ -29,7 +29,8 @@ from cacheblend.core.load.capture import ChunkJob, blocks_of, manifest_of
 from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource
-from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Planner
+from cacheblend.core.plan.plan import RESIDENT, BlendPlan
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm import compat
