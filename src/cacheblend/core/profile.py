@@ -79,7 +79,7 @@ class Profile:
         for name in sorted(self.settings):
             if name not in known:
                 raise InvalidInputError(f"a profile cannot set {name!r}; it can only set {', '.join(known)}")
-        self.selection  # noqa: B018 - refuses wrong values
+        Selection(**self.settings)  # raises on wrong values
 
     @property
     def selection(self) -> Selection:
