@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.cost_model import load_cost_model
 
 LAYERS, BYTES = 24, 12_288
 PLANNER = Planner(root_name("m", "bfloat16"))
@@ -218,6 +220,20 @@ def test_times_between_and_beyond_the_measured_lengths() -> None:
 def test_a_cost_model_survives_json() -> None:
     cost_model = controller({"disk": 1e9}, latency=0.001, overhead=1.3, request_s=0.01).cost_model
     assert CostModel.from_dict(cost_model.to_dict()) == cost_model
+
+
+def test_a_file_of_format_1_is_read(tmp_path: Path) -> None:
+    """As the first version of `cacheblend calibrate` wrote it."""
+    path = tmp_path / "cost.json"
+    path.write_text(
+        '{"format": 1, "model": "f1", "device": "cpu", "codec": "raw", "prefill_s": [[256, 0.12], [1024, 0.5]], '
+        '"tiers": {"disk": {"bytes_per_s": 1e9, "layer_s": 0.001, "block_s": 0.0}}, "overhead": 1.2, "request_s": 0.01}'
+    )
+    expected = CostModel(((256, 0.12), (1024, 0.5)), {"disk": TierSpeed(1e9, 0.001)}, 1.2, 0.01)
+    assert load_cost_model(path) == expected
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(InvalidInputError, match="no cost model of format 1; make one with `cacheblend calibrate`"):
+        load_cost_model(path)
 
 
 @pytest.mark.parametrize(
