@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend.core.cost.controller import Controller, CostModel, TierSpeed
+from cacheblend.core.cost.controller import Controller
+from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.cost_model import read_cost_model, write_cost_model
 from cacheblend.engines.hf import BlendEngine, SamplingParams
@@ -45,7 +46,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(cost_model: str) -> 
         report = result.report
         stored = len(A) + len(B) + len(C)
         assert (report.left_out_tokens, report.missed_tokens, report.hit_tokens.get("slow", 0)) == (stored, 0, 0)
-        assert "sooner than loading" in report.decision
+        assert "faster than loading" in report.decision
         logits, layers = plain_kv(model, RAG.token_ids.tolist())
         assert_same(result, logits, layers, 3e-5)
         assert engine.generate(RAG, FOUR).token_ids == greedy(model, RAG, 4)
@@ -77,7 +78,7 @@ def test_what_is_left_out_is_not_captured_again(cost_model: str) -> None:
         assert engine.store.stats().blocks <= blocks + 1  # the system prompt, which is exact
 
 
-def test_what_is_left_out_comes_nearer_behind_the_request(cost_model: str) -> None:
+def test_what_is_left_out_is_promoted_after_the_request(cost_model: str) -> None:
     store = TieredStore(MemoryStore(), ThrottledStore(1e9, tier="slow"))
     with open_engine(tiny_model("llama"), store=store, cost_model=cost_model) as engine:
         store.front.prune(0)
@@ -97,7 +98,7 @@ def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
         assert engine.prefill(RAG).report.left_out_tokens == 0
         reports = [engine.prefill(RAG).report for _ in range(60)]
         assert engine.controller is not None
-        assert engine.controller.profile.tiers["slow"].bytes_per_s < 1e8
+        assert engine.controller.cost_model.tiers["slow"].bytes_per_s < 1e8
         assert any(report.left_out_tokens for report in reports)
 
 
@@ -111,7 +112,7 @@ def test_of_two_tiers_each_answers_for_itself(tmp_path: Path) -> None:
         hits = engine.prefill(RAG).report.hit_tokens
         assert (hits["memory"], hits["slow"]) == (len(A), len(B) + len(C))
         assert engine.controller is not None
-        tiers = engine.controller.profile.tiers
+        tiers = engine.controller.cost_model.tiers
         assert tiers["slow"].bytes_per_s < 0.9e9
         assert tiers["memory"].bytes_per_s > 1e6
 

@@ -392,7 +392,7 @@ def test_a_folder_that_cannot_be_written_to(
         elsewhere,
     )
     assert str(elsewhere) in run(*ask)[1]["settings"]["source"]
-    assert "has no say" in run(*ask, "--ratio", 0.5)[1]["error"]
+    assert "would not be used" in run(*ask, "--ratio", 0.5)[1]["error"]
 
 
 def test_a_profile_of_other_weights_and_a_damaged_one(
@@ -410,7 +410,7 @@ def test_a_profile_of_other_weights_and_a_damaged_one(
     assert "other weights" in " ".join(run("doctor", "-m", model)[1].split())
 
     (model / PROFILE_NAME).write_text('{"format": 1}')
-    with pytest.raises(InvalidInputError, match=r"cacheblend\.json, field 'blend': it is missing"):
+    with pytest.raises(InvalidInputError, match=r"blend-profile\.json, field 'blend': it is missing"):
         BlendEngine.from_pretrained(model)
     code, text, _ = run("doctor", "-m", model, "--json")
     assert (code, text["blendable"]) == (1, False)

@@ -13,7 +13,7 @@ from cacheblend.core.config import AnchorKind
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.load.rope import reposition_keys, turn_by
 from cacheblend.core.plan.prompt import Prompt, text
-from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd, Measure, NoRows, Selector
+from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from families import REFUSED, SMALL, tiny_model
 from parity.scenes import (
@@ -87,14 +87,11 @@ def test_moved_keys_are_the_keys_the_model_computes_there(family: str) -> None:
 
 
 @dataclass(frozen=True)
-class KeepAll:
+class KeepAll(Selector):
     """Keeps every row and shows the deviations; unlike `Hkvd` it may check layer 0."""
 
     seen: dict[int, torch.Tensor]
     check_layers: tuple[int, ...] = (0, 1)
-    at_start: bool = False
-    question_rows: int = 0
-    measure: Measure = "kv"
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         assert candidates.layer is not None and candidates.deviation is not None

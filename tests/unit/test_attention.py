@@ -85,7 +85,7 @@ def test_equals_dense_attention(kind, rows, kv_heads, dtype, device):
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_every_tile_boundary(kind, monkeypatch):
-    """Small tiles, so that lengths, windows and groups fall on, before and behind every boundary."""
+    """Small tiles, so that lengths, windows and groups fall on, before and after every boundary."""
     monkeypatch.setattr(attention, "_MIN_GROUP_ROWS", 4)
     monkeypatch.setattr(attention, "_MAX_GROUP_ROWS", 4)
     monkeypatch.setattr(attention, "_MIN_TILE_KEYS", 8)

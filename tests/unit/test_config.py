@@ -8,6 +8,7 @@ import pytest
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import (
     AllRows,
     Head,
@@ -73,6 +74,20 @@ from cacheblend.core.select.selectors import (
 def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         BlendConfig(**settings)
+    with pytest.raises(InvalidInputError, match=message):
+        BlendConfig.of(settings)
+
+
+def test_what_decides_quality_is_a_type_of_its_own() -> None:
+    config = BlendConfig(recompute_ratio=0.1, selector="query", pool=8, block_size=64)
+    assert config.selection == Selection(recompute_ratio=0.1, selector="query", pool=8)
+    assert config.selection.make_selector() == config.make_selector() == Query(0.1, 8)
+    assert BlendConfig.of({"recompute_ratio": 0.1, "selector": "query", "pool": 8, "block_size": 64}) == config
+    assert BlendConfig(check_layers=(1, 2), ratios=(0.5, 0.25)).selection.final_ratio == 0.25
+    with pytest.raises(InvalidInputError, match="no field 'ratio'; it has recompute_ratio, selector"):
+        BlendConfig.of({"ratio": 0.1})
+    with pytest.raises(InvalidInputError, match=r"0\.\.1, got 2"):
+        Selection(recompute_ratio=2)
 
 
 @pytest.mark.parametrize("name", ["hkvd", "query", "hybrid", "threshold", "head", "random", "none", "all"])
@@ -94,7 +109,7 @@ def test_the_defaults_are_the_papers() -> None:
     assert BlendConfig().make_selector() == Hkvd((1,), (0.15,), "kv")
 
 
-def test_a_requests_ratio_goes_before_the_configured_ones() -> None:
+def test_the_ratio_of_a_request_overrides_the_configured_ones() -> None:
     config = BlendConfig(check_layers=(1, 3), ratios=(0.5, 0.25))
     assert config.make_selector() == Hkvd((1, 3), (0.5, 0.25))
     assert config.make_selector(0.75) == Hkvd((1, 3), (0.75, 0.75))

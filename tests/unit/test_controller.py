@@ -2,18 +2,22 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.cost.controller import MARGIN, Controller, CostModel, TierSpeed
+from cacheblend.core.cost.controller import Controller
+from cacheblend.core.cost.cost_model import MARGIN, CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
-from cacheblend.core.plan.plan import BlendPlan, Planner
+from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.cost_model import load_cost_model
 
 LAYERS, BYTES = 24, 12_288
 PLANNER = Planner(root_name("m", "bfloat16"))
@@ -47,9 +51,9 @@ def plan_of(tiers: list[str], tokens: int = 512, system: str = "") -> BlendPlan:
     return PLANNER.plan(prompt, Holds(tier_of))  # type: ignore[arg-type]
 
 
-def controller(tiers: dict[str, float], floor: float = 0.15, latency: float = 0.0, **profile: float) -> Controller:
+def controller(tiers: dict[str, float], floor: float = 0.15, latency: float = 0.0, **costs: float) -> Controller:
     speeds = {name: TierSpeed(speed, latency) for name, speed in tiers.items()}
-    return Controller(CostModel(PREFILL, speeds, **profile), layers=LAYERS, bytes_per_token=BYTES, floor=floor)
+    return Controller(CostModel(PREFILL, speeds, **costs), layers=LAYERS, bytes_per_token=BYTES, floor=floor)
 
 
 def test_fast_memory_loads_all_at_the_floor() -> None:
@@ -64,7 +68,7 @@ def test_a_slow_device_is_left_alone_where_computing_is_sooner() -> None:
     decision = controller({"disk": 5e6}, latency=0.1).decide(plan_of(["disk"] * 8))
     assert len(decision.left_out) == 16 and decision.ratio == 1.0
     assert decision.ttft_s == decision.full_s
-    assert "computing all of it" in decision.reason
+    assert "computing the whole prompt" in decision.reason
 
 
 def test_recomputing_is_hidden_behind_loading_that_cannot_be_shortened() -> None:
@@ -114,12 +118,12 @@ def test_nothing_stored() -> None:
 def best_by_trying(control: Controller, plan: BlendPlan, floor: float) -> float:
     """The lowest expected time over all prefixes of the order of loading and many ratios, from the definition."""
     stored = [span for span in plan.spans if span.tier]
-    best = control.profile.full_s(len(plan))
+    best = control.cost_model.full_s(len(plan))
     for count, ratio in itertools.product(range(1, len(stored) + 1), np.linspace(floor, 1, 9)):
-        taken = sorted(stored, key=lambda s: BYTES / control.profile.tiers[s.tier].bytes_per_s)[:count]
+        taken = sorted(stored, key=lambda s: BYTES / control.cost_model.tiers[s.tier].bytes_per_s)[:count]
         tiers = {span.tier for span in taken}
         load = sum(
-            control.profile.tiers[tier].seconds(
+            control.cost_model.tiers[tier].seconds(
                 sum(s.tier == tier for s in taken), BYTES * sum(len(s) for s in taken if s.tier == tier), LAYERS
             )
             for tier in tiers
@@ -127,8 +131,8 @@ def best_by_trying(control: Controller, plan: BlendPlan, floor: float) -> float:
         reused = sum(len(span) for span in taken)
         rows = len(plan)
         active = rows - reused + ratio * reused
-        unit = control.profile.full_s(rows) / rows / LAYERS
-        compute = unit * (rows * 1.3 + active * (LAYERS - 1.3)) * control.profile.overhead
+        unit = control.cost_model.full_s(rows) / rows / LAYERS
+        compute = unit * (rows * 1.3 + active * (LAYERS - 1.3)) * control.cost_model.overhead
         best = min(best, max(load, compute) + min(load, compute) / LAYERS)
     return best
 
@@ -164,9 +168,11 @@ def test_it_learns_what_a_tier_and_the_computing_take() -> None:
         decision = control.decide(plan)
         expected = control.load_s([s for s in plan.spans if s.tier])["disk"]
         true_load = 4096 * BYTES / 5e7
-        control.observe(decision, 1.5 * decision.compute_s / control.profile.overhead, {"disk": (true_load, expected)})
-    assert control.profile.tiers["disk"].bytes_per_s == pytest.approx(5e7, rel=0.02)
-    assert control.profile.overhead == pytest.approx(1.5, rel=0.02)
+        control.observe(
+            decision, 1.5 * decision.compute_s / control.cost_model.overhead, {"disk": (true_load, expected)}
+        )
+    assert control.cost_model.tiers["disk"].bytes_per_s == pytest.approx(5e7, rel=0.02)
+    assert control.cost_model.overhead == pytest.approx(1.5, rel=0.02)
     assert control.decide(plan).left_out
 
 
@@ -175,18 +181,18 @@ def test_it_learns_what_a_full_prefill_takes() -> None:
     plan = plan_of([""] * 4)
     for _ in range(40):
         control.observe(control.decide(plan), 3 * CostModel(PREFILL).full_s(len(plan)), {})
-    assert control.profile.full_s(1024) == pytest.approx(1.5, rel=0.02)
-    assert control.decide(plan).full_s == pytest.approx(control.profile.full_s(len(plan)))
+    assert control.cost_model.full_s(1024) == pytest.approx(1.5, rel=0.02)
+    assert control.decide(plan).full_s == pytest.approx(control.cost_model.full_s(len(plan)))
     for _ in range(40):
         control.observe(control.decide(plan), 1e9, {})
-    assert control.profile.full_s(1024) == pytest.approx(8 * 0.5)  # never far from the profile
+    assert control.cost_model.full_s(1024) == pytest.approx(8 * 0.5)  # never far from what was measured
 
 
 def test_what_nobody_knows_is_not_learnt() -> None:
     control = controller({"disk": 1e9})
     plan = plan_of(["disk"] * 8)
     control.observe(control.decide(plan), None, {})
-    assert control.profile == controller({"disk": 1e9}).profile
+    assert control.cost_model == controller({"disk": 1e9}).cost_model
 
 
 def test_one_wild_observation_does_not_turn_it_round() -> None:
@@ -194,26 +200,40 @@ def test_one_wild_observation_does_not_turn_it_round() -> None:
     plan = plan_of(["disk"] * 8)
     decision = control.decide(plan)
     control.observe(decision, 1e6, {"disk": (1e6, 0.05)})
-    assert control.profile.overhead <= 1.6
-    assert control.profile.tiers["disk"].bytes_per_s >= 1e9 / 1.6
+    assert control.cost_model.overhead <= 1.6
+    assert control.cost_model.tiers["disk"].bytes_per_s >= 1e9 / 1.6
 
 
-def test_times_between_and_behind_the_measured_lengths() -> None:
-    profile = CostModel(PREFILL)
-    assert profile.full_s(1024) == pytest.approx(0.5)
-    assert profile.full_s(0) == 0
-    assert profile.full_s(64) == pytest.approx(64 * 0.12 / 256)
-    assert 0.5 < profile.full_s(2000) < 2.3
-    assert profile.full_s(8192) > 2 * 2.3
-    times = [profile.full_s(n) for n in range(1, 9000, 50)]
+def test_times_between_and_beyond_the_measured_lengths() -> None:
+    cost_model = CostModel(PREFILL)
+    assert cost_model.full_s(1024) == pytest.approx(0.5)
+    assert cost_model.full_s(0) == 0
+    assert cost_model.full_s(64) == pytest.approx(64 * 0.12 / 256)
+    assert 0.5 < cost_model.full_s(2000) < 2.3
+    assert cost_model.full_s(8192) > 2 * 2.3
+    times = [cost_model.full_s(n) for n in range(1, 9000, 50)]
     assert all(later > earlier for earlier, later in itertools.pairwise(times))
     falling = CostModel(((100, 1.0), (200, 1.1)))
     assert falling.full_s(100_000) > 0 and math.isfinite(falling.full_s(100_000))
 
 
-def test_a_profile_survives_json() -> None:
-    profile = controller({"disk": 1e9}, latency=0.001, overhead=1.3, request_s=0.01).profile
-    assert CostModel.from_dict(profile.to_dict()) == profile
+def test_a_cost_model_survives_json() -> None:
+    cost_model = controller({"disk": 1e9}, latency=0.001, overhead=1.3, request_s=0.01).cost_model
+    assert CostModel.from_dict(cost_model.to_dict()) == cost_model
+
+
+def test_a_file_of_format_1_is_read(tmp_path: Path) -> None:
+    """As the first version of `cacheblend calibrate` wrote it."""
+    path = tmp_path / "cost.json"
+    path.write_text(
+        '{"format": 1, "model": "f1", "device": "cpu", "codec": "raw", "prefill_s": [[256, 0.12], [1024, 0.5]], '
+        '"tiers": {"disk": {"bytes_per_s": 1e9, "layer_s": 0.001, "block_s": 0.0}}, "overhead": 1.2, "request_s": 0.01}'
+    )
+    expected = CostModel(((256, 0.12), (1024, 0.5)), {"disk": TierSpeed(1e9, 0.001)}, 1.2, 0.01)
+    assert load_cost_model(path) == expected
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(InvalidInputError, match="no cost model of format 1; make one with `cacheblend calibrate`"):
+        load_cost_model(path)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +248,6 @@ def test_a_profile_survives_json() -> None:
         {"prefill_s": "x", "tiers": {}},
     ],
 )
-def test_what_is_no_profile_is_refused(broken: dict[str, object]) -> None:
+def test_what_is_no_cost_model_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError):
         CostModel.from_dict(broken)

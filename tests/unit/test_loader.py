@@ -13,7 +13,8 @@ from cacheblend.core.load.loader import ROWS_AT_ONCE, LayerLoader
 from cacheblend.core.load.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
-from cacheblend.core.plan.plan import RESIDENT, Anchor, BlendPlan, Planner, Source
+from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 
 ROOT = root_name("model", "float32")
@@ -97,14 +98,14 @@ def check(plan: BlendPlan, source: FakeSource, loaded: Sequence[tuple[torch.Tens
             assert torch.equal(values[:, span.start : span.stop], record[:, 1])
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("read_ahead", [0, 1, 3, 100])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int, beside: bool) -> None:
+def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int, overlap: bool) -> None:
     plan, source = planned()
     sources = [s.source for s in plan.spans]
     assert sources == [*[Source.PREFIX] * 3, Source.TEXT, *[Source.LOADED] * 7, Source.TEXT]
-    options = {"first_reused_layer": first, "read_ahead": read_ahead, "beside": beside}
+    options = {"first_reused_layer": first, "read_ahead": read_ahead, "overlap": overlap}
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, **options) as loader:
         loaded = [loader.layer(i) for i in range(len(LAYOUT.layers))]
     check(plan, source, loaded, first)
@@ -114,8 +115,8 @@ def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int,
     assert loader.wait_s > 0
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_keys_move_in_the_thread_that_has_the_processor_for_it(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_keys_move_in_the_thread_that_has_the_processor_for_it(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: set[bool] = set()
 
     def spied(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
@@ -124,9 +125,9 @@ def test_keys_move_in_the_thread_that_has_the_processor_for_it(beside: bool, mon
 
     monkeypatch.setattr(loader_module, "reposition_keys", spied)
     plan, source = planned()
-    with LayerLoader(plan, source, LAYOUT, ROTATIONS, beside=beside) as loader:
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, overlap=overlap) as loader:
         check(plan, source, [loader.layer(i) for i in range(len(LAYOUT.layers))], 0)
-    assert moved == {beside}
+    assert moved == {overlap}
 
 
 def test_what_is_ahead_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +143,11 @@ def test_what_is_ahead_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
         source.reads.clear()
 
 
-@pytest.mark.parametrize(("read_ahead", "beside"), [(0, False), (2, False), (2, True)])
-def test_a_layer_is_given_again_as_it_stands(read_ahead: int, beside: bool) -> None:
+@pytest.mark.parametrize(("read_ahead", "overlap"), [(0, False), (2, False), (2, True)])
+def test_a_layer_is_given_again_as_it_stands(read_ahead: int, overlap: bool) -> None:
     """What was written into it since stays; nothing is read or moved twice."""
     plan, source = planned()
-    with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=read_ahead, beside=beside) as loader:
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=read_ahead, overlap=overlap) as loader:
         first = [loader.layer(i) for i in range(len(LAYOUT.layers))]
         check(plan, source, first, 0)
         first[1].write(torch.tensor([3, 7]), torch.full((2, 2, 8), 5.0), torch.full((2, 2, 8), 6.0))
@@ -157,12 +158,12 @@ def test_a_layer_is_given_again_as_it_stands(read_ahead: int, beside: bool) -> N
     assert (len(source.reads), loader.load_s) == (reads, seconds)
 
 
-@pytest.mark.parametrize(("read_ahead", "beside"), [(0, False), (2, False), (2, True)])
-def test_what_an_engine_holds_itself_is_taken_from_there(read_ahead: int, beside: bool) -> None:
+@pytest.mark.parametrize(("read_ahead", "overlap"), [(0, False), (2, False), (2, True)])
+def test_what_an_engine_holds_itself_is_taken_from_there(read_ahead: int, overlap: bool) -> None:
     plan, source = planned()
     held = plan.with_resident(5)  # BOS, and four of A's six rows
     rows = [torch.randn(s.kv_heads, 2, 5, s.head_dim) for s in LAYOUT.layers]
-    options = {"read_ahead": read_ahead, "beside": beside}
+    options = {"read_ahead": read_ahead, "overlap": overlap}
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, **options) as loader:
         expected = [loader.layer(i) for i in range(4)]
     source.reads.clear()
@@ -228,11 +229,11 @@ def test_a_loss_names_every_lost_block_of_the_layer(read_ahead: int) -> None:
     assert len(caught.value.names) == 2
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_close_while_reading_waits_and_stops(beside: bool) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_close_while_reading_waits_and_stops(overlap: bool) -> None:
     plan, _ = planned()
     source = FakeSource(plan, delay_s=0.005)
-    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=3, beside=beside)
+    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=3, overlap=overlap)
     loader.layer(0)
     loader.close()
     reads = len(source.reads)

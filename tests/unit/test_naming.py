@@ -86,7 +86,7 @@ def test_a_name_depends_on_every_token_in_front() -> None:
 
 
 def test_roots_of_different_parts_never_meet() -> None:
-    """Parts that read the same when put one behind the other are told apart by their length."""
+    """Parts whose concatenations are equal give different names, because lengths are hashed, too."""
     words = ["", "a", "b", "ab", "ba", "aab", "\0", "\0\0\0\1a", "ü"]
     tuples = list(itertools.product(words, repeat=3))
     roots = {root_name(fingerprint, dtype, salt=salt) for fingerprint, dtype, salt in tuples}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
-from cacheblend.core.plan.plan import Anchor, BlendPlan, Planner, Source, Span, cut_bos
+from cacheblend.core.plan.plan import BlendPlan, Source, Span
+from cacheblend.core.plan.planner import Anchor, Planner, cut_bos
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 
 ROOT = root_name("model", "float32")
@@ -172,7 +173,7 @@ def check_rows(plan: BlendPlan) -> None:
 
 
 def check_publishing(plan: BlendPlan) -> None:
-    """Only text in front of the first chunk, with nothing but exact KV before it; missed chunks are listed once."""
+    """Only text in front of the first chunk, with only exact KV in front of it; missed chunks are listed once."""
     first_chunk = next((i for i, s in enumerate(plan.prompt.segments) if s.is_chunk), 0)
     assert plan.publishable == [s for s in plan.spans if s.source is Source.TEXT and s.segment < first_chunk]
     chain = prompt_chain(plan)
@@ -237,7 +238,7 @@ def test_a_chunks_names_do_not_depend_on_where_it_stands() -> None:
     assert len(names) == 1
 
 
-def test_a_chunk_right_behind_its_anchor_is_an_exact_prefix() -> None:
+def test_a_chunk_directly_behind_its_anchor_is_an_exact_prefix() -> None:
     for anchor, front in [
         (Anchor(), []),
         (Anchor("bos", BOS), [text([BOS])]),

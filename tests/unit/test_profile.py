@@ -10,7 +10,8 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.profile import QUALITY_FIELDS, RUNNING_FIELDS, Measurement, Profile, quality_settings
+from cacheblend.core.profile import Measurement, Profile, quality_settings
+from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import AllRows, Hkvd
 from cacheblend.engines.settings import PROFILE_NAME, check_writable, read_profile, resolve_settings, write_profile
 
@@ -68,6 +69,9 @@ def test_a_profile_may_pool_by_sentence_or_by_span(tmp_path: Path) -> None:
         ({"settings": {"check_layers": 1}}, "field 'settings.check_layers': expected a list of numbers"),
         ({"settings": {"selector": "best"}}, "field 'settings': no selector is called 'best'"),
         ({"settings": {"selector": ["hkvd"]}}, "field 'settings.selector': expected a text"),
+        ({"settings": {"pool": [1]}}, "field 'settings.pool': expected a text or a whole number"),
+        ({"settings": {"ratios": 0.5}}, "field 'settings.ratios': expected a list of numbers or null"),
+        ({"settings": {"threshold": "1"}}, "field 'settings.threshold': expected a number or null"),
         ({"blend": False}, "field 'blend'"),
         ({"measured": {"rows": 1.5}}, "field 'measured.rows': expected a whole number"),
         ({"measured": {"luck": 1}}, "field 'measured.luck'"),
@@ -112,9 +116,11 @@ def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> 
 
 
 def test_every_field_either_decides_quality_or_does_not() -> None:
-    """A new field of `BlendConfig` is one that decides quality unless it is listed."""
-    assert {field.name for field in fields(BlendConfig)} >= RUNNING_FIELDS
-    assert {"selector", "recompute_ratio", "check_layers", "ratios", "measure", "threshold"} <= QUALITY_FIELDS
+    quality = [field.name for field in fields(Selection)]
+    everything = {field.name: getattr(BlendConfig(), field.name) for field in fields(BlendConfig)}
+    assert list(selection_fields(everything)) == quality == list(everything)[: len(quality)]
+    assert {"selector", "recompute_ratio", "check_layers", "ratios", "measure", "threshold"} <= set(quality)
+    assert not {"anchor", "block_size", "codec", "salt", "cost_model"} & set(quality)
 
 
 def test_a_profile_cannot_set_how_an_engine_runs() -> None:
@@ -136,7 +142,7 @@ def test_fields_that_do_not_decide_quality_are_laid_over_the_profile(tmp_path: P
     assert found.config == replace(BlendConfig(**SETTINGS), salt="x", capture=False)
 
 
-def test_one_field_that_decides_quality_sets_the_profile_aside(tmp_path: Path) -> None:
+def test_with_one_field_that_decides_quality_the_profile_is_not_used(tmp_path: Path) -> None:
     write(tmp_path / PROFILE_NAME)
     found = resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1")
     assert found.config == BlendConfig(recompute_ratio=0.3)
@@ -164,7 +170,7 @@ def test_a_profile_that_says_not_to_blend(tmp_path: Path, caplog: pytest.LogCapt
     write_profile(tmp_path / PROFILE_NAME, Profile("f1", {"selector": "all"}, MEASURED))
     found = resolve_settings({"salt": "x"}, tmp_path, "f1")
     assert found.selector() == AllRows()
-    assert found.selector(0.3) == Hkvd(ratios=(0.3,)), "a ratio tells it to blend"
+    assert found.selector(0.3) == Hkvd(ratios=(0.3,)), "an explicit ratio blends"
     assert len(caplog.records) == 1
     assert "nothing is blended" in caplog.text
     assert resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1").selector() == Hkvd(ratios=(0.3,))
@@ -176,7 +182,7 @@ def test_a_profile_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="cannot be read"):
         resolve_settings(None, tmp_path, "f1", tmp_path / "none.json")
     for config in (BlendConfig(), {"selector": "none"}):
-        with pytest.raises(InvalidInputError, match="has no say"):
+        with pytest.raises(InvalidInputError, match="would not be used"):
             resolve_settings(config, tmp_path, "f1", elsewhere)
 
 

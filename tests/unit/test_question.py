@@ -15,7 +15,8 @@ from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
-from cacheblend.core.plan.plan import Planner, Source
+from cacheblend.core.plan.plan import Source
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from reference_attention import dense_attention
 

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query, ranks_by_attention
 from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd
-from cacheblend.core.select.text_cues import LONGEST_SENTENCE, sentence_indices
 
 shares = st.floats(0, 1)
 pools = st.sampled_from(["sentence", 1, 2, 5, 100])
@@ -172,30 +170,3 @@ def test_an_early_share_below_the_first_ratio_is_refused() -> None:
 
 
 # ---- sentences ------------------------------------------------------------------------------------------
-
-STOP, MARK = 1, 2
-
-
-def test_sentences_end_behind_a_run_of_stops_and_with_their_segment() -> None:
-    prompt = Prompt.of([text([5, 6, STOP, 7]), chunk([8, STOP, MARK, STOP, 9]), chunk([STOP, 5, 5]), text([5])])
-    found = sentence_indices(prompt, np.array([STOP, MARK]))
-    assert found.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 4, 5, 5, 6]
-
-
-def test_without_stops_a_sentence_is_a_segment_cut_at_the_longest() -> None:
-    prompt = Prompt.of([chunk([5] * (2 * LONGEST_SENTENCE + 3)), chunk([5] * LONGEST_SENTENCE)])
-    found = sentence_indices(prompt, np.array([], dtype=np.int64))
-    assert np.bincount(found).tolist() == [LONGEST_SENTENCE, LONGEST_SENTENCE, 3, LONGEST_SENTENCE]
-
-
-@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=150), min_size=1, max_size=4))
-def test_sentences_lie_in_segments_and_in_bounds(segments: list[list[int]]) -> None:
-    prompt = Prompt.of([chunk(ids) for ids in segments])
-    found = sentence_indices(prompt, np.array([STOP, MARK]))
-    assert found[0] == 0 and set(np.diff(found)) <= {0, 1}
-    assert np.bincount(found).max() <= LONGEST_SENTENCE
-    segment = np.repeat(np.arange(len(segments)), [len(ids) for ids in segments])
-    assert all(len(set(segment[found == i])) == 1 for i in range(found[-1] + 1))
-    for i in range(len(prompt) - 1):  # a stop ends its sentence unless another stop follows
-        stops = prompt.token_ids[i] <= MARK, prompt.token_ids[i + 1] <= MARK
-        assert found[i + 1] > found[i] or stops != (True, False)

@@ -48,7 +48,7 @@ def scheduling(held: list[list[int]], **config: Any) -> Any:
     from cacheblend.core.load.capture import ChunkJob, manifest_of
     from cacheblend.core.naming import as_token_ids, root_name
     from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
-    from cacheblend.core.plan.plan import Anchor, Planner
+    from cacheblend.core.plan.planner import Anchor, Planner
     from cacheblend.core.select.selectors import Hkvd
     from cacheblend.engines.vllm.config import ConnectorConfig
     from cacheblend.engines.vllm.scheduling import Scheduling

@@ -22,7 +22,7 @@ import torch
 
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.cost.controller import CostModel
+from cacheblend.core.cost.cost_model import CostModel
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines import provenance

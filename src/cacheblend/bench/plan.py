@@ -11,7 +11,7 @@ import torch
 
 from cacheblend.core.naming import BlockName, TokenIds, block_name, root_name, split_blocks
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
-from cacheblend.core.plan.plan import Anchor, Planner
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines import provenance
 from cacheblend.store import KVStore, open_store

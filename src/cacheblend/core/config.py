@@ -1,71 +1,40 @@
-"""What a user sets of blending; engines and the command line derive from it."""
+"""A user's settings of blending; engines and the command line derive from them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.codec import codec_of
-from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, Rank
-from cacheblend.core.select.selectors import (
-    AllRows,
-    Head,
-    Hkvd,
-    NoRows,
-    RandomRows,
-    Selector,
-    Threshold,
-    check_ratio,
-    check_schedule,
-)
+from cacheblend.core.select.selection import Selection
 
 AnchorKind = Literal["auto", "none", "bos", "system"]
 
 
 @dataclass(frozen=True)
-class BlendConfig:
-    """How prompts are blended. The defaults are the paper's (section 5: check layer 1, r = 0.15).
+class BlendConfig(Selection):
+    """How prompts are blended: the fields of `Selection`, which decide quality, and those that say how an engine runs.
+
+        BlendConfig(recompute_ratio=0.1, selector="hkvd", block_size=64)
 
     Attributes:
-        recompute_ratio: share of the loaded, non-prefix tokens that are recomputed, 0..1.
-        selector: hkvd, query, hybrid, threshold, head, random, none or all.
-        check_layers: layers at whose entrance deviation is measured; several are gradual filtering.
-        ratios: one ratio for each check layer, falling; None: `recompute_ratio` at all of them.
-        measure: deviation over ``"kv"``, ``"k"`` or ``"v"``.
-        threshold: bound of the squared deviation, for the selector of that name.
-        pool: query and hybrid take rows by ``"sentence"``, or in spans of so many tokens (1: row by row).
-        lead: sentences (or spans) in front of an attended one that query and hybrid take with it.
-        question_rows: rows of the question, at most, whose attention query and hybrid ask for.
-        question_words: weight of the question's rare words, by token id, beside its attention; 0: none.
-        early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
-            three times the last ratio.
-        rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
-        anchor: what stands in front of a chunk when it is computed alone: the BOS token, the prompt's whole
-            system prompt, or nothing; auto: BOS where the tokenizer sets one.
-        block_size: tokens of a block at most.
+        anchor: tokens in front of a chunk when it is computed alone: the BOS token, the prompt's whole system prompt,
+            or none; auto: BOS where the tokenizer sets one.
+        block_size: most tokens of a block.
         codec: how stored chunks are compressed: raw (not at all), fp8, int8 or int4.
         salt: separates tenants who must not share a store's contents.
         tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
         read_ahead: layers loaded ahead of the one being computed.
-        cost_model: a cost model's file (`cacheblend calibrate`), by which the loading controller decides what is
-            loaded, and raises the ratio where loading takes longer. None: all that is stored is loaded.
+        cost_model: a cost model's file (`cacheblend calibrate`), from which the loading controller decides what is
+            loaded, and raises the ratio where loading takes longer. None: everything stored is loaded.
         capture: store missed chunks after the request, in the background.
-        capture_queue: missed chunks that wait for that at most; more are dropped and counted.
+        capture_queue: most missed chunks that wait to be stored; further ones are dropped and counted.
         capture_batch_tokens: tokens (padding included) that `warm` computes at once.
+
+    Raises:
+        InvalidInputError: a value outside its limits; the message names field, value and limit.
     """
 
-    recompute_ratio: float = 0.15
-    selector: str = "hkvd"
-    check_layers: tuple[int, ...] = (1,)
-    ratios: tuple[float, ...] | None = None
-    measure: Literal["kv", "k", "v"] = "kv"
-    threshold: float | None = None
-    pool: Pool = "sentence"
-    lead: int = 1
-    question_rows: int = 64
-    question_words: float = 0.0
-    early_ratio: float | None = None
-    rank: Rank = "either"
     anchor: AnchorKind = "auto"
     block_size: int = 256
     codec: str = "raw"
@@ -78,51 +47,29 @@ class BlendConfig:
     capture_batch_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        check_ratio(self.recompute_ratio)
-        for name in ("block_size", "tile_rows", "capture_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("read_ahead", "capture_queue"):
-            if getattr(self, name) < 0:
-                raise InvalidInputError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_least = {"block_size": 1, "tile_rows": 1, "capture_batch_tokens": 1, "read_ahead": 0, "capture_queue": 0}
+        for name, least in check_least.items():
+            if getattr(self, name) < least:
+                raise InvalidInputError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.anchor not in get_args(AnchorKind):
             raise InvalidInputError(f"anchor must be one of {', '.join(get_args(AnchorKind))}, got {self.anchor!r}")
         codec_of(self.codec)
-        self.make_selector()
+        super().__post_init__()
 
-    def make_selector(self, ratio: float | None = None) -> Selector:
-        """The selector these settings name; `ratio` overrides the configured one (and `ratios`)."""
-        if ratio is not None:
-            check_ratio(ratio)
-        share = self.recompute_ratio if ratio is None else ratio
-        falling = self.ratios if self.ratios and ratio is None else (share,) * len(self.check_layers)
-        makers: dict[str, Callable[[], Selector]] = {
-            "hkvd": lambda: Hkvd(self.check_layers, falling, self.measure),
-            "query": lambda: Query(share, *self._asking),
-            "hybrid": lambda: self._hybrid(falling),
-            "threshold": lambda: Threshold(self._bound(), self.check_layers, self.measure),
-            "head": lambda: Head(share),
-            "random": lambda: RandomRows(share),
-            "none": NoRows,
-            "all": AllRows,
-        }
-        if self.selector not in makers:
-            raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(makers)}")
-        return makers[self.selector]()
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "BlendConfig":
+        """The configuration with these fields, and defaults for the others.
 
-    def _hybrid(self, ratios: tuple[float, ...]) -> Hybrid:
-        check_schedule(self.check_layers, ratios)
-        early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
-        check_ratio(early)
-        early = max(early, ratios[0])
-        return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, *self._asking)
+        Raises:
+            InvalidInputError: there is no such field, or a value is outside its limits.
+        """
+        known = [f.name for f in fields(BlendConfig)]
+        for name in sorted(values):
+            if name not in known:
+                raise InvalidInputError(f"BlendConfig has no field {name!r}; it has {', '.join(known)}")
+        return BlendConfig(**values)
 
     @property
-    def _asking(self) -> tuple[Pool, int, int, float]:
-        """How the question is asked, in the order of the selectors' fields."""
-        return self.pool, self.lead, self.question_rows, self.question_words
-
-    def _bound(self) -> float:
-        if self.threshold is None:
-            raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
-        return self.threshold
+    def selection(self) -> Selection:
+        """The fields that decide quality."""
+        return Selection(**{f.name: getattr(self, f.name) for f in fields(Selection)})

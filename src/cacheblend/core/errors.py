@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose. A message names the value, the limit and the way out."""
+"""Every error that this package raises on purpose. A message names the value, the limit and the way out."""
 
 from cacheblend.core.naming import BlockName
 
@@ -12,18 +12,18 @@ class InvalidInputError(CacheBlendError, ValueError):
 
 
 class PromptTooLongError(InvalidInputError):
-    """A prompt with more tokens than the model's context; whoever asks many rows may skip it."""
+    """A prompt with more tokens than the model's context; an evaluation of many rows may skip it."""
 
 
 class ModelNotBlendableError(CacheBlendError):
-    """The model's keys cannot be moved or its layers cannot be walked; the message says which and why."""
+    """The model's keys cannot be re-positioned or its layers cannot be run one by one; the message says why."""
 
 
 class BlockLostError(CacheBlendError):
     """Blocks that the store listed could not be read: gone, or damaged. Their rows must be recomputed.
 
     Attributes:
-        names: the blocks that are lost.
+        names: of the lost blocks.
         reason: one line for the report.
     """
 
@@ -34,10 +34,10 @@ class BlockLostError(CacheBlendError):
 
 
 class BlockDamagedError(BlockLostError):
-    """The block is damaged; it has been reported.
+    """The block is damaged; the store has reported it.
 
     Attributes:
-        removed: it is gone now.
+        removed: the store has removed the block.
     """
 
     def __init__(self, name: BlockName, reason: str, removed: bool) -> None:
@@ -50,7 +50,7 @@ class StoreError(CacheBlendError):
 
 
 class StoreFormatError(StoreError):
-    """The folder was written in a format that this version does not read."""
+    """The folder was written in a format that this version cannot read."""
 
 
 class StoreReadOnlyError(StoreError):
@@ -58,8 +58,8 @@ class StoreReadOnlyError(StoreError):
 
 
 class StoreUnreachableError(StoreError):
-    """A server or bucket does not answer, or not in time."""
+    """A server or bucket did not answer in time."""
 
 
 class StoreFullError(StoreError):
-    """No room, and nothing unpinned left to evict."""
+    """The store has no free capacity and no unpinned block to evict."""

@@ -1,11 +1,11 @@
-"""Names of blocks: hash chains over token ids (algorithm: a name says which tokens stand before a block).
+"""Names of blocks: hash chains over token ids. A block's name covers all tokens in front of it.
 
     root   = H(format, model fingerprint, KV dtype and codec, tenant salt)
     name_0 = H(root, tokens_0)
     name_i = H(name_{i-1}, tokens_i)
 
-So the KV stored under a name is what a plain prefill of that chain gives, no more and no less. This module
-knows hashes and token ids; it does not know models, files or tensors.
+So the KV stored under a name is exactly what a plain prefill of that chain computes. This module knows hashes and
+token ids; it does not know models, files or tensors.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 BlockName = NewType("BlockName", bytes)
-"""32 bytes (SHA-256). `name.hex()` is how it is written in files and messages."""
+"""32 bytes (SHA-256). Files and messages write it as `name.hex()`."""
 
 TokenIds = npt.NDArray[np.uint32]
-"""Token ids, shape [tokens], little-endian uint32: the form in which they are hashed, stored and compared."""
+"""Token ids, shape [tokens], little-endian uint32: hashed, stored and compared in this form."""
 
 NAME_FORMAT = 1
-"""Raised when the meaning of a name changes; names of different formats never meet."""
+"""Incremented when the meaning of a name changes; names of different formats are never equal."""
 
 
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
@@ -40,7 +40,7 @@ def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
 
 
 def join_ids(parts: Iterable[TokenIds]) -> TokenIds:
-    """The parts one behind the other; empty for no parts."""
+    """The parts concatenated; empty without parts."""
     return np.concatenate([np.empty(0, dtype="<u4"), *parts]).astype("<u4", copy=False)
 
 
@@ -50,7 +50,7 @@ def root_name(fingerprint: str, kv_dtype: str, codec: str = "raw", salt: str = "
     Args:
         fingerprint: identifies the weights and the config fields that shape K and V.
         kv_dtype: e.g. ``"bfloat16"``.
-        codec: ``"raw"`` for lossless records; a lossy codec's records have names of their own.
+        codec: ``"raw"`` for lossless records; records of a lossy codec have different names.
         salt: separates tenants who must not share a store's contents.
     """
     parts = (str(NAME_FORMAT), fingerprint, kv_dtype, codec, salt)
@@ -60,12 +60,12 @@ def root_name(fingerprint: str, kv_dtype: str, codec: str = "raw", salt: str = "
 
 
 def block_name(parent: BlockName, token_ids: TokenIds) -> BlockName:
-    """Name of the block that holds `token_ids` right behind the chain named `parent`."""
+    """Name of the block that holds `token_ids` directly behind the chain named `parent`."""
     return BlockName(hashlib.sha256(parent + token_ids.tobytes()).digest())
 
 
 def split_blocks(token_ids: TokenIds, block_size: int) -> list[TokenIds]:
-    """One segment's blocks: `block_size` tokens each, the last one shorter; none for an empty segment."""
+    """The blocks of one segment: `block_size` tokens each, the last one may be shorter; none if it is empty."""
     return [token_ids[start : start + block_size] for start in range(0, len(token_ids), block_size)]
 
 

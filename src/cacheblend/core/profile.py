@@ -1,59 +1,43 @@
-"""A model's profile: how this model is blended, and the measurement that says so. Plain data; files are not its matter.
+"""A model's profile: the settings it is blended with, and the measurement that they rest on.
 
-A profile sets only those fields of `BlendConfig` that decide an answer's quality. They were measured together, so
-they hold together: whoever sets one of them by hand sets the profile's aside.
+A profile sets only fields of `Selection`. They were measured together, so they only hold together: if a user sets one
+of them, no setting of the profile is used. Knows JSON's values; does not read files.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.selection import Selection, selection_fields
 
 FORMAT = 1
-_LARGEST = 1e300  # of a number in a file; larger whole numbers are no floats
-
-RUNNING_FIELDS = frozenset(
-    [
-        "anchor",
-        "block_size",
-        "codec",
-        "cost_model",
-        "salt",
-        "tile_rows",
-        "read_ahead",
-        "capture",
-        "capture_queue",
-        "capture_batch_tokens",
-    ]
-)
-"""Fields of `BlendConfig` that say how an engine runs; all others decide quality."""
-
-QUALITY_FIELDS = frozenset(f.name for f in fields(BlendConfig)) - RUNNING_FIELDS
+_LARGEST = 1e300  # number in a file; larger whole numbers cannot be floats
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a profile rests on.
+    """The measurement that a profile rests on.
 
     Attributes:
-        model: the folder's name, for people.
-        data: name of the file whose rows were asked.
-        data_sha256: hex, of its bytes; empty where there was no file.
-        rows: rows of the confirmation, none of which the search had seen.
-        threshold: agreement of first tokens with full recompute that was asked for.
-        confidence: of the one-sided bounds, all attempts together.
-        agreement: share of rows with full recompute's first token; None where no setting passed.
-        bound: its lower bound.
+        model: name of the model's folder, for display.
+        data: name of the file with the evaluated rows.
+        data_sha256: hex digest of that file; empty where there was no file.
+        rows: rows of the confirmation, none of which the search had used.
+        threshold: required agreement of first tokens with full recompute.
+        confidence: of the one-sided bounds, over all attempts together.
+        agreement: share of rows whose first token is that of full recompute; None where no setting passed.
+        bound: lower bound of the agreement.
         compute: share of a full prefill's work, algorithm.md section 7.
-        f1_difference: mean F1 less full recompute's; None without gold answers.
-        f1_bound: its lower bound.
+        f1_difference: mean F1 minus that of full recompute; None without gold answers.
+        f1_bound: lower bound of that difference.
         dtype: of the weights.
-        anchor: what the chunks stood behind.
+        anchor: the anchor that the chunks were computed after.
         date: of the run, ISO 8601.
-        versions: of the packages that decide numbers.
+        versions: of the packages that affect numerical results.
     """
 
     model: str = ""
@@ -75,15 +59,15 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Profile:
-    """How a model is blended.
+    """The settings that a model is blended with.
 
     Attributes:
-        fingerprint: of the weights it was measured on; it holds for no others.
-        settings: fields of `BlendConfig`, of `QUALITY_FIELDS` only.
-        measured: what it rests on.
+        fingerprint: of the weights it was measured on; it is not valid for others.
+        settings: fields of `Selection`; the others have their defaults.
+        measured: the measurement that the settings rest on.
 
     Raises:
-        InvalidInputError: no such field, or a value that `BlendConfig` refuses.
+        InvalidInputError: a field that is not one of `Selection`, or a value that it refuses.
     """
 
     fingerprint: str
@@ -91,28 +75,32 @@ class Profile:
     measured: Measurement = field(default_factory=Measurement)
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.settings) - QUALITY_FIELDS)
-        if unknown:
-            raise InvalidInputError(
-                f"a profile cannot set {unknown[0]!r}; it sets {', '.join(sorted(QUALITY_FIELDS))} and no more"
-            )
-        BlendConfig(**self.settings)
+        known = [f.name for f in fields(Selection)]
+        for name in sorted(self.settings):
+            if name not in known:
+                raise InvalidInputError(f"a profile cannot set {name!r}; it can only set {', '.join(known)}")
+        Selection(**self.settings)  # raises on wrong values
+
+    @property
+    def selection(self) -> Selection:
+        """The settings, with defaults for those that are not set."""
+        return Selection(**self.settings)
 
     @property
     def blend(self) -> bool:
-        """False: no setting passed, so everything is recomputed but exact prefixes."""
+        """False: no setting passed, so everything except exact prefixes is recomputed."""
         return bool(self.settings.get("selector") != "all")
 
     def config(self, **overrides: Any) -> BlendConfig:
-        """The configuration: the profile's settings, or the overrides' alone where they decide quality too.
+        """The profile's settings with the overrides; only the overrides where one of them is a field of `Selection`.
 
         Args:
             **overrides: fields of `BlendConfig`.
 
         Raises:
-            InvalidInputError: no such field, or a value that it cannot have.
+            InvalidInputError: there is no such field, or a value is outside its limits.
         """
-        return config_of(overrides if decides_quality(overrides) else {**self.settings, **overrides})
+        return BlendConfig.of(overrides if selection_fields(overrides) else {**self.settings, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -127,14 +115,15 @@ class Profile:
 
     @staticmethod
     def from_dict(data: Any, where: str) -> "Profile":
-        """What `to_dict` gave.
+        """The opposite of `to_dict`.
 
         Args:
-            data: as read.
-            where: of the file, for messages.
+            data: the content of a JSON file.
+            where: name of that file, for messages.
 
         Raises:
-            InvalidInputError: another form, or a field that this version does not know; it names file and field.
+            InvalidInputError: it has another form, or a field that this version does not know; the message names file
+                and field.
         """
         top = _fields(data, where, "", {"format", "fingerprint", "blend", "settings", "measured"})
         if top["format"] != FORMAT:
@@ -151,63 +140,38 @@ class Profile:
             raise InvalidInputError(f"{where}, field 'settings': {error}") from error
         if top["blend"] is not profile.blend:
             raise InvalidInputError(
-                f"{where}, field 'blend': it is {top['blend']!r}, which the field 'settings' contradicts"
+                f"{where}, field 'blend': it is {top['blend']!r}, but the field 'settings' says the opposite"
             )
         return profile
 
 
-def decides_quality(overrides: Mapping[str, Any]) -> bool:
-    """One of the fields decides quality, so that a profile has no say beside them."""
-    return not QUALITY_FIELDS.isdisjoint(overrides)
-
-
-def quality_settings(config: BlendConfig) -> dict[str, Any]:
-    """The fields of a configuration that decide quality and are not the defaults, and always the selector."""
-    found = {f.name: (getattr(config, f.name), f.default) for f in fields(config) if f.name in QUALITY_FIELDS}
+def quality_settings(selection: Selection) -> dict[str, Any]:
+    """The selector, and the fields of `Selection` that are not the defaults."""
+    found = {f.name: (getattr(selection, f.name), f.default) for f in fields(Selection)}
     return {name: value for name, (value, default) in found.items() if value != default or name == "selector"}
-
-
-def config_of(values: Mapping[str, Any]) -> BlendConfig:
-    """`BlendConfig` of these fields.
-
-    Raises:
-        InvalidInputError: no such field, or a value that it cannot have.
-    """
-    unknown = sorted(set(values) - QUALITY_FIELDS - RUNNING_FIELDS)
-    if unknown:
-        known = ", ".join(f.name for f in fields(BlendConfig))
-        raise InvalidInputError(f"BlendConfig has no field {unknown[0]!r}; it has {known}")
-    return BlendConfig(**values)
-
-
-_OPTIONAL: dict[str, Any] = {"ratios": (), "threshold": 0.0, "early_ratio": 0.0}
-"""Fields of `BlendConfig` whose default is None: a value of the kind that they have otherwise."""
 
 
 # ---- from JSON --------------------------------------------------------------------------------------------
 
 
 def _settings(value: Any, where: str) -> dict[str, Any]:
-    """Settings with tuples for lists; every value of its field's kind."""
-    kinds = {f.name: f.default for f in fields(BlendConfig) if f.name in QUALITY_FIELDS}
-    settings = _fields(value, where, "settings.", set(kinds), optional=set(kinds))
-    for name, found in settings.items():
-        if (name == "pool" and _is_number(found)) or (name in _OPTIONAL and found is None):
-            continue  # BlendConfig judges
-        _check_kind(found, _OPTIONAL.get(name, kinds[name]), where, f"settings.{name}")
+    """Fields of `Selection`, tuples for lists; which values are allowed, `Selection` decides."""
+    settings = _typed_fields(value, where, "settings", Selection)
     return {name: tuple(found) if isinstance(found, list) else found for name, found in settings.items()}
 
 
 def _measurement(value: Any, where: str) -> Measurement:
-    kinds = {f.name: f.default for f in fields(Measurement)}
-    measured = _fields(value, where, "measured.", set(kinds), optional=set(kinds))
-    for name, found in measured.items():
-        if name == "versions":
-            if not isinstance(found, dict) or not all(isinstance(version, str) for version in found.values()):
-                raise _wrong(where, "measured.versions", "an object of texts", found)
-        else:
-            _check_kind(found, kinds[name], where, f"measured.{name}")
-    return Measurement(**measured)
+    return Measurement(**_typed_fields(value, where, "measured", Measurement))
+
+
+def _typed_fields(value: Any, where: str, prefix: str, kind: type) -> dict[str, Any]:
+    """`value` as an object of some of a dataclass's fields, each of its declared type."""
+    hints = get_type_hints(kind)
+    found = _fields(value, where, f"{prefix}.", set(hints), optional=set(hints))
+    for name, each in found.items():
+        if not _fits(each, hints[name]):
+            raise _wrong(where, f"{prefix}.{name}", _described(hints[name]), each)
+    return found
 
 
 def _fields(
@@ -220,7 +184,7 @@ def _fields(
         if name not in known:
             raise InvalidInputError(
                 f"{where}, field '{prefix}{name}': this version knows no such field; "
-                "measure the profile anew with it (cacheblend doctor --quality), or remove the field"
+                "measure a new profile with it (cacheblend doctor --quality), or remove the field"
             )
     for name in sorted(known - optional):
         if name not in value:
@@ -228,29 +192,34 @@ def _fields(
     return dict(value)
 
 
-def _check_kind(value: Any, default: Any, where: str, name: str) -> None:
-    """A value must be of its default's kind; where that is None, a number, a text, a list of numbers or null."""
-    if default is None:
-        if value is None or isinstance(value, str) or _is_number(value) or _is_numbers(value):
-            return
-        raise _wrong(where, name, "a number, a text or a list of numbers", value)
-    fits, kind = {
-        int: (isinstance(value, int) and not isinstance(value, bool), "a whole number"),
-        float: (_is_number(value), "a number"),
-        str: (isinstance(value, str), "a text"),
-        tuple: (_is_numbers(value), "a list of numbers"),
-    }[type(default)]
-    if not fits:
-        raise _wrong(where, name, kind, value)
+def _fits(value: Any, hint: Any) -> bool:
+    """A JSON value is of the type that a field declares; whole numbers are numbers, lists are tuples."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if origin is tuple:
+        return isinstance(value, list) and all(_is_number(item) for item in value)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    if hint is float:
+        return _is_number(value)
+    if hint is int:
+        return _is_number(value) and isinstance(value, int)
+    return value is None if hint is NoneType else isinstance(value, str)
+
+
+def _described(hint: Any) -> str:
+    """A field's type, for messages."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_described(option) for option in get_args(hint))
+    names = {float: "a number", int: "a whole number", NoneType: "null", str: "a text", Literal: "a text"}
+    return {tuple: "a list of numbers", Mapping: "an object of texts"}.get(origin) or names[origin or hint]
 
 
 def _is_number(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and abs(value) <= _LARGEST and math.isfinite(value)
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_number(item) for item in value)
 
 
 def _wrong(where: str, name: str, kind: str, value: Any) -> InvalidInputError:

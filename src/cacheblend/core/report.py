@@ -1,4 +1,4 @@
-"""What a request did and what it cost: every answer carries one."""
+"""What a request did and how long it took; every answer has one."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -6,29 +6,29 @@ from typing import Any
 
 @dataclass
 class BlendReport:
-    """All times in seconds, by a monotonic clock.
+    """One request's token counts, work and times. Times are in seconds of a monotonic clock.
 
     Attributes:
         prompt_tokens: length of the prompt.
         hit_tokens: tokens whose KV came from the store, by source: ``prefix`` (exact), or the tier
             (``memory``, ``disk``, ``redis``, ``s3``).
         missed_tokens: tokens of chunks that the store did not hold.
-        text_tokens: plain tokens that were computed.
-        recomputed_tokens: loaded tokens that were recomputed behind the last check layer.
-        row_layers: rows times layers computed; `prompt_tokens` times the model's layers is a full prefill.
-        question_row_layers: those of them that went into the question's pass.
-        projected_rows: rows that went through a layer's norm and projections only.
-        plan_s: names, look-ups and plan.
-        load_s: time the host spent reading and re-positioning, much of it beside the computing.
-        wait_s: time the computing waited for the loader.
-        compute_s: the pass without that wait.
+        text_tokens: tokens of plain text that were computed.
+        recomputed_tokens: loaded tokens that were still recomputed after the last check layer.
+        row_layers: rows times layers computed; a full prefill has `prompt_tokens` times the model's layers.
+        question_row_layers: the part of `row_layers` that the question's pass computed.
+        projected_rows: rows that only went through a layer's norm and projections.
+        plan_s: naming, look-ups and planning.
+        load_s: time that the host spent reading and re-positioning, most of it while layers computed.
+        wait_s: time that computing waited for the loader.
+        compute_s: the pass without `wait_s`.
         ttft_s: from the call to the first logits.
         total_s: from the call to the last token.
         generated_tokens: tokens of the answer.
-        left_out_tokens: stored tokens that were computed all the same: the loading controller, or the request's mode,
-            left them where they lie.
-        decision: the loading controller's, for people; empty without one.
-        fallbacks: why less was reused than planned, a line each.
+        left_out_tokens: stored tokens that were computed nevertheless, because the loading controller or the request's
+            mode decided so.
+        decision: the loading controller's reason, for display; empty without a controller.
+        fallbacks: reasons why less was reused than planned, one line each.
     """
 
     prompt_tokens: int = 0

@@ -1,27 +1,36 @@
-"""The cost model's file, and the controller that an engine takes from it."""
+"""A cost model's file, and the loading controller that an engine makes from it."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.cost.controller import Controller, CostModel
+from cacheblend.core.cost.controller import Controller
+from cacheblend.core.cost.cost_model import CostModel
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.prefill import first_reused_layer
 from cacheblend.core.plan.blocks import KVLayout
 
 FORMAT = 1
-_TOKENS = 256  # over which bytes a token are taken: codecs' scales are shared by tokens
+_TOKENS = 256  # block size for which bytes per token are computed, since tokens share a codec's scales
 
 
-def write_cost_model(path: Path, profile: CostModel, fingerprint: str, device: str, layout: KVLayout) -> None:
-    """Writes a profile for `read_cost_model`."""
-    data = {"format": FORMAT, "model": fingerprint, "device": device, "codec": layout.codec, **profile.to_dict()}
+def write_cost_model(path: Path, cost_model: CostModel, fingerprint: str, device: str, layout: KVLayout) -> None:
+    """Writes a cost model for `read_cost_model`.
+
+    Args:
+        path: of the file.
+        cost_model: to be written.
+        fingerprint: of the model's weights.
+        device: kind of device it was measured on, such as ``"cuda"``.
+        layout: of the stored chunks.
+    """
+    data = {"format": FORMAT, "model": fingerprint, "device": device, "codec": layout.codec, **cost_model.to_dict()}
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def load_cost_model(path: str | Path) -> CostModel:
-    """The profile in a file, of whatever model.
+    """Reads a cost model of any model.
 
     Raises:
         InvalidInputError: it cannot be read.
@@ -30,10 +39,10 @@ def load_cost_model(path: str | Path) -> CostModel:
 
 
 def read_cost_model(path: str | Path, fingerprint: str, layout: KVLayout, device: str) -> CostModel:
-    """The profile in a file, if it is of this model, codec and kind of device.
+    """Reads the cost model of this model, codec and kind of device.
 
     Raises:
-        InvalidInputError: it cannot be read, or is of another one.
+        InvalidInputError: it cannot be read, or was measured on another model, codec or kind of device.
     """
     data = _content(path)
     if data.get("model") != fingerprint:
@@ -56,12 +65,12 @@ def _content(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def controller_of(profile: CostModel, config: BlendConfig, layout: KVLayout) -> Controller:
+def controller_of(cost_model: CostModel, config: BlendConfig, layout: KVLayout) -> Controller:
     """The controller of an engine with these settings; `layout` is that of the stored chunks."""
     selector = config.make_selector()
     early = selector.at_start or not selector.check_layers
     return Controller(
-        profile,
+        cost_model,
         layers=len(layout.layers),
         bytes_per_token=layout.block_bytes(_TOKENS) / _TOKENS,
         floor=floor_of(config),
@@ -70,5 +79,5 @@ def controller_of(profile: CostModel, config: BlendConfig, layout: KVLayout) -> 
 
 
 def floor_of(config: BlendConfig) -> float:
-    """The ratio that quality asks for."""
-    return config.ratios[-1] if config.ratios else config.recompute_ratio
+    """The controller's least ratio: the one that quality requires."""
+    return config.selection.final_ratio

@@ -1,4 +1,4 @@
-"""What an engine blends by: a user's own configuration, or the profile in the model's folder, or the defaults."""
+"""Which settings an engine uses: the caller's configuration, the profile in the model's folder, or the defaults."""
 
 import contextlib
 import json
@@ -11,24 +11,25 @@ from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.profile import Profile, config_of, decides_quality
+from cacheblend.core.profile import Profile
+from cacheblend.core.select.selection import selection_fields
 from cacheblend.core.select.selectors import Selector
 
 PROFILE_NAME = "blend-profile.json"
-"""Of a profile in a model's folder."""
-_OLD_PROFILE_NAME = "cacheblend.json"  # up to 0.1; a store's format file has this name, too
+"""Name of a profile's file in a model's folder."""
+_OLD_PROFILE_NAME = "cacheblend.json"  # until version 0.1; also the name of a store's format file
 
 logger = logging.getLogger("cacheblend.engine")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration, and where it comes from.
+    """A configuration and its origin.
 
     Attributes:
-        config: what is blended by.
-        profile: whose settings these are; None if they are the user's or the defaults.
-        source: the same for people, in one line.
+        config: the settings in use.
+        profile: the profile that set them; None if the user did, or they are the defaults.
+        source: the origin in one line, for display.
     """
 
     config: BlendConfig = field(default_factory=BlendConfig)
@@ -36,9 +37,9 @@ class Settings:
     source: str = "given by the caller"
 
     def selector(self, ratio: float | None = None) -> Selector:
-        """The selector of a request; a ratio tells even those to blend whose profile says they should not."""
-        told = ratio is not None and self.profile is not None and not self.profile.blend
-        return (BlendConfig() if told else self.config).make_selector(ratio)
+        """The selector of a request; an explicit ratio blends even where the profile says not to blend."""
+        forced = ratio is not None and self.profile is not None and not self.profile.blend
+        return (BlendConfig() if forced else self.config).make_selector(ratio)
 
 
 def resolve_settings(
@@ -47,34 +48,35 @@ def resolve_settings(
     fingerprint: str,
     file: str | Path | None = None,
 ) -> Settings:
-    """From what the caller wants and what the folder has to the settings.
+    """The settings of an engine from the caller's configuration and the model's profile.
 
     Args:
-        config: a whole configuration goes before any profile, which is then not even read. A mapping of fields, or
-            None, is laid over the profile; if one of its fields decides quality, the profile is set aside.
-        folder: the model's.
-        fingerprint: of its weights, as opened.
-        file: the profile; None takes the folder's own, if it has one.
+        config: a whole `BlendConfig` takes precedence over any profile, which is then not even read. A mapping of
+            fields, or None, overrides the profile's fields; if one of them is a field of `Selection`, the profile is
+            not used.
+        folder: the model's folder.
+        fingerprint: of the model's weights, as opened.
+        file: the profile; None: the one in the folder, if there is one.
 
     Raises:
-        InvalidInputError: a damaged profile or one with unknown fields, or a `file` that would have no say.
+        InvalidInputError: an unknown field or a wrong value, a damaged profile, or a `file` that would not be used.
     """
     overrides = {} if config is None or isinstance(config, BlendConfig) else dict(config)
-    by_hand = isinstance(config, BlendConfig) or decides_quality(overrides)
+    by_hand = isinstance(config, BlendConfig) or bool(selection_fields(overrides))
     if by_hand and file is not None:
-        raise InvalidInputError(f"the profile {file} has no say beside settings of your own; give one of the two")
+        raise InvalidInputError(f"the profile {file} would not be used beside your own settings; give one of the two")
     if isinstance(config, BlendConfig):
         return Settings(config)
     if by_hand:
-        return Settings(config_of(overrides))
+        return Settings(BlendConfig.of(overrides))
     path = profile_file(folder) if file is None else Path(file)
     if file is None and not path.is_file():
-        return Settings(config_of(overrides), source=f"the defaults; {folder.resolve().name} has no profile")
+        return Settings(BlendConfig.of(overrides), source=f"the defaults; {folder.resolve().name} has no profile")
     return _of_profile(read_profile(path), path, fingerprint, overrides)
 
 
 def profile_file(folder: Path) -> Path:
-    """The profile in a model's folder, or where it would be; one of the old name is read as long as it is the only."""
+    """Where a folder's profile is or would be; a file of the old name counts if there is none of the new name."""
     named, old = folder / PROFILE_NAME, folder / _OLD_PROFILE_NAME
     return old if old.is_file() and not named.exists() else named
 
@@ -82,19 +84,19 @@ def profile_file(folder: Path) -> Path:
 def _of_profile(profile: Profile, path: Path, fingerprint: str, overrides: dict[str, Any]) -> Settings:
     if profile.fingerprint != fingerprint:
         source = f"the defaults; the profile {path} was made for other weights or load options, and is not used"
-        logger.warning("%s: measure it anew with cacheblend doctor --quality", source)
-        return Settings(config_of(overrides), source=source)
+        logger.warning("%s: measure a new one with cacheblend doctor --quality", source)
+        return Settings(BlendConfig.of(overrides), source=source)
     if not profile.blend:
         source = (
             f"the profile {path}: no setting passed on {profile.measured.data or 'its data'}, so nothing is blended"
         )
-        logger.warning("%s; a ratio or a configuration of your own blends all the same", source)
+        logger.warning("%s; give a ratio or a configuration to blend nevertheless", source)
         return Settings(profile.config(**overrides), profile, source)
     return Settings(profile.config(**overrides), profile, f"the profile {path} ({describe(profile.settings)})")
 
 
 def describe(settings: Mapping[str, Any]) -> str:
-    """Fields of a configuration in a few words: ``hkvd, recompute_ratio 0.15, check_layers 1``."""
+    """Fields of a configuration in one line: ``hkvd, recompute_ratio 0.15, check_layers 1``."""
     words = [str(settings.get("selector", BlendConfig.selector))]
     for name, value in settings.items():
         if name == "selector" or value is None:
@@ -105,10 +107,10 @@ def describe(settings: Mapping[str, Any]) -> str:
 
 
 def read_profile(file: Path) -> Profile:
-    """The profile of a file.
+    """Reads a profile.
 
     Raises:
-        InvalidInputError: it cannot be read, or is none; the message names file and field.
+        InvalidInputError: the file cannot be read or is not a profile; the message names file and field.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -116,13 +118,13 @@ def read_profile(file: Path) -> Profile:
         raise InvalidInputError(f"the profile {file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise InvalidInputError(
-            f"the profile {file} is damaged ({error}); delete it, or measure it anew with cacheblend doctor --quality"
+            f"the profile {file} is damaged ({error}); delete it, or measure a new one with cacheblend doctor --quality"
         ) from error
     return Profile.from_dict(data, f"the profile {file}")
 
 
 def write_profile(file: Path, profile: Profile) -> None:
-    """Writes a profile: whole, or not at all.
+    """Writes a profile atomically.
 
     Raises:
         InvalidInputError: the folder cannot be written to.
@@ -131,12 +133,12 @@ def write_profile(file: Path, profile: Profile) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Raises `InvalidInputError` if a profile could not be written there: before hours of work, not behind them."""
+    """Raises `InvalidInputError` if a profile cannot be written there; called before hours of measuring."""
     _write(file, None)
 
 
 def _write(file: Path, text: str | None) -> None:
-    """Replaces a file; without a text it only tries whether it could."""
+    """Replaces a file; without a text it only checks that it could."""
     if not file.name or file.is_dir():
         raise InvalidInputError(f"the profile {file} is a folder; name a file with --profile FILE")
     fresh = file.with_name(f"{file.name}.{os.getpid()}")

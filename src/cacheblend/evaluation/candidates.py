@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import Selector, check_ratio
 from cacheblend.evaluation.choices import SelectorChoice
 
@@ -23,7 +23,7 @@ class Candidate:
 
     Attributes:
         name: for people.
-        settings: fields of `BlendConfig` that decide quality.
+        settings: fields of `Selection`.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Candidate:
 
     def selector(self) -> Selector:
         """The selector it comes to."""
-        return BlendConfig(**self.settings).make_selector()
+        return Selection(**self.settings).make_selector()
 
 
 def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = ()) -> list[Candidate]:
@@ -39,7 +39,7 @@ def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = (
 
     Args:
         layers: of the model; checks that it has no room for are left out.
-        selectors: names of `BlendConfig`, and ``gradual`` (hkvd with falling ratios), with further settings where
+        selectors: names of `Selection`, and ``gradual`` (hkvd with falling ratios), with further settings where
             wanted (see `SelectorChoice`); empty: `SELECTORS`.
         ratios: shares of loaded tokens to recompute; empty: `RATIOS`.
 
@@ -57,7 +57,7 @@ def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = (
 
 def expected_compute(candidate: Candidate, layers: int) -> float:
     """Share of a full prefill's row-layers over rows that are all loaded; what is measured may be more."""
-    config = BlendConfig(**candidate.settings)
+    config = Selection(**candidate.settings)
     if config.selector in WITHOUT_RATIO:
         return WITHOUT_RATIO[config.selector]
     checks = config.make_selector().check_layers

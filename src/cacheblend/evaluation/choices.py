@@ -7,6 +7,7 @@ from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.evaluation.methods import Arm, FullRecompute, Fused, Label, MapReduce, MapRerank, PrefixCaching
 
@@ -20,11 +21,11 @@ _GIVEN_APART = ("selector", "recompute_ratio", "ratios", "check_layers")
 
 @dataclass(frozen=True)
 class SelectorChoice:
-    """A selector as it was asked for: ``hkvd``, or with settings of `BlendConfig`, ``hkvd:measure=v``.
+    """A selector as it was asked for: ``hkvd``, or with settings of `Selection`, ``hkvd:measure=v``.
 
     Attributes:
         text: as it was written.
-        settings: for `BlendConfig`.
+        settings: for `Selection`.
     """
 
     text: str
@@ -38,7 +39,7 @@ class SelectorChoice:
             InvalidInputError: no such setting, or no value.
         """
         name, _, rest = text.partition(":")
-        known = [field.name for field in fields(BlendConfig) if field.name not in _GIVEN_APART]
+        known = [field.name for field in fields(Selection) if field.name not in _GIVEN_APART]
         settings: dict[str, Any] = {"selector": name.strip()}
         for part in filter(None, (part.strip() for part in rest.split(","))):
             key, equals, value = part.partition("=")
@@ -59,7 +60,7 @@ class SelectorChoice:
         if len(ratios) > 1:
             settings["ratios"] = ratios
         try:
-            return BlendConfig(**settings).make_selector()
+            return Selection(**settings).make_selector()
         except TypeError as error:
             raise InvalidInputError(f"selector {self.text!r}: a setting has the wrong type: {error}") from error
 

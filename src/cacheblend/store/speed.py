@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from cacheblend.core.cost.controller import TierSpeed
+from cacheblend.core.cost.cost_model import TierSpeed
 from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout

@@ -1,136 +1,41 @@
-"""The loading controller: which stored blocks a prompt loads, and how much of them is recomputed.
+"""The loading controller: which stored blocks a prompt loads, and how many of its rows are recomputed.
 
-    TTFT of a pass whose loading runs beside its computing  ~  max(load, compute) + min(load, compute) / layers
-    load     blocks by tier: bytes / throughput, and a latency a layer and a block
-    compute  rows times layers, in units of a full prefill's
+    TTFT of a pass that loads while it computes  ~  max(load, compute) + min(load, compute) / layers
+    load     by tier: bytes / throughput, and a latency for each layer and each block
+    compute  rows times layers, in units of a full prefill
 
-Loading more spares computing and costs loading: blocks are added, those first that are soonest here, for as long as the
-expected time falls. Where loading still takes longer than what is computed anyway (a latency that fewer blocks would
-not shorten), more rows are recomputed for free, up to 85 % of it: two threads never overlap perfectly. The ratio never
-falls below the floor, the share that quality asks for (paper, section 5.1).
+Loading a block saves computing and costs loading time. Blocks are added, those of the fastest tier first, as long as
+the expected TTFT falls. Where loading still takes longer than computing (because of a latency that fewer blocks would
+not shorten), more rows are recomputed at no cost, until computing takes `MARGIN` of the loading time. The ratio never
+falls below the floor, the share that quality requires (paper, section 5.1).
 
 Knows plans and seconds; knows neither engines nor stores.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-
+from cacheblend.core.cost.cost_model import MARGIN, CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 
-MARGIN = 0.85
 _WEIGHT = 0.2  # of a new observation in the running averages
-_FARTHEST = 8.0  # that what is learnt may lie from the profile
-_FORGOTTEN = 0.02  # a request, of what was learnt of a tier that is not read
+_FARTHEST = 8.0  # factor by which a learnt value may differ from the cost model's
+_FORGOTTEN = 0.02  # share that is forgotten, each request, of what was learnt of a tier that is not read
 _CHECK = 0.3  # of a layer's cost: norm and projections of a check
 
 
 @dataclass(frozen=True)
-class TierSpeed:
-    """How long a tier takes.
-
-    Attributes:
-        bytes_per_s: throughput of a layer's records.
-        layer_s: latency of each layer.
-        block_s: of each block of a layer besides.
-    """
-
-    bytes_per_s: float
-    layer_s: float = 0.0
-    block_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or self.layer_s < 0 or self.block_s < 0:
-            raise InvalidInputError(
-                f"a tier needs a throughput above 0 and latencies of 0 or more, got {self.bytes_per_s} bytes/s, "
-                f"{self.layer_s} s a layer, {self.block_s} s a block"
-            )
-
-    def seconds(self, blocks: int, nbytes: float, layers: int) -> float:
-        """Of so many blocks, `nbytes` over all layers."""
-        return 0.0 if not blocks else layers * (self.layer_s + blocks * self.block_s) + nbytes / self.bytes_per_s
-
-    def scaled(self, factor: float) -> "TierSpeed":
-        """One that takes `factor` times as long."""
-        return TierSpeed(self.bytes_per_s / factor, self.layer_s * factor, self.block_s * factor)
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """What one model takes on one device.
-
-    Attributes:
-        prefill_s: (tokens, seconds of a full prefill) ascending, two points at least.
-        tiers: by name.
-        overhead: how much longer a row-layer takes in a blend than in a full prefill, since few rows are less well
-            served.
-        request_s: of a blend, whatever its size.
-    """
-
-    prefill_s: tuple[tuple[int, float], ...]
-    tiers: Mapping[str, TierSpeed] = field(default_factory=dict)
-    overhead: float = 1.0
-    request_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        lengths = [tokens for tokens, _ in self.prefill_s]
-        if len(lengths) < 2 or lengths != sorted(set(lengths)) or lengths[0] < 1:
-            raise InvalidInputError(f"prefill times need two ascending lengths at least, got {lengths}")
-        if any(seconds <= 0 for _, seconds in self.prefill_s) or self.overhead <= 0 or self.request_s < 0:
-            raise InvalidInputError("prefill times and overhead must be above 0, the time of a request 0 or more")
-
-    def full_s(self, tokens: int) -> float:
-        """Seconds of a full prefill: on straight lines between the measured lengths, and on from the last two."""
-        if tokens <= 0:
-            return 0.0
-        lengths, seconds = (np.array(column, dtype=float) for column in zip(*self.prefill_s, strict=True))
-        seconds = np.maximum.accumulate(seconds)  # a longer one does not take less: that is noise
-        if tokens < lengths[0]:
-            return float(tokens / lengths[0] * seconds[0])
-        slope = (seconds[-1] - seconds[-2]) / (lengths[-1] - lengths[-2])
-        return float(np.interp(tokens, lengths, seconds) + max(0.0, tokens - lengths[-1]) * slope)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "prefill_s": [list(point) for point in self.prefill_s],
-            "tiers": {name: vars(speed) for name, speed in self.tiers.items()},
-            "overhead": self.overhead,
-            "request_s": self.request_s,
-        }
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> "CostModel":
-        """The opposite of `to_dict`.
-
-        Raises:
-            InvalidInputError: a field is missing or has no such value.
-        """
-        try:
-            return CostModel(
-                tuple((int(tokens), float(seconds)) for tokens, seconds in data["prefill_s"]),
-                {str(name): TierSpeed(**speed) for name, speed in data["tiers"].items()},
-                float(data.get("overhead", 1.0)),
-                float(data.get("request_s", 0.0)),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidInputError(f"a cost model cannot be read: {error!r}") from error
-
-
-@dataclass(frozen=True)
 class Decision:
-    """What to do with a prompt.
+    """What a prompt loads and recomputes.
 
     Attributes:
         ratio: share of the loaded rows to recompute.
         left_out: stored blocks that are computed instead of loaded.
-        load_s, compute_s, ttft_s: expected.
-        full_s: expected of a full prefill.
-        reason: a line for people.
+        load_s, compute_s, ttft_s: expected times.
+        full_s: expected time of a full prefill.
+        reason: one line for display.
         reused: rows that are loaded and not exact.
     """
 
@@ -145,19 +50,22 @@ class Decision:
 
 
 class Controller:
-    """Decides, and learns from what came of it.
+    """Decides for each prompt, and adjusts its cost model to the times observed.
 
     Args:
-        profile: to begin with.
+        cost_model: the initial one.
         layers: of the model.
         bytes_per_token: of stored KV, over all layers.
         floor: least ratio.
-        check_layer: up to which all rows are computed; None: rows are chosen before the first.
+        check_layer: all rows are computed before this layer; None: rows are selected before layer 0.
+
+    Raises:
+        InvalidInputError: a floor outside 0..1.
     """
 
     def __init__(
         self,
-        profile: CostModel,
+        cost_model: CostModel,
         *,
         layers: int,
         bytes_per_token: float,
@@ -166,21 +74,21 @@ class Controller:
     ) -> None:
         if not 0 <= floor <= 1:
             raise InvalidInputError(f"the floor of the ratio must lie in 0..1, got {floor}")
-        self._profile, self._layers, self._bytes_per_token, self._floor = profile, layers, bytes_per_token, floor
+        self._measured, self._layers, self._bytes_per_token, self._floor = cost_model, layers, bytes_per_token, floor
         self._whole = 0.0 if check_layer is None else min(check_layer + _CHECK, layers)
-        self._pace = 1.0  # of full prefills, over the profile's
-        self._slower: dict[str, float] = {}  # by tier, than the profile says
-        self._overhead = profile.overhead
+        self._pace = 1.0  # time of full prefills, over the measured
+        self._slower: dict[str, float] = {}  # by tier, loading time over the measured
+        self._overhead = cost_model.overhead
 
     @property
-    def profile(self) -> CostModel:
-        """As it stands, with what was learnt."""
-        prefills = tuple((tokens, seconds * self._pace) for tokens, seconds in self._profile.prefill_s)
-        tiers = {name: speed.scaled(self._slower.get(name, 1.0)) for name, speed in self._profile.tiers.items()}
-        return CostModel(prefills, tiers, self._overhead, self._profile.request_s)
+    def cost_model(self) -> CostModel:
+        """The initial cost model with the corrections learnt so far."""
+        prefills = tuple((tokens, seconds * self._pace) for tokens, seconds in self._measured.prefill_s)
+        tiers = {name: speed.scaled(self._slower.get(name, 1.0)) for name, speed in self._measured.tiers.items()}
+        return CostModel(prefills, tiers, self._overhead, self._measured.request_s)
 
     def decide(self, plan: BlendPlan) -> Decision:
-        """What to load of a plan's stored blocks, and the ratio."""
+        """Which of the plan's stored blocks are loaded, and the ratio."""
         stored = self._by_speed([s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)])
         full = self._full_s(len(plan))
         taken = _Taken()
@@ -195,17 +103,23 @@ class Controller:
         if loaded.reused:
             more = self._largest_hidden(plan, loaded, load)
             expected = self._expected(plan, loaded, more)
-            if expected[2] <= full:  # the part of a layer that nothing hides grows, too
+            if expected[2] <= full:  # recomputing more also lengthens the part of a layer that does not overlap
                 ratio, (load, compute, ttft) = more, expected
         left_out = frozenset(span.name for span in stored[count:]) - {span.name for span in stored[:count]}
         reason = self._reason(stored, count, ratio, load, compute)
         return Decision(ratio, left_out, load, compute, ttft, full, reason, loaded.reused)
 
     def learn(self, decision: Decision, plan: BlendPlan, compute_s: float | None, read_s: Mapping[str, float]) -> None:
-        """Learns from a pass over a plan that was decided: its seconds of computing (None: others computed meanwhile,
-        so nobody knows), and of reading each tier."""
+        """Learns from a finished pass.
+
+        Args:
+            decision: for the pass.
+            plan: as it was carried out.
+            compute_s: time of computing; None: unknown, because other requests computed at the same time.
+            read_s: time of reading, by tier.
+        """
         expected = self.load_s([span for span in plan.spans if span.source in (Source.PREFIX, Source.LOADED)])
-        for tier in self._slower.keys() - read_s.keys():  # what is not read may have recovered: it is tried again
+        for tier in self._slower.keys() - read_s.keys():  # may have become faster since: read from it again some day
             self._slower[tier] = 1 + (self._slower[tier] - 1) * (1 - _FORGOTTEN)
         self.observe(decision, compute_s, {tier: (read_s[tier], expected[tier]) for tier in read_s.keys() & expected})
 
@@ -213,40 +127,40 @@ class Controller:
         """Learns from a pass.
 
         Args:
-            decision: what was done.
-            compute_s: the pass without waiting; None: unknown.
-            read_s: by tier, seconds that reading took, and those that the controller had expected.
+            decision: for the pass.
+            compute_s: time of the pass without waiting for the loader; None: unknown.
+            read_s: by tier, seconds that reading took, and seconds that were expected.
         """
-        if compute_s is not None and decision.compute_s > self._profile.request_s:
-            taken, expected = (max(s - self._profile.request_s, 1e-9) for s in (compute_s, decision.compute_s))
+        if compute_s is not None and decision.compute_s > self._measured.request_s:
+            taken, expected = (max(s - self._measured.request_s, 1e-9) for s in (compute_s, decision.compute_s))
             if decision.reused:
-                self._overhead = _learnt(self._overhead, taken / expected, self._profile.overhead)
+                self._overhead = _learnt(self._overhead, taken / expected, self._measured.overhead)
             else:
                 self._pace = _learnt(self._pace, taken / expected, 1.0)
-        if not decision.reused:  # nothing was blended: it may pay again
-            self._overhead += (self._profile.overhead - self._overhead) * _FORGOTTEN
+        if not decision.reused:  # nothing was blended: blending is tried again some day
+            self._overhead += (self._measured.overhead - self._overhead) * _FORGOTTEN
         for tier, (taken, expected) in read_s.items():
             if expected > 0:
                 factor = min(max(taken / expected, 0.25), 4.0)
                 self._slower[tier] = self._slower.get(tier, 1.0) * (1 + _WEIGHT * (factor - 1))
 
     def load_s(self, spans: Sequence[Span]) -> dict[str, float]:
-        """Expected seconds of loading these spans, by tier."""
+        """Expected seconds to load these spans, by tier."""
         return self._load_s(_Taken.of(spans))
 
     def _full_s(self, tokens: int) -> float:
-        return self._pace * self._profile.full_s(tokens)
+        return self._pace * self._measured.full_s(tokens)
 
     # ---- costs ------------------------------------------------------------------------------------------
 
     def _by_speed(self, spans: Sequence[Span]) -> list[Span]:
-        """What is to be loaded first in front: by tier, exact prefixes before others, then by position."""
+        """In the order in which they are added: by tier, exact prefixes before others, then by position."""
         seconds = {tier: self._bytes_per_token / self._speed(tier).bytes_per_s for tier in {s.tier for s in spans}}
         return sorted(spans, key=lambda span: (seconds[span.tier], span.source is not Source.PREFIX, span.start))
 
     def _speed(self, tier: str) -> TierSpeed:
-        """A tier that was never measured is taken for as fast as memory."""
-        known = self._profile.tiers.get(tier, TierSpeed(1e10))
+        """Speed of a tier; one that was not measured counts as fast as memory."""
+        known = self._measured.tiers.get(tier, TierSpeed(1e10))
         return known.scaled(self._slower.get(tier, 1.0))
 
     def _load_s(self, taken: "_Taken") -> dict[str, float]:
@@ -268,10 +182,10 @@ class Controller:
         unit = (full - self._full_s(taken.exact)) / max(1, rows) / self._layers
         fresh = rows - taken.reused + ratio * taken.reused
         row_layers = rows * self._whole + fresh * (self._layers - self._whole)
-        return self._profile.request_s + unit * row_layers * (self._overhead if taken.reused else 1.0)
+        return self._measured.request_s + unit * row_layers * (self._overhead if taken.reused else 1.0)
 
     def _largest_hidden(self, plan: BlendPlan, loaded: "_Taken", load: float) -> float:
-        """The largest ratio that is computed while it loads; the floor at least."""
+        """The largest ratio whose recomputing is hidden behind the loading; at least the floor."""
         low, high = (self._compute_s(plan, loaded, ratio) for ratio in (0.0, 1.0))
         hidden = (MARGIN * load - low) / (high - low) if high > low else 0.0
         return float(min(1.0, max(self._floor, hidden)))
@@ -280,7 +194,7 @@ class Controller:
         if not stored:
             return "nothing is stored"
         if not count:
-            return "computing all of it is expected to be sooner than loading any"
+            return "computing the whole prompt is expected to be faster than loading any of it"
         tiers = ", ".join(dict.fromkeys(span.tier or "memory" for span in stored[:count]))
         what = "all" if count == len(stored) else f"{count} of {len(stored)}"
         why = "computing takes longer than loading" if compute >= load else "loading takes longer than computing"
@@ -288,18 +202,18 @@ class Controller:
 
 
 def _learnt(value: float, factor: float, start: float) -> float:
-    """A running average's next value, where `factor` times as much was seen; never far from where it began."""
+    """The next value of a running average after `factor` times it was observed; at most `_FARTHEST` times `start`."""
     value *= 1 + _WEIGHT * (min(max(factor, 0.25), 4.0) - 1)
     return min(max(value, start / _FARTHEST), start * _FARTHEST)
 
 
 class _Taken:
-    """What is loaded: a repeated chunk is read once.
+    """A set of spans to load. A repeated chunk is read once.
 
     Attributes:
         names: of the blocks.
         by_tier: [blocks, tokens] that are read.
-        exact, reused: rows of the prompt.
+        exact, reused: rows of the prompt that are exact prefix, and all others.
     """
 
     def __init__(self) -> None:
@@ -309,14 +223,14 @@ class _Taken:
 
     @staticmethod
     def of(spans: Sequence[Span]) -> "_Taken":
-        """All of these."""
+        """With all these spans."""
         taken = _Taken()
         for span in spans:
             taken.add(span)
         return taken
 
     def add(self, span: Span) -> None:
-        """One more."""
+        """Adds a span."""
         if span.source is Source.PREFIX:
             self.exact += len(span)
         else:

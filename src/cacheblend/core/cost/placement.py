@@ -1,10 +1,10 @@
-"""Where to keep KV caches: loading against recomputing by device and ratio (paper, section 5.2 and figure 10)."""
+"""Where to keep KV caches: loading time against recomputing time, by device (paper, section 5.2 and figure 10)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cacheblend.core.cost.controller import MARGIN
+from cacheblend.core.cost.cost_model import MARGIN
 from cacheblend.core.errors import InvalidInputError
 
 
@@ -13,9 +13,9 @@ class Device:
     """A place for KV caches.
 
     Attributes:
-        name: for people.
-        bytes_per_s: of reading.
-        price: of a GB (10^9 bytes) a month, in any currency; 0: it is there anyway.
+        name: for display.
+        bytes_per_s: reading throughput.
+        price: of a GB (10^9 bytes) a month, in any currency; 0: no extra cost.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Device:
 
     @staticmethod
     def parse(text: str, measured: Mapping[str, float] = MappingProxyType({})) -> "Device":
-        """Of ``name:GB/s:price``, or ``name::price`` for a tier that was measured.
+        """From ``name:GB/s:price``, or ``name::price`` for a tier that was measured.
 
         Args:
             text: the device.
             measured: bytes/s by tier.
 
         Raises:
-            InvalidInputError: it is not of that form, or was not measured.
+            InvalidInputError: the text has another form, or the tier was not measured.
         """
         try:
             name, speed, price = text.split(":")
@@ -57,13 +57,13 @@ class Placement:
     """A context's caches on one device.
 
     Attributes:
-        device: where.
+        device: that stores them.
         load_s: T_load of the context.
-        ratio: chosen: the floor, or the largest that is computed while it loads.
+        ratio: the floor, or the largest ratio whose recomputing is hidden behind the loading.
         recompute_s: T_recompute at that ratio.
-        ttft_s: the longer of the two.
-        hides: loading is no longer than recomputing at the floor.
-        monthly: price of all stored tokens.
+        ttft_s: the longer of the two times.
+        hides: loading takes no longer than recomputing at the floor.
+        monthly: price of all stored bytes.
     """
 
     device: Device
@@ -84,14 +84,14 @@ def place(
     stored_bytes: float,
     floor: float = 0.15,
 ) -> list[Placement]:
-    """Every device's placement, in the order given.
+    """The placement on each device, in the order given.
 
     Args:
-        devices: to choose from.
-        prefill_s: of the whole context.
-        layers: of the model: the first is always computed whole.
-        context_bytes: KV of the context.
-        stored_bytes: of all that is to be kept.
+        devices: to compare.
+        prefill_s: time of a full prefill of the context.
+        layers: of the model; the first is always computed for all rows.
+        context_bytes: size of the context's KV.
+        stored_bytes: size of all KV to be kept.
         floor: the least ratio.
 
     Raises:
@@ -115,14 +115,14 @@ def place(
 
 
 def recompute_s(prefill_s: float, layers: int, ratio: float) -> float:
-    """T_recompute: the first layer whole, the others by ratio."""
+    """T_recompute: all rows in the first layer, a share of them in the others."""
     return prefill_s * (1 / layers + ratio * (1 - 1 / layers))
 
 
 def cheapest(placements: Sequence[Placement], prefill_s: float) -> Placement | None:
-    """The cheapest device that hides its loading; else, of those sooner than a prefill, the soonest; None: none is."""
+    """The cheapest device that hides its loading, or else the fastest; None: none is faster than a full prefill."""
     hiding = [each for each in placements if each.hides]
     if hiding:
         return min(hiding, key=lambda each: (each.monthly, each.ttft_s))
-    sooner = [each for each in placements if each.ttft_s < prefill_s]
-    return min(sooner, key=lambda each: each.ttft_s, default=None)
+    faster = [each for each in placements if each.ttft_s < prefill_s]
+    return min(faster, key=lambda each: each.ttft_s, default=None)

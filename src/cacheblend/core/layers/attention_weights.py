@@ -1,4 +1,4 @@
-"""Attention weights of few rows, written out. Attention itself never holds them; who asks what a row looks at does."""
+"""Attention weights of a few rows as a tensor, for the question's pass and inspection; `attention` never keeps them."""
 
 import torch
 
@@ -12,17 +12,17 @@ def attention_weights(
     key_positions: torch.Tensor,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """How much each row attends to each key, on any device.
+    """The weight that each row gives to each key, on any device.
 
     Args:
         query: [heads, rows, head_dim] floating point.
         keys: [kv_heads, n, head_dim]; head h of the query uses KV head h // (heads // kv_heads).
-        positions: [rows] int64; each row's own key must be among the keys, so that every row sees one.
+        positions: [rows] int64; each row's own key must be among the keys, so that every row sees a key.
         key_positions: [n] int64, ascending.
-        spec: of the layer; `sinks` are of these heads.
+        spec: of the layer, with `sinks` of these heads.
 
     Returns:
-        [heads, rows, n] fp32, 0 where a row does not see the key. Rows sum to 1, with sinks to less.
+        [heads, rows, n] fp32, 0 where a row does not see the key. Rows sum to 1, or to less with sinks.
     """
     heads, rows, head_dim = query.shape
     folded = query.float().reshape(keys.shape[0], -1, head_dim)

@@ -1,4 +1,4 @@
-"""From the KV of a pass to the blocks that a store keeps: of a chunk computed alone, and of exact text in a prompt."""
+"""Makes the blocks that a store keeps from computed KV: of a chunk computed alone, and of a prompt's exact text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,18 @@ from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.core.plan.codec import codec_of
-from cacheblend.core.plan.plan import BlendPlan, Planner
+from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.planner import Planner
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkJob:
-    """A chunk to be computed.
+    """A chunk to be computed alone.
 
     Attributes:
         anchor: tokens in front of it, segment by segment.
-        token_ids: its own, [tokens].
-        label: for people.
+        token_ids: of the chunk, [tokens].
+        label: for display.
     """
 
     anchor: tuple[TokenIds, ...]
@@ -32,14 +33,14 @@ class ChunkJob:
 
 @dataclass(frozen=True, eq=False)
 class CapturedChunk:
-    """Blocks to be written (the anchor's first), and the manifest to be put behind them."""
+    """Blocks to be written (the anchor's first), and the manifest to be written after them."""
 
     blocks: list[Block]
     manifest: ChunkManifest
 
 
 def manifest_of(job: ChunkJob, planner: Planner, model_name: str) -> ChunkManifest:
-    """How the store lists the chunk."""
+    """The manifest under which a store lists the chunk."""
     names = chain_names(planner.chain_of(job.anchor), split_blocks(job.token_ids, planner.block_size))
     return ChunkManifest(
         chunk_id=names[-1],
@@ -53,8 +54,8 @@ def manifest_of(job: ChunkJob, planner: Planner, model_name: str) -> ChunkManife
 
 
 def publish(plan: BlendPlan, kv: Sequence[LayerKV]) -> list[Block]:
-    """Blocks of this request whose KV is exact as it stands: text in front of the first chunk, and chunks right
-    behind their anchor."""
+    """Blocks of a request whose KV is exact as computed: text in front of the first chunk, and chunks directly behind
+    their anchor."""
     ids = plan.prompt.token_ids
     return [
         _block(span.name, span.parent, ids[span.start : span.stop], span.start, kv, "raw") for span in plan.publishable
@@ -62,12 +63,13 @@ def publish(plan: BlendPlan, kv: Sequence[LayerKV]) -> list[Block]:
 
 
 def blocks_of(job: ChunkJob, planner: Planner, layers: Sequence[LayerKV]) -> list[Block]:
-    """The blocks of a chunk that was computed alone, the anchor's first (not of compressed ones: nobody reads those).
+    """The blocks of a chunk that was computed alone, the anchor's first (without them for lossy codecs: exact prefixes
+    never read compressed blocks).
 
     Args:
-        job: what was computed.
-        planner: names them.
-        layers: [kv_heads, tokens, head_dim] each, of anchor and chunk.
+        job: the chunk.
+        planner: names the blocks.
+        layers: KV of anchor and chunk, [kv_heads, tokens, head_dim] each.
     """
     blocks, parent, position = [], planner.root, 0
     needed_from = 0 if codec_of(planner.codec).is_exact else sum(len(part) for part in job.anchor)

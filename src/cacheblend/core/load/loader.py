@@ -1,13 +1,13 @@
 """Streams layers from the store ahead of the layer loop.
 
-The loader owns the request's KV cache: one pair of buffers a layer, as long as the prompt. It fills in what is
-loaded (keys already re-positioned); the fusor writes the fresh rows over it. Knows plans, block sources and
+The loader owns the request's KV cache: one pair of buffers for each layer, as long as the prompt. It writes the loaded
+rows (keys already re-positioned); the prefill overwrites those that it recomputes. Knows plans, block sources and
 rotations; knows neither engines nor files.
 
-While a layer computes, a thread reads the next ones' records. On CUDA it also sends them, decompresses them, puts them
-in place and moves their keys, on a stream of its own (`staging`). On a CPU the caller's thread does that, with all its
-helpers: there is no other processor to do it beside the layers, and a thread that takes one away from them costs more
-than it spares (docs/log.md, 2026-11-22).
+While a layer computes, a thread reads the records of the next layers. On CUDA that thread also copies them to the
+device, decompresses them, writes them into the buffers and re-positions their keys, on a separate stream (`staging`).
+On a CPU the thread only reads; the caller's thread does the rest, with all its helper threads, because a second thread
+would take processors from the layers and cost more time than it saves (docs/log.md, 2026-11-22).
 """
 
 import time
@@ -27,7 +27,7 @@ from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 
 ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
-AHEAD_BYTES = 1 << 30  # of buffers whose records are read ahead, a layer's at least
+AHEAD_BYTES = 1 << 30  # bounds the buffers of layers that are loaded ahead; one layer is always loaded ahead
 
 
 class LayerKV(NamedTuple):
@@ -37,13 +37,13 @@ class LayerKV(NamedTuple):
     values: torch.Tensor
 
     def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts rows [kv_heads, n, head_dim] at these positions, [n] int64."""
+        """Overwrites the rows at `positions` [n] int64 with these, [kv_heads, n, head_dim]."""
         self.keys.index_copy_(1, positions, keys)
         self.values.index_copy_(1, positions, values)
 
 
 class _Read(NamedTuple):
-    """One layer's records as they are stored, what stands where, and the seconds that reading took."""
+    """One layer's records as stored, the spans they belong to, and the seconds that reading took."""
 
     spans: list[Span]
     records: dict[BlockName, torch.Tensor]
@@ -51,7 +51,7 @@ class _Read(NamedTuple):
 
 
 class _Loaded(NamedTuple):
-    """One layer's buffers, filled, the seconds that it took the host, and the moment when the device is done."""
+    """One layer's filled buffers, the seconds that the host took, and the event when the device is done."""
 
     kv: LayerKV
     seconds: float
@@ -59,20 +59,25 @@ class _Loaded(NamedTuple):
 
 
 class LayerLoader:
-    """One request's layers, loaded in order, at most `read_ahead` (or `AHEAD_BYTES`) ahead of the furthest asked for.
+    """Loads one request's layers in order, at most `read_ahead` layers (or `AHEAD_BYTES`) ahead of the last asked for.
 
     Args:
-        plan: what to load.
-        source: where from.
+        plan: says which blocks are loaded.
+        source: the store they are read from.
         layout: of the buffers.
-        rotations: one a layer; None where keys carry no position.
-        first_reused_layer: LOADED rows are left out before this layer, since there all of them are computed.
+        rotations: one for each layer; None where keys have no position.
+        first_reused_layer: LOADED rows are not read before this layer, because earlier layers compute all of them.
         device: of the buffers.
         read_ahead: 0 loads in the caller's thread.
-        beside: what is read ahead is put in place ahead, too, beside the layers; None: on CUDA.
-        heads: the KV heads to read (a tensor-parallel rank's); `layout` is that of those heads.
-        codec: of the chunks' records; exact ones are never compressed.
-        resident: of a layer, the rows of the plan's span `RESIDENT`, [kv_heads, 2, n, head_dim] on the device.
+        overlap: copy prefetched layers while earlier ones compute; None: on CUDA only.
+        heads: the KV heads to read (of a tensor-parallel rank); `layout` has only these heads.
+        codec: of the chunks' records; blocks of the exact prefix are never compressed.
+        resident: gives the rows of the plan's span `RESIDENT` for a layer, [kv_heads, 2, n, head_dim] on the device.
+
+    Attributes:
+        read_s: seconds of reading, by tier.
+        load_s: seconds of reading and of filling buffers, on the host.
+        wait_s: seconds that callers of `layer` waited.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class LayerLoader:
         first_reused_layer: int = 0,
         device: torch.device | str = "cpu",
         read_ahead: int = 2,
-        beside: bool | None = None,
+        overlap: bool | None = None,
         heads: slice | None = None,
         codec: str = "raw",
         resident: Callable[[int], torch.Tensor] | None = None,
@@ -95,7 +100,7 @@ class LayerLoader:
         self._first_reused_layer, self._heads = first_reused_layer, heads
         self._staging = Staging(torch.device(device))
         self._device = self._staging.device
-        self._beside = self._device.type == "cuda" if beside is None else beside
+        self._overlap = self._device.type == "cuda" if overlap is None else overlap
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._spans = [s for s in found if s.name != RESIDENT]
         self._resident = resident if len(self._spans) < len(found) else None
@@ -105,15 +110,15 @@ class LayerLoader:
         self._pending: dict[int, Future[_Read | _Loaded]] = {}
         self._given: dict[int, LayerKV] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self.read_s: dict[str, float] = {}  # by tier
-        self.load_s = 0.0  # reading and putting in place
-        self.wait_s = 0.0  # of which the caller saw
+        self.read_s: dict[str, float] = {}
+        self.load_s = 0.0
+        self.wait_s = 0.0
 
     def layer(self, index: int) -> LayerKV:
-        """Buffers of layer `index`, loaded rows in place, all others zero. Ask in order.
+        """Buffers of layer `index` with the loaded rows, all others zero. Ask in order.
 
-        Asked again, it hands out the same buffers as they stand: they are the request's KV cache, and nothing is
-        read or moved twice.
+        A second call for a layer returns the same buffers with their current content: they are the request's KV cache,
+        and nothing is read twice.
 
         Raises:
             BlockLostError: names every block of this layer that could not be read.
@@ -138,7 +143,7 @@ class LayerLoader:
             self.wait_s += time.perf_counter() - started
 
     def release(self, index: int) -> None:
-        """Lets go of a layer's buffers, which nobody will ask for again."""
+        """Drops a layer's buffers, which must not be asked for again."""
         self._given.pop(index, None)
 
     def __enter__(self) -> "LayerLoader":
@@ -150,7 +155,7 @@ class LayerLoader:
         self.close()
 
     def close(self) -> None:
-        """Stops loading ahead, waits for the layer under way, and lets go of the buffers. Idempotent."""
+        """Stops loading ahead, waits for the layer being loaded, and drops the buffers. Idempotent."""
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()
@@ -161,7 +166,7 @@ class LayerLoader:
         self._turns.clear()
 
     def _layers_of(self, nbytes: int) -> int:
-        """So many layers' buffers take at most this many bytes; one layer's may take more."""
+        """Number of layers whose buffers fit in this many bytes; at least one."""
         return max(1, nbytes * len(self._layout.layers) // max(1, self._layout.block_bytes(len(self._plan))))
 
     def _schedule(self, index: int) -> None:
@@ -172,14 +177,14 @@ class LayerLoader:
                 self._pending[ahead] = self._submit(self._thread, ahead)
 
     def _submit(self, thread: ThreadPoolExecutor, index: int) -> "Future[_Read | _Loaded]":
-        if not self._beside:
+        if not self._overlap:
             return thread.submit(self._read, index)
-        # Memory comes from the caller's stream, which gives it back: the other one would keep a KV cache for itself.
-        return thread.submit(self._load_beside, index, self._buffers(index), self._staging.now())
+        # Allocated on the caller's stream, which frees it: else torch caches a whole KV cache for the other stream.
+        return thread.submit(self._load_overlapped, index, self._buffers(index), self._staging.now())
 
     @torch.no_grad()
-    def _load_beside(self, index: int, kv: LayerKV, allocated: Any) -> _Loaded:
-        with self._staging.beside():
+    def _load_overlapped(self, index: int, kv: LayerKV, allocated: Any) -> _Loaded:
+        with self._staging.stream():
             read = self._read(index)
             return self._fill(index, read, kv, allocated)._replace(done=self._staging.now())
 
@@ -208,7 +213,7 @@ class LayerLoader:
         return _Read(spans, records, time.perf_counter() - started)
 
     def _fill(self, index: int, read: _Read, kv: LayerKV, allocated: Any = None) -> _Loaded:
-        """Puts what was read in place, behind the moment when the buffers are there."""
+        """Writes records into the buffers, after the event `allocated`, when the device has them."""
         started = time.perf_counter()
         on_device = {name: self._staging.send(record) for name, record in read.records.items()}
         self._staging.wait(allocated, kv)
@@ -227,7 +232,7 @@ class LayerLoader:
             part[:, : rows.shape[1]] = rows
 
     def _decoded(self, index: int, span: Span, stored: torch.Tensor) -> torch.Tensor:
-        """A record as it was computed; decompressed on the buffers' device, to which fewer bytes travel."""
+        """A record as computed; decompressed on the buffers' device, so that fewer bytes are copied to it."""
         if stored.dim() == 4:
             return stored
         return self._stored.decode(index, stored.to(self._device), span.record_tokens or len(span))
@@ -245,7 +250,7 @@ class LayerLoader:
 
 
 def _by_tier(spans: Sequence[Span]) -> dict[str, list[BlockName]]:
-    """Names by where they are read from; a repeated chunk's once."""
+    """Names by the tier they are read from, each once."""
     tiers: dict[str, dict[BlockName, None]] = {}
     for span in spans:
         tiers.setdefault(span.tier, {})[span.name] = None

@@ -1,7 +1,7 @@
-"""Re-positioning of keys: R(p + d) = R(d) R(p), so stored keys move by rotating them once more.
+"""Re-positioning of keys: R(p + d) = R(d) R(p), so stored keys are moved by rotating them once more.
 
-A rotation is a model's own inverse frequencies and the way its dimensions pair up. Attention scaling (YaRN's
-mscale) is part of the stored keys already and must not be applied again, so it has no place here. This module
+A rotation consists of a model's inverse frequencies and the way its dimensions are paired. Attention scaling (YaRN's
+mscale) is already part of the stored keys and must not be applied again, so it is not part of a rotation. This module
 knows keys and angles; engines say which rotation a layer has.
 """
 
@@ -17,12 +17,12 @@ Pairing = Literal["half", "interleaved"]
 
 @dataclass(frozen=True, eq=False)
 class KeyRotation:
-    """How one layer's keys turn with their position.
+    """How one layer's keys are rotated by their position.
 
     Attributes:
         inv_freq: [rotary_dim / 2] radians per position, fp32 or wider, on the CPU.
-        pairing: dimension i turns with i + rotary_dim / 2 (``half``: Llama, NeoX) or 2 i with 2 i + 1
-            (``interleaved``: GPT-J, GLM, Cohere). Dimensions from rotary_dim on do not turn.
+        pairing: dimension i is paired with i + rotary_dim / 2 (``half``: Llama, NeoX), or 2 i with 2 i + 1
+            (``interleaved``: GPT-J, GLM, Cohere). Dimensions from rotary_dim on are not rotated.
     """
 
     inv_freq: torch.Tensor
@@ -30,13 +30,13 @@ class KeyRotation:
 
     @property
     def rotary_dim(self) -> int:
-        """Leading dimensions of a head that turn."""
+        """Leading dimensions of a head that are rotated."""
         return 2 * len(self.inv_freq)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Cosines and sines of one shift a row, each [rows or 1, rotary_dim / 2] fp32."""
+    """Cosines and sines of each row's shift, [rows or 1, rotary_dim / 2] fp32 each."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -48,10 +48,10 @@ def turn_by(rotation: KeyRotation, offsets: torch.Tensor, device: torch.device |
 
     Args:
         rotation: of the layer.
-        offsets: [rows] int64, new position less stored position; may be negative.
-        device: where the keys will be.
+        offsets: [rows] int64, new position minus stored position; may be negative.
+        device: of the keys.
 
-    Angles are taken in fp64: at an offset of 100,000 an fp32 angle would be off by 0.004 rad.
+    Angles are computed in fp64: at an offset of 100,000 an fp32 angle would be off by 0.004 rad.
     """
     unique, inverse = torch.unique(offsets.cpu(), return_inverse=True)
     angles = unique.double()[:, None] * rotation.inv_freq.double()[None, :]
@@ -67,8 +67,7 @@ def reposition_keys(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
         turn: of the rows' shifts.
 
     Returns:
-        [kv_heads, rows, head_dim] in the keys' dtype; the arithmetic is fp32 (in bf16 it costs a tenth more
-        error).
+        [kv_heads, rows, head_dim] in the keys' dtype, computed in fp32 (bf16 arithmetic has 10 % more error).
     """
     half = turn.cos.shape[-1]
     turned = keys.clone()
@@ -77,7 +76,7 @@ def reposition_keys(keys: torch.Tensor, turn: Turn) -> torch.Tensor:
     else:
         halves = (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
     first, second = (keys[..., part].float() for part in halves)
-    # Each pass over the rows costs: four that compute, into one buffer, and two that round.
+    # Passes over the rows take the time: four compute, into one buffer, and two round.
     moved = torch.mul(first, turn.cos).addcmul_(second, turn.sin, value=-1)
     turned[..., halves[0]] = moved
     turned[..., halves[1]] = torch.mul(second, turn.cos, out=moved).addcmul_(first, turn.sin)
@@ -91,16 +90,16 @@ def shift_limit(rope_parameters: dict[str, Any]) -> int | None:
     """Longest prompt in which keys of this RoPE can be shifted by a constant; None: no limit.
 
     Args:
-        rope_parameters: one layer type's, as transformers keeps them (``rope_type`` and what belongs to it).
+        rope_parameters: of one layer type, in transformers' form (``rope_type`` and its parameters).
 
     Raises:
-        ModelNotBlendableError: its frequencies depend on the prompt's length, or it is not known here.
+        ModelNotBlendableError: its frequencies depend on the prompt's length, or the type is unknown.
     """
     kind = rope_parameters.get("rope_type") or "default"
     if kind in SHIFTABLE_ROPE:
         return None
     if kind == "longrope" and rope_parameters.get("original_max_position_embeddings"):
-        # Up to its switch LongRoPE uses one fixed set of factors; behind it another, for all positions at once.
+        # Up to this length LongRoPE uses one fixed set of factors, beyond it another for all positions.
         return int(rope_parameters["original_max_position_embeddings"])
     if kind in ("dynamic", "longrope"):
         raise ModelNotBlendableError(
@@ -108,5 +107,5 @@ def shift_limit(rope_parameters: dict[str, Any]) -> int | None:
             "shifted by a constant; serve this model without blending"
         )
     raise ModelNotBlendableError(
-        f"RoPE of type {kind!r} is not known; shiftable are {', '.join(SHIFTABLE_ROPE)}, and longrope below its switch"
+        f"RoPE of type {kind!r} is not known; shiftable are {', '.join(SHIFTABLE_ROPE)}, and short prompts of longrope"
     )

@@ -1,8 +1,8 @@
-"""A device's own stream for what is loaded, beside the one that computes.
+"""A separate CUDA stream for loading, so that copies overlap with computing.
 
-On CUDA, records go through pinned memory, are decompressed and put in place on that stream while layers are computed;
-who computes makes its stream wait for the outcome. Streams wait for each other, the host for neither. On a CPU there
-are no streams, and nothing of this is done.
+Records go through pinned memory, and are decompressed and written into their buffers on that stream while layers
+compute on another, which waits for the result. Streams wait for each other; the host waits for neither. On a CPU all
+methods do nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ import torch
 
 
 class Staging:
-    """One request's use of it.
+    """One request's use of the loading stream.
 
     Args:
-        device: where records are needed.
+        device: on which records are needed.
 
     Attributes:
-        device: the same, with its number.
+        device: the same with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,8 +29,8 @@ class Staging:
         self.device = device
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """What is done inside goes onto the stream for loading."""
+    def stream(self) -> Iterator[None]:
+        """Work that is started inside goes onto the loading stream."""
         if self.device.type != "cuda":
             yield
             return
@@ -38,36 +38,36 @@ class Staging:
             yield
 
     def send(self, record: torch.Tensor) -> torch.Tensor:
-        """The record on the device, or on its way there on the current stream.
+        """The record on the device; the copy may still be in progress on the current stream.
 
-        torch keeps pinned memory that is given back, and hands it out again once its copy is done.
+        torch reuses freed pinned memory only once its copy is done.
         """
         if self.device.type != "cuda" or record.is_cuda:
             return record
         return record.pin_memory().to(self.device, non_blocking=True)
 
     def now(self) -> Any:
-        """The moment when all that was begun on the current stream is done, for `wait`."""
+        """An event for `wait`: all work started so far on the current stream is done."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
-    def wait(self, moment: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """What is begun on the current stream behind this call runs behind that moment of another one.
+    def wait(self, event: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Work that is started on the current stream after this call runs after an event of another stream.
 
         Args:
-            moment: of the other stream.
-            tensors: of the other stream, to be written on this one: their memory is not handed out before this one is
-                through with them.
+            event: of the other stream; None: no wait.
+            tensors: allocated on the other stream and used on this one: their memory is not reused before this stream
+                is done with them.
         """
-        if moment is None:
+        if event is None:
             return
         stream = torch.cuda.current_stream(self.device)
-        stream.wait_event(moment)
+        stream.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(stream)
 
 
 @cache
 def _stream(device: torch.device) -> Any:
-    """One a device: torch keeps memory by stream, and would keep a request's for each of many."""
+    """One for each device: torch caches memory by stream, so a stream for each request would cost memory for each."""
     make: Any = torch.cuda.Stream  # torch has no types for it
     return make(device)

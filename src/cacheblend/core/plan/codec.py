@@ -1,13 +1,13 @@
-"""How stored KV is compressed: records to bytes, one run of bytes a head, and back on any device.
+"""How stored KV is compressed: a record to one run of bytes for each head, and back on any device.
 
-    raw    as computed, [kv_heads, 2, tokens, head_dim]
+    raw    not compressed, [kv_heads, 2, tokens, head_dim]
     int8   a scale per head and token, for keys and values each
     fp8    the same with the 8 bits of float8_e4m3fn
-    int4   keys per channel in groups of 64 tokens, values per token, each with its lowest value and a step
+    int4   keys per channel in groups of 64 tokens, values per token, each with a lowest value and a step
 
-Scales, lowest values and steps are fp16. A head's bytes stand together, so that a tensor-parallel rank still reads
-just its heads. Keys have few channels that are large for every token (KIVI, arXiv 2402.02750): per token those would
-take all of 4 bits' steps, per channel they take their own.
+Scales, lowest values and steps are fp16. A head's bytes are contiguous, so that a tensor-parallel rank reads only its
+heads. Keys have a few channels that are large for every token (KIVI, arXiv 2402.02750). With 4 bits per token those
+channels would leave no resolution to the others, so keys are quantised per channel.
 """
 
 from typing import Protocol
@@ -16,7 +16,7 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError
 
-GROUP = 64  # tokens that share a channel's step
+GROUP = 64  # tokens that share the step of a channel
 _SMALLEST = torch.finfo(torch.float16).smallest_normal
 
 
@@ -25,24 +25,28 @@ class Codec(Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """What is decoded is what was encoded."""
+        """Whether decoding gives exactly what was encoded."""
         ...
 
     def head_bytes(self, tokens: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one head's keys and values, of so many tokens."""
+        """Bytes of one head's keys and values of this many tokens."""
         ...
 
     def encode(self, record: torch.Tensor) -> torch.Tensor:
-        """[kv_heads, 2, tokens, head_dim] to uint8 [kv_heads, head_bytes] (raw: as it is)."""
+        """[kv_heads, 2, tokens, head_dim] to uint8 [kv_heads, head_bytes] (raw: unchanged).
+
+        Raises:
+            InvalidInputError: a lossy codec cannot compress infinities and NaN.
+        """
         ...
 
     def decode(self, encoded: torch.Tensor, tokens: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """What `encode` gave, back as [kv_heads, 2, tokens, head_dim] of `dtype` on the device of `encoded`."""
+        """The opposite of `encode`: [kv_heads, 2, tokens, head_dim] of `dtype` on the device of `encoded`."""
         ...
 
 
 class Raw:
-    """As computed."""
+    """No compression."""
 
     is_exact = True
 
@@ -60,7 +64,7 @@ class Raw:
 
 
 class EightBits:
-    """A byte a number, a scale per head and token.
+    """One byte for each number, one scale for each head and token.
 
     Args:
         kind: int8, or a float8 type.
@@ -93,10 +97,11 @@ class EightBits:
 
 
 class FourBits:
-    """Half a byte a number: of keys a channel's 64 tokens share lowest value and step, of values a token's channels.
+    """Half a byte for each number. 64 tokens of a key channel share a lowest value and a step, and so do all channels
+    of a token's value.
 
-    A head's bytes: keys, two tokens' channels a byte (an odd last token beside nothing); values, two channels a byte;
-    then lowest values and steps of keys [groups, head_dim], and of values [tokens].
+    A head's bytes: keys, two tokens of a channel in a byte (an odd last token is paired with 0); values, two channels
+    in a byte; then lowest values and steps of keys [groups, head_dim] and of values [tokens].
     """
 
     is_exact = False
@@ -133,7 +138,7 @@ class FourBits:
 
     @staticmethod
     def _sizes(tokens: int, head_dim: int) -> list[int]:
-        """Bytes of keys, values, and of what scales keys and values."""
+        """Bytes of keys, values, scales of keys, and scales of values."""
         pairs, groups = -(-tokens // 2), -(-tokens // GROUP)
         return [pairs * head_dim, tokens * -(-head_dim // 2), 4 * groups * head_dim, 4 * tokens]
 
@@ -147,27 +152,27 @@ CODECS: dict[str, Codec] = {
 
 
 def codec_of(name: str) -> Codec:
-    """The codec of that name; `InvalidInputError` if there is none."""
+    """The codec of this name; raises `InvalidInputError` if there is none."""
     if name not in CODECS:
         raise InvalidInputError(f"unknown codec {name!r}; there are {', '.join(CODECS)}")
     return CODECS[name]
 
 
 def _finite(record: torch.Tensor) -> torch.Tensor:
-    """The record in fp32; what is no number has no scale."""
+    """The record in fp32; raises `InvalidInputError` for infinities and NaN, which have no scale."""
     numbers = record.float()
     if not bool(numbers.isfinite().all()):
-        raise InvalidInputError("KV with numbers that are infinite, or none, cannot be compressed; use the codec raw")
+        raise InvalidInputError("KV with infinities or NaN cannot be compressed; use the codec raw")
     return numbers
 
 
 def _step(extent: torch.Tensor, steps: float) -> torch.Tensor:
-    """fp16, such that `steps` of them are the extent; a normal number, so that it can divide."""
+    """`extent` / `steps` in fp16; a normal number, so that one can divide by it."""
     return (extent / steps).clamp_(_SMALLEST, torch.finfo(torch.float16).max).to(torch.float16)
 
 
 def _in_steps(numbers: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(lowest, step) fp16, `dim` dropped, and uint8 0..15 such that lowest + step * n is close to the numbers."""
+    """(lowest, step, n): fp16 without `dim`, and uint8 0..15 such that lowest + step * n approximates the numbers."""
     lowest = numbers.amin(dim, keepdim=True).clamp(-65504, 65504).to(torch.float16)
     step = _step(numbers.amax(dim, keepdim=True) - lowest.float(), 15)
     steps = ((numbers - lowest.float()) / step.float()).round_().clamp_(0, 15)
@@ -175,7 +180,7 @@ def _in_steps(numbers: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _packed(numbers: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pairs of neighbours along `dim` in a byte, the first in its lower half; an odd last one beside 0."""
+    """Two neighbours along `dim` in a byte, the first in its lower half; an odd last one is paired with 0."""
     if numbers.shape[dim] % 2:
         numbers = torch.cat([numbers, torch.zeros_like(numbers.narrow(dim, 0, 1))], dim)
     pairs = torch.unflatten(numbers, dim, (-1, 2))
@@ -183,15 +188,15 @@ def _packed(numbers: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """The opposite of `_packed`; an odd last one keeps its neighbour."""
+    """The opposite of `_packed`; an odd last one is followed by its 0."""
     return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
 
 
 def _joined(*parts: torch.Tensor) -> torch.Tensor:
-    """A head's parts [kv_heads, ...] of any type behind each other, as bytes."""
+    """Parts [kv_heads, ...] of any type as bytes, concatenated for each head."""
     return torch.cat([part.contiguous().flatten(1).view(torch.uint8) for part in parts], dim=1)
 
 
 def _halves(part: torch.Tensor) -> torch.Tensor:
-    """Bytes [kv_heads, n] as fp16; a copy, since they may begin anywhere."""
+    """Bytes [kv_heads, n] as fp16; a copy, because they may not be aligned."""
     return part.clone(memory_format=torch.contiguous_format).view(torch.float16)

@@ -1,12 +1,12 @@
-"""Content matching: finds stored chunks in a prompt by their token ids, wherever they stand, without any marker.
+"""Content matching: finds stored chunks in a prompt by their token ids, at any position, without any marker.
 
     chunk A       a0 a1 a2 a3 a4 ... a497 a498 a499
     prompt   t t  b0 b1 a2 a3 a4 ... a497 c0 t t t
     match              [start               stop)          A[offset:] with offset = 2
 
-At a seam the text around a chunk may tokenise its first and last tokens differently: just those are not matched.
-A stored chunk is known by the hashes of every `WINDOW`-th window of `WINDOW` tokens; a prompt's windows are all looked
-up. Hits are verified id by id, so a hash that meets by chance costs time and nothing else.
+Next to other text a chunk's first and last tokens may be tokenised differently; only those are not matched. Of a
+stored chunk the windows of `WINDOW` tokens at multiples of `WINDOW` are hashed; of a prompt all windows are looked up.
+Hits are verified id by id, so a hash collision costs time but never gives a wrong match.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,18 +21,19 @@ from cacheblend.core.plan.blocks import ChunkManifest
 
 WINDOW = 32
 SHORTEST = 2 * WINDOW - 1
-"""A run of agreement this long holds a known window, wherever it begins; shorter ones may be missed."""
+"""An equal run of this length contains a hashed window wherever it begins; shorter runs may be missed."""
 
-_MOST_OWNERS = 16  # chunks looked at for one window: boilerplate that opens thousands of chunks tells none from another
+_MOST_OWNERS = 16  # chunks compared for one window: a text that thousands of chunks share identifies none of them
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2 ** 64 over the golden ratio
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A run of a prompt that agrees with a stored chunk.
+    """A run of a prompt that equals a part of a stored chunk.
 
     Attributes:
-        start: first position in the prompt; stop: one behind the last.
+        start: first position in the prompt.
+        stop: position after the last.
         chunk: the stored chunk.
         offset: place of the run's first token in the chunk.
     """
@@ -47,7 +48,7 @@ class Match:
 
 
 class ChunkIndex:
-    """The chunks of one store and model, by content. Not safe for threads: its owner's only.
+    """The chunks of one store and model, by content. Not thread-safe.
 
     Args:
         min_tokens: shorter runs are not matched.
@@ -72,11 +73,11 @@ class ChunkIndex:
 
     @property
     def chunk_ids(self) -> list[BlockName]:
-        """Of the chunks that can be found."""
+        """Ids of the chunks that can be found."""
         return list(self._numbers)
 
     def add(self, chunks: Iterable[ChunkManifest]) -> None:
-        """Chunks to be found from now on; those that are known, or too short to be found, change nothing."""
+        """Adds chunks; known chunks and chunks of fewer than `min_tokens` are ignored."""
         first = len(self._chunks)
         for chunk in chunks:
             if chunk.chunk_id in self._numbers or len(chunk.token_ids) < self._min_tokens:
@@ -87,11 +88,11 @@ class ChunkIndex:
         if not added:
             return
         self._new = _Windows.merged([self._new, _Windows.of(added, first)])
-        if len(self._new) > len(self._old) // 8:  # so that adding stays cheap, however many there are
+        if len(self._new) > len(self._old) // 8:  # merging rarely keeps adding cheap for any number of chunks
             self._old, self._new = _Windows.merged([self._old, self._new]), _Windows.none()
 
     def remove(self, chunk_ids: Iterable[BlockName]) -> None:
-        """Chunks not to be found any more; unknown ones are ignored."""
+        """Removes chunks; unknown ids are ignored."""
         for chunk_id in chunk_ids:
             number = self._numbers.pop(chunk_id, None)
             if number is not None:
@@ -102,10 +103,10 @@ class ChunkIndex:
             self.add(kept)
 
     def match(self, token_ids: TokenIds) -> list[Match]:
-        """The runs of a prompt that agree with stored chunks, ascending, without overlap.
+        """The runs of a prompt that equal parts of stored chunks, ascending, without overlap.
 
-        Of runs that overlap, the one that begins first is taken whole, of those the longest; what is left of the others
-        counts if it is long enough.
+        Of overlapping runs the one that begins first is taken whole, and of several the longest. The rest of another
+        run counts if it is long enough.
 
         Args:
             token_ids: [tokens] of the prompt, or of a part of it.
@@ -121,9 +122,9 @@ class ChunkIndex:
         return matches
 
     def _runs(self, token_ids: TokenIds) -> Iterator[tuple[int, int, int, int]]:
-        """Maximal runs of agreement: (start, stop, number of the chunk, offset in it), each once."""
+        """Maximal equal runs: (start, stop, number of the chunk, offset in it), each once."""
         hashes = window_hashes(token_ids)
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by chunk and where its first token would stand
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by chunk and position of its first token
         for windows in (self._old, self._new):
             for at, number, offset in windows.find(hashes):
                 known = found.setdefault((number, at - offset), [])
@@ -134,7 +135,7 @@ class ChunkIndex:
                         yield run[0], run[1], number, offset - at + run[0]
 
     def _run_around(self, token_ids: TokenIds, at: int, number: int, offset: int) -> tuple[int, int] | None:
-        """The run that holds the window at `at`, None if it agrees by its hash alone."""
+        """The equal run around the window at `at`; None if only the hash is equal."""
         chunk = self._chunks[number]
         if chunk is None:
             return None
@@ -150,12 +151,12 @@ class ChunkIndex:
 
 @dataclass(frozen=True, eq=False)
 class _Windows:
-    """Known windows, ascending by hash.
+    """Windows of stored chunks, ascending by hash.
 
     Attributes:
         hashes: [n] uint64.
-        numbers: [n] int32, whose they are.
-        offsets: [n] int32, where in it.
+        numbers: [n] int32, number of the chunk.
+        offsets: [n] int32, place in the chunk.
     """
 
     hashes: npt.NDArray[np.uint64]
@@ -171,7 +172,7 @@ class _Windows:
 
     @staticmethod
     def of(texts: Sequence[TokenIds], first: int) -> "_Windows":
-        """Every `WINDOW`-th of each text, none shorter than one; the first text has this number."""
+        """Windows at multiples of `WINDOW`; each text has at least one. `first`: number of the first text."""
         lengths = np.array([len(text) for text in texts])
         counts = lengths // WINDOW
         numbers = np.repeat(np.arange(len(texts)), counts)
@@ -198,9 +199,10 @@ class _Windows:
 
 
 def window_hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
-    """[tokens - WINDOW + 1] hash of the window that begins at each token; empty for a shorter text.
+    """[tokens - WINDOW + 1] hash of the window that begins at each token; empty for a text shorter than a window.
 
-    hash = sum of ids[j] * M ** (WINDOW - 1 - j), modulo 2 ** 64; of two neighbouring windows' halves at a time.
+    hash = sum of ids[j] * M ** (WINDOW - 1 - j), modulo 2 ** 64; computed by doubling the width: the hash
+    of a window is that of its two halves.
     """
     if len(token_ids) < WINDOW:
         return np.empty(0, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""A prompt: segments of token ids, each plain text or a chunk. Knows ids only, neither text nor tensors."""
+"""A prompt: segments of token ids, each plain text or a chunk. Knows ids; knows neither text nor tensors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ class Segment:
     Attributes:
         token_ids: [tokens], uint32.
         is_chunk: reused as a unit at any position (a retrieved passage); otherwise plain text.
-        label: a name for people, e.g. a title.
-        found_in: the stored chunk that it is a run of, where it was found by its content; None for all others.
+        label: for display, e.g. a title.
+        found_in: for a run found by its content, the stored chunk that contains it; otherwise None.
         offset: place of its first token in that chunk.
     """
 
@@ -35,7 +35,11 @@ class Segment:
 
 
 def text(ids: Sequence[int] | npt.NDArray[np.integer]) -> Segment:
-    """A plain segment, always computed unless it is an exact prefix hit."""
+    """A segment of plain text, computed unless it is an exact prefix hit.
+
+    Raises:
+        InvalidInputError: not a list of token ids.
+    """
     return Segment(_checked(ids), is_chunk=False)
 
 
@@ -43,7 +47,7 @@ def chunk(ids: Sequence[int] | npt.NDArray[np.integer], label: str = "") -> Segm
     """A segment whose KV cache is stored once and reused at any position.
 
     Raises:
-        InvalidInputError: it is empty.
+        InvalidInputError: it is empty, or not a list of token ids.
     """
     checked = _checked(ids)
     if len(checked) == 0:
@@ -52,10 +56,10 @@ def chunk(ids: Sequence[int] | npt.NDArray[np.integer], label: str = "") -> Segm
 
 
 def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
-    """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored anew.
+    """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored again.
 
     Raises:
-        InvalidInputError: the chunk has no such run.
+        InvalidInputError: the run lies outside the chunk.
     """
     if not (offset >= 0 and 0 < tokens <= len(found_in.token_ids) - offset):
         raise InvalidInputError(
@@ -67,7 +71,7 @@ def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Segments in order; empty text segments are left out.
+    """Segments in order, without empty ones.
 
     segments | text: BOS | text: system | chunk A | chunk B | text: question |
     """
@@ -79,7 +83,7 @@ class Prompt:
         """A prompt of these segments.
 
         Raises:
-            InvalidInputError: there is no token in it.
+            InvalidInputError: the prompt has no tokens.
         """
         kept = tuple(segment for segment in segments if len(segment))
         if not kept:
@@ -88,7 +92,7 @@ class Prompt:
 
     @cached_property
     def token_ids(self) -> TokenIds:
-        """All ids, [tokens], uint32."""
+        """Ids of all segments, [tokens], uint32."""
         return np.concatenate([segment.token_ids for segment in self.segments])
 
     def __len__(self) -> int:
@@ -100,11 +104,11 @@ class Prompt:
         return [segment for segment in self.segments if segment.is_chunk]
 
     def check(self, vocab_size: int, max_length: int | None, reason: str = "the model's context") -> None:
-        """Holds the prompt against a model's limits; `reason` says what `max_length` is.
+        """Checks the prompt against a model's limits; `reason` describes `max_length` in the message.
 
         Raises:
             InvalidInputError: an id outside the vocabulary.
-            PromptTooLongError: more tokens than the context has.
+            PromptTooLongError: more than `max_length` tokens.
         """
         check_ids(self.token_ids, vocab_size, "the prompt")
         if max_length is not None and len(self) > max_length:

@@ -1,21 +1,21 @@
 """KV deviation: how far a row's loaded KV is from its fresh KV (paper section 4.2)."""
 
-from typing import Literal
-
 import torch
+
+from cacheblend.core.select.selectors import Measure
 
 
 def kv_deviation(
     fresh: tuple[torch.Tensor, torch.Tensor],
     loaded: tuple[torch.Tensor, torch.Tensor],
-    measure: Literal["kv", "k", "v"] = "kv",
+    measure: Measure = "kv",
 ) -> torch.Tensor:
-    """Squared L2 distance a row, over all KV heads.
+    """Squared L2 distance of each row, summed over all KV heads.
 
     Args:
         fresh: keys and values just computed, each [kv_heads, rows, head_dim].
         loaded: keys (re-positioned) and values from the store, of the same shapes.
-        measure: over both, the keys or the values.
+        measure: over keys, values, or both.
 
     Returns:
         [rows] fp32.

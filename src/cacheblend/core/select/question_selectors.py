@@ -1,7 +1,7 @@
-"""Selectors that ask the question: the loaded rows it attends to, alone or beside those of high deviation.
+"""Selectors that use the question: rows that it attends to, alone or combined with rows of high deviation.
 
-What the question attends to stands in `Candidates.attention` (see `core.fuse.question`). It is pooled over spans of the
-text, since the row that is attended to is rarely the only one of its sentence that must be right.
+`Candidates.attention` holds the question's attention (see `core.fuse.question`). It is pooled over spans of the text,
+because a row that is attended to is rarely the only row of its sentence that must be right.
 """
 
 import math
@@ -14,6 +14,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import (
     Candidates,
     Measure,
+    Selector,
     check_measure,
     check_ratio,
     check_schedule,
@@ -22,26 +23,26 @@ from cacheblend.core.select.selectors import (
 )
 
 Pool = Literal["sentence"] | int
-"""What attention is pooled over: sentences, or spans of so many tokens (1: single rows). A span's attention is its
-highest row's."""
+"""What attention is pooled over: sentences, or spans of this many tokens (1: single rows). The attention of a span is
+the highest of its rows."""
 
 Rank = Literal["deviation", "either"]
-"""What `Hybrid` ranks rows by at check layers; ``either``: the better of its ranks by deviation and by attention."""
+"""What `Hybrid` ranks rows by at check layers; ``either``: the better of the ranks by deviation and by attention."""
 
 SPAN_WITHOUT_SENTENCES = 16  # tokens
 _LONGEST_SPAN = 1 << 31
 
 
 @dataclass(frozen=True)
-class Query:
-    """The rows that the question attends to most, span by span (ProphetKV and InfoFlow-KV select rows alike).
+class Query(Selector):
+    """The rows that the question attends to most, span by span (ProphetKV and InfoFlow-KV select rows similarly).
 
     Attributes:
         ratio: share of all candidates that is recomputed.
-        pool: see `Pool`; where nobody knows sentences, spans of `SPAN_WITHOUT_SENTENCES` tokens.
-        lead: spans in front of an attended one that are taken with it.
-        question_rows: of the question, at most, that are asked.
-        words: weight of the question's rare words beside its attention, see `core.select.text_cues`; 0: none.
+        pool: see `Pool`; where sentences are unknown, spans of `SPAN_WITHOUT_SENTENCES` tokens.
+        lead: spans in front of an attended span that are selected with it.
+        question_rows: most rows of the question whose attention is used.
+        words: weight of the question's rare words, added to its attention, see `core.select.text_cues`; 0: none.
     """
 
     ratio: float
@@ -49,35 +50,32 @@ class Query:
     lead: int = 1
     question_rows: int = 64
     words: float = 0.0
-    check_layers: ClassVar[tuple[int, ...]] = ()
-    measure: ClassVar[Measure] = "kv"
-    at_start: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        _check_asking(self.pool, self.lead, self.question_rows, self.words)
+        _check_question(self.pool, self.lead, self.question_rows, self.words)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Whole spans in order of attention; of the one that no longer fits, the rows attended to most."""
+        """Whole spans in order of attention; of the first span that does not fit, the rows with the most attention."""
         ranks = ranks_by_attention(candidates, self.pool, self.lead, self.words)
         return _first_rows(ranks, row_count(self.ratio, candidates.total))
 
 
 @dataclass(frozen=True)
-class Hybrid:
-    """A share kept by the question's attention before layer 0, then falling shares at check layers.
+class Hybrid(Selector):
+    """A share selected by the question's attention before layer 0, then smaller shares at check layers.
 
-    With `early` 1 and rank ``either`` it is the union of both rankings at the check layers.
+    With `early` 1 and rank ``either`` it selects the union of both rankings at the check layers.
 
     Attributes:
         check_layers: ascending, each at least 1.
-        ratios: for each check layer, the share of all candidates that stays active behind it.
-        early: share of all candidates that is active from layer 0 on, at least `ratios[0]`; 1: all of them.
+        ratios: for each check layer, the share of all candidates that stays active after it.
+        early: share of all candidates that is active from layer 0 on, at least `ratios[0]`; 1: all candidates.
         rank: see `Rank`.
         measure: deviation over K and V, or one of them.
         pool: see `Pool`.
         lead: as for `Query`.
-        question_rows: of the question, at most, that are asked.
+        question_rows: as for `Query`.
         words: as for `Query`.
     """
 
@@ -90,13 +88,13 @@ class Hybrid:
     lead: int = 1
     question_rows: int = 64
     words: float = 0.0
-    at_start: ClassVar[bool] = True
+    at_start: ClassVar[bool] = True  # besides the check layers
 
     def __post_init__(self) -> None:
         check_schedule(self.check_layers, self.ratios)
         check_measure(self.measure)
         check_ratio(self.early)
-        _check_asking(self.pool, self.lead, self.question_rows, self.words)
+        _check_question(self.pool, self.lead, self.question_rows, self.words)
         if self.early < self.ratios[0]:
             raise InvalidInputError(
                 f"the early share {self.early} is below the first check layer's ratio {self.ratios[0]}; "
@@ -106,30 +104,31 @@ class Hybrid:
             raise InvalidInputError(f"rank must be one of {', '.join(get_args(Rank))}, got {self.rank!r}")
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Before layer 0 by attention; at check layers the best ranks."""
+        """Before layer 0 the rows of highest attention; at check layers the rows of best rank."""
         by_attention = ranks_by_attention(candidates, self.pool, self.lead, self.words)
         if candidates.layer is None:
             return _first_rows(by_attention, row_count(self.early, candidates.total))
         deviation, layer = measured(candidates)
         ranks = _ranks(torch.argsort(deviation, descending=True, stable=True))
-        if self.rank == "either":  # rows in turns: no two keys are alike, and of equal ranks deviation's comes first
+        if self.rank == "either":  # alternates between the rankings, deviation first; all keys are distinct
             ranks = torch.minimum(2 * ranks, 2 * by_attention + 1)
         ratio = self.ratios[self.check_layers.index(layer)]
         return _first_rows(ranks, row_count(ratio, candidates.total))
 
 
 def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0, words: float = 0.0) -> torch.Tensor:
-    """[n] int64 from 0: spans by their highest attention, rows of a span by their own; of equal ones the first.
+    """The rank of each row, [n] int64 from 0: spans by their highest attention, then the rows of a span by their own.
 
-    A row with a rare word of the question counts as attended to by so much more: `words` times what the word tells.
-    The `lead` spans in front of one (of the same segment) count as attended to as much: what a sentence says is often
-    kept where the next one begins, and the row that is read there is only as right as the sentence it was made from.
+    Ties go to the first. The attention of a row with a rare word of the question is raised by `words` times the word's
+    weight. The attention of a span is also given to the `lead` spans in front of it in the same segment: models often
+    keep the content of a sentence in the first tokens of the next one, and the KV of those tokens is only right if the
+    sentence itself was recomputed.
 
     Raises:
-        InvalidInputError: the candidates come without attention.
+        InvalidInputError: the candidates have no attention.
     """
     if candidates.attention is None or candidates.segments is None:
-        raise InvalidInputError("this selector decides by the question's attention and was asked without it")
+        raise InvalidInputError("this selector decides by the question's attention and was called without it")
     attention = candidates.attention
     if words and candidates.words is not None:
         attention = attention + words * candidates.words
@@ -142,7 +141,7 @@ def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0, words:
 
 
 def _with_lead(best: torch.Tensor, segment: torch.Tensor, lead: int) -> torch.Tensor:
-    """Attention of spans [n], raised to that of the next `lead` spans of the same segment."""
+    """Attention of spans [n], raised to the highest of the next `lead` spans of the same segment."""
     raised = best.clone()
     for ahead in range(1, min(lead, len(best) - 1) + 1):
         within = segment[ahead:] == segment[:-ahead]
@@ -151,7 +150,7 @@ def _with_lead(best: torch.Tensor, segment: torch.Tensor, lead: int) -> torch.Te
 
 
 def _spans(candidates: Candidates, segments: torch.Tensor, pool: Pool) -> torch.Tensor:
-    """[n] int64: equal for rows of one span, ascending; no span crosses segments."""
+    """Each row's span, [n] int64, ascending; no span crosses segments."""
     if pool == "sentence":
         if candidates.sentences is not None:
             return candidates.sentences
@@ -160,7 +159,7 @@ def _spans(candidates: Candidates, segments: torch.Tensor, pool: Pool) -> torch.
 
 
 def _ranks(order: torch.Tensor) -> torch.Tensor:
-    """Each row's place in an order of rows, [n]."""
+    """Inverse of an order of rows: each row's place in it, [n]."""
     ranks = torch.empty_like(order)
     ranks[order] = torch.arange(len(order), device=order.device)
     return ranks
@@ -173,7 +172,7 @@ def _first_rows(ranks: torch.Tensor, count: int) -> torch.Tensor:
     return keep
 
 
-def _check_asking(pool: Pool, lead: int, question_rows: int, words: float) -> None:
+def _check_question(pool: Pool, lead: int, question_rows: int, words: float) -> None:
     if pool != "sentence" and not (_is_whole(pool) and 1 <= pool <= _LONGEST_SPAN):
         raise InvalidInputError(f"pool must be 'sentence' or 1 to {_LONGEST_SPAN} tokens, got {pool!r}")
     if not _is_whole(lead) or lead < 0:

@@ -1,4 +1,4 @@
-"""A selector that remembers what it was asked and what it kept, for those who want to see why."""
+"""A selector that records its calls, for inspection."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,13 @@ from cacheblend.core.select.selectors import Candidates, Measure, Selector
 
 
 @dataclass
-class Recorded:
-    """Chooses as `inner` does.
+class Recorded(Selector):
+    """Selects as `inner` does, and records every call.
 
     Attributes:
-        inner: whose choice it is.
-        asked: candidates of each selection, in order; a pass that is begun anew selects again.
-        keeps: [candidates] bool of each selection, True for those that were kept.
+        inner: the selector that decides.
+        asked: candidates of each call, in order; a pass that is restarted selects again.
+        keeps: [candidates] bool of each call, True for the rows that were kept.
     """
 
     inner: Selector
@@ -23,7 +23,7 @@ class Recorded:
 
     @property
     def kept(self) -> list[int]:
-        """Positions that the last selection kept, ascending."""
+        """Positions that the last call kept, ascending."""
         return self.asked[-1].positions[self.keeps[-1]].tolist() if self.asked else []
 
     @property

@@ -1,13 +1,13 @@
 """Selectors: which of the loaded rows are recomputed.
 
-A selector is a frozen dataclass with one method. It says when it decides (before layer 0, at the entrance of its
-`check_layers`, or both) and what it needs for that (deviations, the question's attention). Nobody branches on its
-type. `core.select.question_selectors` has those that ask the question.
+A selector is a frozen dataclass with one method, `select`. Its properties say when it is asked (before layer 0, at the
+entrance of its `check_layers`, or both) and what it needs (deviations, the question's attention). Nobody branches on
+its type. `core.select.question_selectors` has the selectors that use the question.
 """
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -18,20 +18,21 @@ Measure = Literal["kv", "k", "v"]
 
 @dataclass(frozen=True)
 class Candidates:
-    """Rows with loaded KV that are still active, ascending by position; misses, suffix and prefix hits are not
-    among them.
+    """Rows with loaded KV that are still active, ascending by position. Misses, the suffix and prefix hits are not
+    candidates.
 
     Attributes:
         positions: [n] int64, in the prompt.
         chunk_offsets: [n] int64, the row's place inside its chunk.
-        total: candidates before any selection; ratios refer to it.
+        total: number of candidates before any selection; ratios refer to it.
         layer: the check layer, None before layer 0.
         deviation: [n] fp32 squared KV deviation at that layer, summed over all KV heads (and ranks).
         attention: [n] fp32, how much more the question's rows attend to the row than a generic row does, see
-            `core.fuse.question`; None if the selector did not ask.
-        words: [n] fp32 0..1, how much its token tells of the question, see `core.select.text_cues`; None likewise.
+            `core.fuse.question`; None if the selector did not ask for it.
+        words: [n] fp32 0..1, weight of the row's token as a rare word of the question, see `core.select.text_cues`;
+            None if the selector did not ask for it.
         segments: [n] int64, the segment it belongs to.
-        sentences: [n] int64, the sentence it belongs to; None if nobody knows where sentences end.
+        sentences: [n] int64, the sentence it belongs to; None if the tokens that end a sentence are unknown.
     """
 
     positions: torch.Tensor
@@ -46,27 +47,30 @@ class Candidates:
 
 
 class Selector(Protocol):
-    """Chooses the rows that stay active."""
+    """Chooses the rows that stay active; the base of all selectors.
+
+    The properties' defaults describe a selector that decides once, before layer 0, and needs nothing for it.
+    """
 
     @property
     def check_layers(self) -> tuple[int, ...]:
-        """Ascending; at the entrance of each, `select` is asked with deviations."""
-        ...
+        """Layers, ascending, at whose entrance `select` is called with deviations."""
+        return ()
 
     @property
     def at_start(self) -> bool:
-        """`select` is asked before layer 0, without deviations."""
-        ...
+        """Whether `select` is called before layer 0, without deviations."""
+        return not self.check_layers
 
     @property
     def question_rows(self) -> int:
-        """Rows of the question whose attention it asks for, at most (at least 2); 0: it needs none."""
-        ...
+        """Most rows of the question whose attention the selector needs (at least 2); 0: it needs no attention."""
+        return 0
 
     @property
     def measure(self) -> Measure:
-        """What the deviation is taken over."""
-        ...
+        """Whether the deviation is taken over keys, values, or both."""
+        return "kv"
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Boolean [n] on the candidates' device: True stays active."""
@@ -74,20 +78,18 @@ class Selector(Protocol):
 
 
 @dataclass(frozen=True)
-class Hkvd:
+class Hkvd(Selector):
     """The rows of highest KV deviation (paper section 4.3); several check layers are gradual filtering.
 
     Attributes:
         check_layers: ascending, each at least 1 (layer 0's deviation is zero by construction).
-        ratios: for each check layer, the share of all candidates that stays active behind it.
+        ratios: for each check layer, the share of all candidates that stays active after it.
         measure: deviation over K and V, or one of them.
     """
 
     check_layers: tuple[int, ...] = (1,)
     ratios: tuple[float, ...] = (0.15,)
     measure: Measure = "kv"
-    at_start: ClassVar[bool] = False
-    question_rows: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_schedule(self.check_layers, self.ratios)
@@ -104,14 +106,12 @@ class Hkvd:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Selector):
     """Every row whose squared deviation exceeds a bound (the paper's definition before it fixes a share)."""
 
     bound: float
     check_layers: tuple[int, ...] = (1,)
     measure: Measure = "kv"
-    at_start: ClassVar[bool] = False
-    question_rows: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         _check_layers(self.check_layers)
@@ -125,23 +125,19 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Head:
-    """The first tokens of each chunk (EPIC, LegoLink): those that became attention sinks when computed alone.
+class Head(Selector):
+    """The first tokens of each chunk (EPIC, LegoLink), which became attention sinks when the chunk was computed alone.
 
-    The share of rows is spent evenly: the k first tokens of every chunk, k as large as the ratio allows.
+    Every chunk gets the same number of rows: its first k tokens, with k as large as the ratio allows.
     """
 
     ratio: float
-    check_layers: ClassVar[tuple[int, ...]] = ()
-    measure: ClassVar[Measure] = "kv"
-    at_start: ClassVar[bool] = True
-    question_rows: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """The rows nearest to their chunk's start; of equally near ones the first in the prompt."""
+        """The rows nearest to the start of their chunk; ties go to the row that comes first in the prompt."""
         count = row_count(self.ratio, candidates.total)
         order = torch.argsort(candidates.chunk_offsets, stable=True)
         keep = torch.zeros_like(candidates.positions, dtype=torch.bool)
@@ -150,21 +146,17 @@ class Head:
 
 
 @dataclass(frozen=True)
-class RandomRows:
-    """A baseline: rows drawn evenly, the same for the same seed."""
+class RandomRows(Selector):
+    """A baseline: rows drawn uniformly at random, the same rows for the same seed."""
 
     ratio: float
     seed: int = 0
-    check_layers: ClassVar[tuple[int, ...]] = ()
-    measure: ClassVar[Measure] = "kv"
-    at_start: ClassVar[bool] = True
-    question_rows: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Drawn on the CPU, so that every device draws the same."""
+        """Drawn on the CPU, so that every device draws the same rows."""
         n = len(candidates.positions)
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randperm(n, generator=generator)[: row_count(self.ratio, candidates.total)]
@@ -174,30 +166,20 @@ class RandomRows:
 
 
 @dataclass(frozen=True)
-class AllRows:
-    """Full recompute through the fused path."""
-
-    check_layers: ClassVar[tuple[int, ...]] = ()
-    measure: ClassVar[Measure] = "kv"
-    at_start: ClassVar[bool] = True
-    question_rows: ClassVar[int] = 0
+class AllRows(Selector):
+    """All loaded rows are recomputed: full recompute through the fused path."""
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Everything."""
+        """All candidates."""
         return torch.ones_like(candidates.positions, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
-class NoRows:
-    """Full reuse: what is loaded stays as it is."""
-
-    check_layers: ClassVar[tuple[int, ...]] = ()
-    measure: ClassVar[Measure] = "kv"
-    at_start: ClassVar[bool] = True
-    question_rows: ClassVar[int] = 0
+class NoRows(Selector):
+    """No loaded row is recomputed: full reuse."""
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Nothing."""
+        """No candidate."""
         return torch.zeros_like(candidates.positions, dtype=torch.bool)
 
 
@@ -208,7 +190,7 @@ def check_ratio(ratio: float) -> None:
 
 
 def check_schedule(check_layers: tuple[int, ...], ratios: tuple[float, ...]) -> None:
-    """Raises `InvalidInputError` unless there is one ratio for each check layer, in 0..1, none above the one before."""
+    """Raises `InvalidInputError` unless every check layer has a ratio in 0..1 and the ratios do not rise."""
     _check_layers(check_layers)
     if len(ratios) != len(check_layers):
         raise InvalidInputError(f"{len(check_layers)} check layers {check_layers} need as many ratios, got {ratios}")
@@ -219,14 +201,14 @@ def check_schedule(check_layers: tuple[int, ...], ratios: tuple[float, ...]) -> 
 
 
 def row_count(ratio: float, total: int) -> int:
-    """Rows that a share of `total` comes to, rounded to the nearest."""
+    """Number of rows that a share of `total` amounts to, rounded to the nearest."""
     return round(ratio * total)
 
 
 def measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
-    """Deviations and check layer. Raises `InvalidInputError` before layer 0."""
+    """The candidates' deviations [n] and their check layer. Raises `InvalidInputError` before layer 0."""
     if candidates.deviation is None or candidates.layer is None:
-        raise InvalidInputError("this selector decides at check layers and was asked without deviations")
+        raise InvalidInputError("this selector decides at check layers and was called without deviations")
     return candidates.deviation, candidates.layer
 
 

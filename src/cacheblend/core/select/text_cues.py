@@ -1,6 +1,6 @@
-"""What token ids alone tell a selector: where sentences begin, and which words the question shares.
+"""Cues for selectors from token ids alone: where sentences begin, and which words a prompt shares with its question.
 
-Which ids end a sentence, an engine has to say.
+The engine says which token ids end a sentence.
 """
 
 import numpy as np
@@ -13,17 +13,17 @@ LONGEST_SENTENCE = 64  # tokens: text without full stops (tables, code, Thai) wo
 
 
 def sentence_indices(prompt: Prompt, end_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """For every token, which sentence of the prompt it belongs to.
+    """The sentence that each token of a prompt belongs to.
 
         tokens    | The fox . Who ? ! | It is here | ...
         ends      |         *     * * |            |
         sentence  |  0   0  0  1  1 1 |  2  2   2  | 3
 
-    A run of ending tokens ends one sentence; no sentence spans two segments, or is longer than
-    `LONGEST_SENTENCE` tokens.
+    A run of ending tokens ends one sentence. No sentence spans two segments or has more than `LONGEST_SENTENCE`
+    tokens.
 
     Args:
-        prompt: its tokens.
+        prompt: the prompt.
         end_ids: [n] ids of the tokens that end a sentence.
 
     Returns:
@@ -41,19 +41,19 @@ def sentence_indices(prompt: Prompt, end_ids: npt.NDArray[np.integer]) -> npt.ND
 
 
 def shared_words(token_ids: TokenIds, question: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """How much each token tells of the question.
+    """Weight of each token as a rare word of the question.
 
     Args:
         token_ids: [tokens] of the prompt.
         question: positions of the question's tokens, ascending, at least one.
 
     Returns:
-        [tokens]: 1 / (how often the token stands in front of the question) where the question has it too; 0 elsewhere,
-        and from the question's first position on.
+        [tokens] fp32: 1 / (occurrences of the token in front of the question) where the question contains the token,
+        too; 0 elsewhere, and from the question's first position on.
     """
     front = token_ids[: question[0]]
     ids, place, count = np.unique(front, return_inverse=True, return_counts=True)
-    telling = np.where(np.isin(ids, token_ids[question]), 1 / np.maximum(count, 1), 0)
-    told = np.zeros(len(token_ids), dtype=np.float32)
-    told[: len(front)] = telling[place] if len(front) else 0
-    return told
+    weight_of_id = np.where(np.isin(ids, token_ids[question]), 1 / np.maximum(count, 1), 0)
+    weights = np.zeros(len(token_ids), dtype=np.float32)
+    weights[: len(front)] = weight_of_id[place] if len(front) else 0
+    return weights

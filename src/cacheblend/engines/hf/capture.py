@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.naming import join_ids
-from cacheblend.core.plan.plan import Planner
+from cacheblend.core.plan.planner import Planner
 
 
 def batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:

@@ -23,7 +23,7 @@ from cacheblend.core.cost.controller import Controller
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.prefill import BlendedPrefill, check_selector
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.plan.plan import Anchor, Planner
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model

@@ -14,7 +14,8 @@ from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, check_s
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout
-from cacheblend.core.plan.plan import BlendPlan, Planner, Source
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model

@@ -14,7 +14,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.capture import ChunkJob, manifest_of, publish
 from cacheblend.core.naming import TokenIds
-from cacheblend.core.plan.plan import Planner
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, check_ids
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.capture import batches, compute_chunks

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.core.plan.plan import Planner
+from cacheblend.core.plan.planner import Planner
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.metrics import Counts

@@ -5,7 +5,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.plan import Anchor, Planner
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.config import read_config

@@ -20,7 +20,8 @@ from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.naming import BlockName, join_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.matching import ChunkIndex
-from cacheblend.core.plan.plan import BlendPlan, Planner, Source
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.vllm import compat

@@ -8,7 +8,7 @@ from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.plan.plan import Anchor, Planner
+from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import chunk
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.tokens import PromptBuilder

@@ -25,7 +25,8 @@ from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.load.capture import ChunkJob
 from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.plan.blocks import BlockSource
-from cacheblend.core.plan.plan import BlendPlan, Planner
+from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm import compat

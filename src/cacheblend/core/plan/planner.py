@@ -1,0 +1,208 @@
+"""The planner: names a prompt's blocks, looks them up, and decides where each row's KV comes from.
+
+Looks every block up once, and compares token ids before it counts a hit.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, root_name, split_blocks
+from cacheblend.core.plan.blocks import BlockEntry, BlockSource
+from cacheblend.core.plan.codec import codec_of
+from cacheblend.core.plan.plan import BlendPlan, Source, Span
+from cacheblend.core.plan.prompt import Prompt, Segment
+
+AnchorRule = Literal["none", "bos", "system"]
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The tokens in front of a chunk when it is computed alone.
+
+    Attributes:
+        rule: none, the BOS token, or the prompt's plain text in front of its first chunk.
+        bos_id: needed by ``bos``.
+
+    Raises:
+        InvalidInputError: ``bos`` without a `bos_id`.
+    """
+
+    rule: AnchorRule = "none"
+    bos_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule == "bos" and self.bos_id is None:
+            raise InvalidInputError("the anchor 'bos' needs a tokenizer that sets a BOS token; use 'none' or 'system'")
+
+    def segments(self, prompt: Prompt | None) -> list[TokenIds]:
+        """The anchor's tokens for chunks of this prompt, segment by segment.
+
+        Raises:
+            InvalidInputError: the rule is ``system`` and there is no prompt.
+        """
+        if self.rule == "system":
+            if prompt is None:
+                raise InvalidInputError(
+                    "the anchor 'system' needs the text in front of the chunks: warm(..., system=...)"
+                )
+            segments = cut_bos(prompt, self.bos_id).segments
+            first_chunk = next((i for i, s in enumerate(segments) if s.is_chunk), len(segments))
+            return [segment.token_ids for segment in segments[:first_chunk]]
+        return [np.array([self.bos_id], dtype="<u4")] if self.rule == "bos" else []
+
+
+def cut_bos(prompt: Prompt, bos_id: int | None) -> Prompt:
+    """The prompt with a leading BOS token as a segment of its own, so that its chain starts like the anchor's."""
+    first = prompt.segments[0]
+    if bos_id is None or first.is_chunk or len(first) == 1 or int(first.token_ids[0]) != bos_id:
+        return prompt
+    head, rest = replace(first, token_ids=first.token_ids[:1]), replace(first, token_ids=first.token_ids[1:])
+    return Prompt((head, rest, *prompt.segments[1:]))
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans prompts for one model, dtype, codec and tenant.
+
+    Attributes:
+        root: of the chunks' chains.
+        anchor: of the chunks.
+        block_size: most tokens of a block.
+        codec: of the chunks' records.
+        exact_root: of the prompt's own chain, whose hits are exact; it differs from `root` where chunks are
+            compressed. None: `root`.
+    """
+
+    root: BlockName
+    anchor: Anchor = field(default_factory=Anchor)
+    block_size: int = 256
+    codec: str = "raw"
+    exact_root: BlockName | None = None
+
+    @staticmethod
+    def of_model(
+        fingerprint: str, dtype: str, anchor: Anchor, block_size: int, *, codec: str = "raw", salt: str = ""
+    ) -> "Planner":
+        """The planner of a model; for the arguments see `root_name`.
+
+        Raises:
+            InvalidInputError: an unknown codec.
+        """
+        exact = root_name(fingerprint, dtype, salt=salt)
+        root = exact if codec_of(codec).is_exact else root_name(fingerprint, dtype, codec, salt)
+        return Planner(root, anchor, block_size, codec, exact)
+
+    def plan(self, prompt: Prompt, source: BlockSource) -> BlendPlan:
+        """Looks every block up once and decides each row's source.
+
+        A hit counts only if the token ids stored with the block equal the prompt's.
+        """
+        prompt = cut_bos(prompt, self.anchor.bos_id)
+        anchor_segments = self.anchor.segments(prompt)
+        anchor_name = self.chain_of(anchor_segments)
+        anchor_ids = join_ids(anchor_segments)
+        blocks = self._blocks(prompt, anchor_name, len(anchor_ids), source)
+        wanted = list({name: None for span, _, chain in blocks for name in (chain, span.name)})
+        entries = dict(zip(wanted, source.find(wanted), strict=True))
+
+        spans, in_prefix, above = [], True, self._prompts_root
+        for span, tokens, chain in blocks:
+            in_prefix = in_prefix and _holds(entries[chain], tokens)
+            if in_prefix:
+                span = replace(span, source=Source.PREFIX, name=chain, parent=above, stored_start=span.start)
+                span = replace(span, record_start=0, tier=_tier(entries[chain]))
+            elif span.source is Source.MISS:
+                entry, is_run = entries[span.name], prompt.segments[span.segment].found_in is not None
+                if _holds_run(entry, tokens, span.record_start) if is_run else _holds(entry, tokens):
+                    whole = len(entry.token_ids) if entry else 0
+                    span = replace(span, source=Source.LOADED, record_tokens=whole, tier=_tier(entry))
+            above = chain
+            spans.append(span)
+        return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans))
+
+    @property
+    def _prompts_root(self) -> BlockName:
+        return self.root if self.exact_root is None else self.exact_root
+
+    def chain_of(self, segments: Sequence[TokenIds]) -> BlockName:
+        """Name of the last block of a chain of these segments; the root if there are none."""
+        name = self.root
+        for tokens in segments:
+            name = ([name, *chain_names(name, split_blocks(tokens, self.block_size))])[-1]
+        return name
+
+    def _blocks(
+        self, prompt: Prompt, anchor_name: BlockName, anchor_length: int, source: BlockSource
+    ) -> list[tuple[Span, TokenIds, BlockName]]:
+        """Every block's span as if nothing were stored, its tokens, and its name in the prompt's own chain."""
+        first_chunk = next((i for i, s in enumerate(prompt.segments) if s.is_chunk), 0)
+        blocks, position, chain = [], 0, self._prompts_root
+        for index, segment in enumerate(prompt.segments):
+            offset, parent = 0, anchor_name
+            for piece in self._pieces(segment, anchor_length, position, source):
+                tokens = piece.token_ids
+                above, chain = chain, block_name(chain, tokens)
+                if piece.name is not None:
+                    name = piece.name
+                else:  # directly behind its anchor a chunk has the same name in both chains: no second hash
+                    name = chain if not segment.is_chunk or parent == above else block_name(parent, tokens)
+                span = Span(
+                    start=position,
+                    stop=position + len(tokens),
+                    source=Source.MISS if segment.is_chunk else Source.TEXT,
+                    name=name,
+                    parent=parent if segment.is_chunk else above,
+                    storable=index < first_chunk,
+                    stored_start=piece.stored_start,
+                    segment=index,
+                    chunk_offset=offset,
+                    record_start=piece.record_start,
+                )
+                blocks.append((span, tokens, chain))
+                parent, offset, position = name, offset + len(tokens), position + len(tokens)
+        return blocks
+
+    def _pieces(self, segment: Segment, anchor_length: int, position: int, source: BlockSource) -> Iterator["_Piece"]:
+        """A segment cut into blocks; a run of a stored chunk is cut where that chunk's blocks end."""
+        chunk = segment.found_in
+        if chunk is None:
+            start = anchor_length if segment.is_chunk else position
+            for tokens in split_blocks(segment.token_ids, self.block_size):
+                yield _Piece(tokens, start)
+                start += len(tokens)
+            return
+        held = [len(entry.token_ids) for entry in source.find(chunk.block_names) if entry is not None]
+        size = max(held, default=self.block_size)  # the last block may be shorter
+        stop = segment.offset + len(segment)
+        for number, name in enumerate(chunk.block_names):
+            first, last = max(segment.offset, number * size), min(stop, (number + 1) * size)
+            if number == len(chunk.block_names) - 1:
+                last = stop  # also where no block is held, so that the size is a guess
+            if first < last:
+                stored_start = len(chunk.anchor_ids) + first
+                yield _Piece(chunk.token_ids[first:last], stored_start, name, first - number * size)
+
+
+class _Piece(NamedTuple):
+    """A block's part of a segment; `name` where it is known without hashing it."""
+
+    token_ids: TokenIds
+    stored_start: int
+    name: BlockName | None = None
+    record_start: int = 0
+
+
+def _holds(entry: BlockEntry | None, tokens: TokenIds) -> bool:
+    return entry is not None and np.array_equal(entry.token_ids, tokens)
+
+
+def _holds_run(entry: BlockEntry | None, tokens: TokenIds, start: int) -> bool:
+    return entry is not None and np.array_equal(entry.token_ids[start : start + len(tokens)], tokens)
+
+
+def _tier(entry: BlockEntry | None) -> str:
+    return entry.tier if entry else ""

@@ -1,0 +1,112 @@
+"""The settings that decide which rows are recomputed, and so the quality of an answer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, Rank
+from cacheblend.core.select.selectors import (
+    AllRows,
+    Head,
+    Hkvd,
+    NoRows,
+    RandomRows,
+    Selector,
+    Threshold,
+    check_ratio,
+    check_schedule,
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Everything that decides quality. The defaults are the paper's (section 5: check layer 1, r = 0.15).
+
+    Attributes:
+        recompute_ratio: share of the loaded, non-prefix tokens that are recomputed, 0..1.
+        selector: hkvd, query, hybrid, threshold, head, random, none or all.
+        check_layers: layers at whose entrance deviation is measured; several are gradual filtering.
+        ratios: one ratio for each check layer, not rising; None: `recompute_ratio` at all of them.
+        measure: deviation over ``"kv"``, ``"k"`` or ``"v"``.
+        threshold: bound of the squared deviation, for the selector of that name.
+        pool: query and hybrid select rows by ``"sentence"``, or in spans of this many tokens (1: single rows).
+        lead: sentences (or spans) in front of an attended one that query and hybrid select with it.
+        question_rows: most rows of the question whose attention query and hybrid use.
+        question_words: weight of the question's rare words, by token id, added to its attention; 0: none.
+        early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
+            three times the last ratio.
+        rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
+
+    Raises:
+        InvalidInputError: a value that the selector cannot have; the message names it.
+    """
+
+    recompute_ratio: float = 0.15
+    selector: str = "hkvd"
+    check_layers: tuple[int, ...] = (1,)
+    ratios: tuple[float, ...] | None = None
+    measure: Literal["kv", "k", "v"] = "kv"
+    threshold: float | None = None
+    pool: Pool = "sentence"
+    lead: int = 1
+    question_rows: int = 64
+    question_words: float = 0.0
+    early_ratio: float | None = None
+    rank: Rank = "either"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.recompute_ratio)
+        self.make_selector()
+
+    @property
+    def final_ratio(self) -> float:
+        """Share of the loaded tokens that is recomputed after the last check layer."""
+        return self.ratios[-1] if self.ratios else self.recompute_ratio
+
+    def make_selector(self, ratio: float | None = None) -> Selector:
+        """The selector that these settings name; `ratio` overrides the configured one (and `ratios`).
+
+        Raises:
+            InvalidInputError: a ratio outside 0..1.
+        """
+        if ratio is not None:
+            check_ratio(ratio)
+        share = self.recompute_ratio if ratio is None else ratio
+        schedule = self.ratios if self.ratios and ratio is None else (share,) * len(self.check_layers)
+        makers: dict[str, Callable[[], Selector]] = {
+            "hkvd": lambda: Hkvd(self.check_layers, schedule, self.measure),
+            "query": lambda: Query(share, *self._question_settings),
+            "hybrid": lambda: self._hybrid(schedule),
+            "threshold": lambda: Threshold(self._bound(), self.check_layers, self.measure),
+            "head": lambda: Head(share),
+            "random": lambda: RandomRows(share),
+            "none": NoRows,
+            "all": AllRows,
+        }
+        if self.selector not in makers:
+            raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(makers)}")
+        return makers[self.selector]()
+
+    def _hybrid(self, ratios: tuple[float, ...]) -> Hybrid:
+        check_schedule(self.check_layers, ratios)
+        early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
+        check_ratio(early)
+        early = max(early, ratios[0])
+        return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, *self._question_settings)
+
+    @property
+    def _question_settings(self) -> tuple[Pool, int, int, float]:
+        """How the question's attention is used, in the order of the selectors' fields."""
+        return self.pool, self.lead, self.question_rows, self.question_words
+
+    def _bound(self) -> float:
+        if self.threshold is None:
+            raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
+        return self.threshold
+
+
+def selection_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values whose names are fields of `Selection`."""
+    names = {f.name for f in fields(Selection)}
+    return {name: value for name, value in values.items() if name in names}
