@@ -17,7 +17,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import touch
-from cacheblend.engines.hf.engine import PromptLike
+from cacheblend.engines.hf.prompts import PromptLike
 from cacheblend.evaluation.agreement import Sample, Summary, compare, reference, summarise
 from cacheblend.evaluation.bounds import allowed_errors, check_share, needed_rows, reaches
 from cacheblend.evaluation.candidates import Candidate

@@ -20,17 +20,17 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import Controller
-from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.prefill import BlendedPrefill, check_selector
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.planner import Anchor, Planner
-from cacheblend.core.plan.prompt import Prompt, Segment, chunk
+from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
+from cacheblend.engines.hf.prompts import PromptLike, PromptReader
 from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.sampling import Sampler, SamplingOptions, SamplingParams, sampling_of
 from cacheblend.engines.hf.survey import survey_model
@@ -40,10 +40,8 @@ from cacheblend.engines.hf.warming import ChunkWarmer, Progress
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.sentences import find_sentence_end_ids
 from cacheblend.engines.settings import Settings, resolve_settings
-from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder
+from cacheblend.engines.tokens import Message, Passage, PromptBuilder
 from cacheblend.store import KVStore, open_store
-
-PromptLike = Prompt | Sequence[Content] | Sequence[Message]
 
 
 class BlendEngine:
@@ -83,7 +81,7 @@ class BlendEngine:
         selector = self.config.make_selector()
         check_selector(selector, len(self.survey.layout.layers))
         self.tokenizer = tokenizer
-        self.builder = None if tokenizer is None else PromptBuilder(tokenizer)
+        self.prompts = PromptReader(tokenizer, self.survey)
         self._sentence_end_ids = None if sentence_end_ids is None else np.array(sentence_end_ids, dtype=np.int64)
         if selector.question_rows:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
@@ -154,40 +152,23 @@ class BlendEngine:
     # ---- prompts ----------------------------------------------------------------------------------------
 
     def prompt(self, parts: PromptLike) -> Prompt:
-        """A prompt of texts and passages, of a message list, or one that is a prompt already.
-
-        Raises:
-            InvalidInputError: it cannot be made, or ids or length are outside the model's limits.
-        """
-        if not isinstance(parts, Prompt):
-            if self.builder is None:
-                raise InvalidInputError("this engine has no tokenizer: build the prompt from token ids")
-            is_chat = bool(parts) and all(isinstance(part, dict) for part in parts)
-            parts = self.builder.chat(parts) if is_chat else self.builder.prompt(parts)  # type: ignore[arg-type]
-        parts.check(self.survey.vocab_size, self.survey.max_length, self.survey.max_length_reason)
-        return parts
+        """A prompt of texts and passages, of a message list, or one that is a prompt already; see `PromptReader`."""
+        return self.prompts.read(parts)
 
     def chat_prompt(
         self, messages: Sequence[Message], documents: Sequence[Passage | str] = (), **options: Any
     ) -> Prompt:
-        """A message list through the model's chat template; passages are content parts of type ``chunk``, or documents.
-
-        Args:
-            messages: ``{"role", "content"}`` each.
-            documents: handed to the template; where it has no place for them, put in front of the last user message.
-            **options: for the template, e.g. ``tools`` or ``enable_thinking``.
-
-        Raises:
-            InvalidInputError: as for `prompt`, or the template does not take the messages.
-        """
-        if self.builder is None:
-            raise InvalidInputError("this engine has no tokenizer: build the prompt from token ids")
-        passages = [Passage(each) if isinstance(each, str) else each for each in documents]
-        return self.prompt(self.builder.chat(messages, passages, **options))
+        """A message list through the model's chat template; see `PromptReader.chat`."""
+        return self.prompts.chat(messages, documents, **options)
 
     def ids_of(self, prompt: Prompt) -> torch.Tensor:
         """The prompt's ids, [tokens] int64 on the model's device."""
         return torch.from_numpy(prompt.token_ids.astype("i8")).to(self.model.device)
+
+    @property
+    def builder(self) -> PromptBuilder | None:
+        """Turns texts into token ids; None without a tokenizer."""
+        return self.prompts.builder
 
     @property
     def eos_ids(self) -> list[int]:
@@ -196,7 +177,7 @@ class BlendEngine:
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
-        """Ids of the tokens that end a sentence, found once; None if nobody knows them."""
+        """Ids of the tokens that end a sentence, found once; None if they are unknown."""
         if self._sentence_end_ids is None and self.tokenizer is not None:
             self._sentence_end_ids = find_sentence_end_ids(self.tokenizer)
         return self._sentence_end_ids
@@ -223,7 +204,7 @@ class BlendEngine:
             InvalidInputError: an empty chunk, one longer than the context, or ids outside the vocabulary.
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
-        segments = [self._segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
+        segments = [self.prompts.segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
         planner = self.planner_of(tenant) if tenant else self.planner
         anchor = planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(planner, anchor, segments, progress)
@@ -424,14 +405,6 @@ class BlendEngine:
         if rule == "auto":
             rule = "none" if bos is None else "bos"
         return Anchor(rule, bos)
-
-    def _segment(self, part: Passage | str | Segment) -> Segment:
-        if isinstance(part, Segment):
-            return chunk(part.token_ids, part.label)
-        if self.builder is None:
-            raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
-        passage = Passage(part) if isinstance(part, str) else part
-        return chunk(self.builder.encode(passage.text), passage.title)
 
     def _within_context(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         limit = self.survey.max_length

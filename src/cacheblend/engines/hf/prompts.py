@@ -1,0 +1,69 @@
+"""From what a caller passes to an engine to a checked prompt."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk
+from cacheblend.engines.hf.survey import Survey
+from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder
+
+PromptLike = Prompt | Sequence[Content] | Sequence[Message]
+"""A prompt of token ids, texts and passages in order, or a message list for the chat template."""
+
+
+class PromptReader:
+    """Makes prompts for one model.
+
+    Args:
+        tokenizer: the model's; None: prompts and chunks are token ids only.
+        survey: of the model, whose limits every prompt is checked against.
+
+    Attributes:
+        builder: turns texts into token ids; None without a tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, survey: Survey) -> None:
+        self.builder = None if tokenizer is None else PromptBuilder(tokenizer)
+        self._survey = survey
+
+    def read(self, parts: PromptLike) -> Prompt:
+        """A prompt of texts and passages, of a message list, or one that is a prompt already.
+
+        Raises:
+            InvalidInputError: it cannot be made, or ids or length are outside the model's limits.
+        """
+        if not isinstance(parts, Prompt):
+            builder = self._needed_builder()
+            is_chat = bool(parts) and all(isinstance(part, dict) for part in parts)
+            parts = builder.chat(parts) if is_chat else builder.prompt(parts)  # type: ignore[arg-type]
+        parts.check(self._survey.vocab_size, self._survey.max_length, self._survey.max_length_reason)
+        return parts
+
+    def chat(self, messages: Sequence[Message], documents: Sequence[Passage | str] = (), **options: Any) -> Prompt:
+        """A message list through the model's chat template; passages are content parts of type ``chunk``, or documents.
+
+        Args:
+            messages: ``{"role", "content"}`` each.
+            documents: passed to the template; if it does not use them, placed before the last user message.
+            **options: for the template, e.g. ``tools`` or ``enable_thinking``.
+
+        Raises:
+            InvalidInputError: as for `read`, or the template does not accept the messages.
+        """
+        passages = [Passage(each) if isinstance(each, str) else each for each in documents]
+        return self.read(self._needed_builder().chat(messages, passages, **options))
+
+    def segment(self, part: Passage | str | Segment) -> Segment:
+        """A chunk of a passage, a text, or token ids."""
+        if isinstance(part, Segment):
+            return chunk(part.token_ids, part.label)
+        if self.builder is None:
+            raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
+        passage = Passage(part) if isinstance(part, str) else part
+        return chunk(self.builder.encode(passage.text), passage.title)
+
+    def _needed_builder(self) -> PromptBuilder:
+        if self.builder is None:
+            raise InvalidInputError("this engine has no tokenizer: build the prompt from token ids")
+        return self.builder
