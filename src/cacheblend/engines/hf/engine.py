@@ -21,7 +21,7 @@ from cacheblend.core.cost.controller import Controller
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.prefill import Prefill, PrefillRun, check_selector
 from cacheblend.core.load.loader import LayerKV, LayerLoader
-from cacheblend.core.plan.plan import Anchor, BlendPlan, Planner
+from cacheblend.core.plan.plan import BlendPlan, Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import NoRows, Selector
@@ -36,10 +36,10 @@ from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress
+from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
-from cacheblend.engines.sentences import find_sentence_end_ids
 from cacheblend.engines.settings import Settings, resolve_settings
-from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder
+from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder, find_sentence_end_ids
 from cacheblend.store import KVStore, open_store
 
 PromptLike = Prompt | Sequence[Content] | Sequence[Message]
@@ -87,7 +87,9 @@ class BlendEngine:
         if selector.question_rows:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
         self.fingerprint = fingerprint or fingerprint_model(model)
-        self._chunk_anchor = self._anchor(bos_id)
+        bos_id = self.builder.bos_id if self.builder else bos_id
+        dtype = str(self.survey.layout.dtype).removeprefix("torch.")
+        self.identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name)
         self.planner = self.planner_of("")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         self.controller: Controller | None = None
@@ -143,11 +145,7 @@ class BlendEngine:
 
     def planner_of(self, tenant: str) -> Planner:
         """The planner of one tenant: what one stored no other finds. The engine's own is that of the tenant ``""``."""
-        config, dtype = self.config, str(self.survey.layout.dtype).removeprefix("torch.")
-        salt = f"{config.salt}\x1f{tenant}" if tenant else config.salt
-        return Planner.of_model(
-            self.fingerprint, dtype, self._chunk_anchor, config.block_size, codec=config.codec, salt=salt
-        )
+        return self.identity.planner(self.config, tenant)
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
@@ -404,13 +402,6 @@ class BlendEngine:
             read_ahead=self.config.read_ahead,
             codec=self.config.codec,
         )
-
-    def _anchor(self, bos: int | None) -> Anchor:
-        bos = self.builder.bos_id if self.builder else bos
-        rule = self.config.anchor
-        if rule == "auto":
-            rule = "none" if bos is None else "bos"
-        return Anchor(rule, bos)
 
     def _segment(self, part: Passage | str | Segment) -> Segment:
         if isinstance(part, Segment):
