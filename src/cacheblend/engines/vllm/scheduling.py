@@ -187,7 +187,7 @@ class Scheduling:
     # ---- inside -----------------------------------------------------------------------------------------
 
     def _is_blendable(self, request: Any) -> bool:
-        """False for a request that vLLM must compute: its ids do not determine its KV, or all rows' outputs are needed."""
+        """False for a request that vLLM must compute: ids do not determine its KV, or it needs all rows' outputs."""
         sampling = request.sampling_params
         return bool(
             request.prompt_token_ids
