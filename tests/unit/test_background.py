@@ -1,4 +1,4 @@
-"""Work behind the requests."""
+"""Background work between requests."""
 
 import threading
 import time

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend.engines.sentences import find_sentence_end_ids
+from cacheblend.engines.tokens import find_sentence_end_ids
 from tokenizers_for_tests import byte_level, sentencepiece, unigram, word_level
 
 

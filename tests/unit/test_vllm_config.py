@@ -29,7 +29,7 @@ def test_nothing_said_leaves_it_to_the_models_profile_or_the_defaults() -> None:
     assert found.blend == BlendConfig()
 
 
-def test_chunks_behind_the_whole_system_prompt_are_refused() -> None:
+def test_the_anchor_system_is_refused() -> None:
     with pytest.raises(InvalidInputError, match='use "bos" or "none"'):
         read_config({"anchor": "system"})
 

@@ -66,7 +66,7 @@ def test_a_list_is_read_beside_its_owner_but_for_the_first_time(monkeypatch: pyt
     listing.close()
 
 
-def test_a_list_that_cannot_be_read_is_told_the_first_time_and_logged_later(
+def test_a_list_that_cannot_be_read_raises_the_first_time_and_is_logged_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, index = MemoryStore(1 << 20), ChunkIndex(64)

@@ -1,4 +1,4 @@
-"""The scheduler's side alone: what is claimed, named, captured; with requests that only look like vLLM's."""
+"""The scheduler side alone: what is claimed, named and captured, with stand-ins for vLLM's requests."""
 
 import hashlib
 from types import SimpleNamespace
@@ -157,7 +157,7 @@ def test_blocks_that_are_not_full_yet_get_other_names_too(tokens: int) -> None:
     assert not set(request.block_hashes) & set(plain.block_hashes)
 
 
-def test_a_missed_passage_is_captured_once_behind_the_first_token() -> None:
+def test_a_missed_passage_is_captured_once_after_the_first_token() -> None:
     side = scheduling([])
     requests = [Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], name) for name in ("a", "b")]
     for request in requests:
@@ -188,7 +188,7 @@ def test_the_captures_that_wait_are_bounded_and_counted() -> None:
     side.on_new(again)
     side.allocated(again, [1], 0)
     side.finished(again)
-    assert len(side.take_jobs().capture) == 1  # there is room again
+    assert len(side.take_jobs().capture) == 1  # the queue has capacity again
 
 
 def test_what_the_workers_could_not_provide_is_not_given_to_them_again() -> None:
@@ -201,7 +201,7 @@ def test_what_the_workers_could_not_provide_is_not_given_to_them_again() -> None
     assert side.claim(request, 0) == 141
 
 
-def test_what_vllm_holds_exactly_stays_plain_also_behind_a_preemption() -> None:
+def test_what_vllm_holds_exactly_stays_plain_also_after_a_preemption() -> None:
     side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, *range(400, 420)]
     plain = Request(ids)
     side.pool = SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes)
@@ -238,14 +238,14 @@ def test_few_prompts_are_outstanding_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("params", ["x", 3, ["cacheblend"]])
-def test_parameters_of_another_kind_cost_the_blending_only(params: Any) -> None:
+def test_parameters_of_another_kind_disable_blending_only(params: Any) -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8], kv_transfer_params=params)
     side.on_new(request)
     assert side.claim(request, 0) == 0
 
 
-def test_spans_that_cannot_be_meant_cost_the_blending_only() -> None:
+def test_wrong_spans_disable_blending_only() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8], [[5, 4000]])
     side.on_new(request)
@@ -272,7 +272,7 @@ def test_a_request_that_ends_early_is_dropped() -> None:
     assert side.claim(request, 0) == 0
 
 
-def test_a_request_that_ends_behind_its_prompt_is_not_dropped() -> None:
+def test_a_request_that_ends_after_its_prompt_is_not_dropped() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8])
     side.on_new(request)

@@ -77,7 +77,7 @@ def test_spans_contents_and_plain_requests_answer_alike_at_ratio_one(server: Ser
     assert server.counted("requests") >= 2 * len(asked)
 
 
-def test_the_endpoint_tells_what_was_done(server: Server, asked: list[Asked]) -> None:
+def test_the_endpoint_reports_what_was_done(server: Server, asked: list[Asked]) -> None:
     texts = Texts(32)
     server.ask([*texts.ids(30), *asked[0].ids], 1)
     found = server.counters()
@@ -108,7 +108,7 @@ def test_the_endpoint_tells_what_was_done(server: Server, asked: list[Asked]) ->
     ],
     ids=["outside", "negative", "overlapping", "unsorted", "empty", "three ends", "words", "a word", "an object"],
 )
-def test_bad_spans_cost_the_blending_and_are_counted(server: Server, asked: list[Asked], chunks: Any) -> None:
+def test_bad_spans_disable_blending_and_are_counted(server: Server, asked: list[Asked], chunks: Any) -> None:
     before = server.counted("fallbacks")
     assert tokens(server, asked[0].ids, chunks) == tokens(server, asked[0].ids, [])
     assert server.counted("fallbacks") == before + 1

@@ -1,12 +1,13 @@
 """A model's fingerprint, from its files: the weights' bytes and the config fields that shape K and V.
 
-Every engine and process that opens the same folder gets the same fingerprint, and another one for any change of a
-weight. Hashing gigabytes takes seconds, so the hash of each weight file is remembered beside its size, time and inode.
+Every engine and process that opens the same folder gets the same fingerprint, and a different one after any change of a
+weight. Hashing gigabytes takes seconds, so the hash of each weight file is cached under its path, size, time and inode.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cacheblend.core.errors import InvalidInputError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
-# Fields that say how a model is loaded, run or sampled, but not what K and V are.
+# Fields about how a model is loaded, run or sampled; K and V do not depend on them.
 IRRELEVANT = frozenset(
     [
         "_name_or_path",
@@ -45,8 +46,13 @@ IRRELEVANT = frozenset(
 )
 
 
-def fingerprint_folder(folder: Path) -> str:
-    """Hex fingerprint of a model folder.
+def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -> str:
+    """Hex fingerprint of a model folder, as it is loaded with some options.
+
+    Args:
+        folder: with config.json and weights.
+        options: of loading, those that may change K and V (RoPE, window, quantisation), by name; None or empty: the
+            model is loaded as the folder has it.
 
     Raises:
         InvalidInputError: the folder has no config or no weights.
@@ -61,7 +67,11 @@ def fingerprint_folder(folder: Path) -> str:
         fields = json.loads(config.read_text())
     except ValueError as error:
         raise InvalidInputError(f"{config} is not JSON ({error}); fetch the model again") from error
-    return _join(fields, zip((f.name for f in files), digests, strict=True))
+    fingerprint = _join(fields, zip((f.name for f in files), digests, strict=True))
+    if not options:
+        return fingerprint
+    described = repr(sorted((name, repr(value)) for name, value in options.items()))
+    return hashlib.sha256(f"{fingerprint}\n{described}".encode()).hexdigest()
 
 
 def fingerprint_model(model: PreTrainedModel) -> str:
@@ -74,7 +84,7 @@ def fingerprint_model(model: PreTrainedModel) -> str:
     return _join(model.config.to_dict(), digests)
 
 
-def _join(config: dict[str, Any], digests: Any) -> str:
+def _join(config: Mapping[str, Any], digests: Iterable[tuple[str, str]]) -> str:
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
     parts = [
         json.dumps(relevant, sort_keys=True, default=str),
@@ -84,14 +94,14 @@ def _join(config: dict[str, Any], digests: Any) -> str:
 
 
 def _file_digest(file: Path) -> str:
-    """SHA-256 of a file's bytes, remembered in the user's cache folder."""
+    """SHA-256 of a file's bytes, cached in the user's cache folder."""
     state = file.stat()
     key = json.dumps([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
     note = _cache_folder() / hashlib.sha256(key.encode()).hexdigest()
     try:
-        remembered = note.read_text()
-        if len(remembered) == hashlib.sha256().digest_size * 2:  # shorter: cut off by a crash
-            return remembered
+        cached = note.read_text()
+        if len(cached) == hashlib.sha256().digest_size * 2:  # shorter: cut off by a crash
+            return cached
     except OSError:
         pass
     with file.open("rb") as stream:
@@ -102,7 +112,7 @@ def _file_digest(file: Path) -> str:
         fresh.write_text(digest)
         fresh.replace(note)
     except OSError:
-        pass  # only a memory: without it the next start hashes again
+        pass  # without the cache the next start hashes the file again
     return digest
 
 

@@ -1,4 +1,4 @@
-"""What a figure was measured on: every result file carries it."""
+"""Provenance of measured figures: machine, versions, commit, source. Every result file contains it."""
 
 import hashlib
 import platform
@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line() -> str:
-    """What times depend on, in one line: processor, accelerator, threads."""
+    """Processor, accelerator and threads in one line: what measured times depend on."""
     found = machine()
     parts = [found["processor"], found["accelerator"], f"{found['threads']} threads"]
     return ", ".join(part for part in parts if part)
@@ -35,10 +35,10 @@ def machine_line() -> str:
 
 @cache
 def code_digest(parts: Sequence[str]) -> str:
-    """Hash of this package's source, so of an installed package as well as of a checkout.
+    """Hash of this package's source, for an installed package as well as a checkout.
 
     Args:
-        parts: files and folders inside the package; all Python files of a folder count.
+        parts: files and folders inside the package; of a folder, all Python files.
     """
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
@@ -51,7 +51,7 @@ def code_digest(parts: Sequence[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter."""
+    """Versions of Python and of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``+`` behind it where files are changed; None outside a checkout."""
+    """The checkout's commit, followed by ``+`` if files are changed; None outside a checkout."""
     here = Path(__file__).resolve().parent
     try:
         head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True)

@@ -1,9 +1,9 @@
-"""Work behind the requests: runs only while no request is under way, bounded and deduplicated.
+"""Background work: runs only while no request is running, bounded and deduplicated.
 
-A thread that has computed keeps its OpenMP team for as long as it lives. libgomp's workers spin between two parallel
-regions only while there are no more of them than processors; beside a second team they sleep, and each region waits
-for them to wake: prefills on two cores took a fifth longer. So what computes beside the requests does it in threads
-that end.
+A thread that has computed with OpenMP keeps its team of worker threads as long as it lives. libgomp's workers spin
+between two parallel regions only if there are no more workers than processors. With a second team they sleep, and each
+region waits for them to wake up: prefills on two cores took a fifth longer. So background work computes in threads that
+end.
 """
 
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger("cacheblend.engine")
 
 
 def run_apart(work: Callable[[], Found]) -> Found:
-    """What `work` returns or raises, done in a thread that ends with it."""
+    """Runs `work` in a thread that ends with it; returns or raises what `work` does."""
     with ThreadPoolExecutor(1, thread_name_prefix="cacheblend-apart") as thread:
         return thread.submit(work).result()
 
@@ -33,10 +33,10 @@ class _Job:
 
 
 class Background:
-    """A queue of small jobs, worked off by one thread between requests, which ends when there is nothing it may do.
+    """A queue of small jobs, run between requests by one thread, which ends when no job may run.
 
     Args:
-        limit: jobs that wait at most; more are dropped and counted.
+        limit: of waiting jobs; more are dropped and counted.
     """
 
     def __init__(self, limit: int) -> None:
@@ -53,32 +53,34 @@ class Background:
         self.failed = 0
 
     def begin_request(self) -> None:
-        """Until `end_request` no further job is begun."""
+        """No further job is started until `end_request`."""
         with self._changed:
             self._requests += 1
 
     def end_request(self) -> None:
-        """One for each `begin_request`."""
+        """Must be called once for each `begin_request`."""
         with self._changed:
             self._requests -= 1
             self._start()
 
     def submit(self, key: Hashable, job: Callable[[], Any], *, patient: bool = False) -> bool:
-        """Queues a job unless one of that key waits or runs already; False if it was dropped.
+        """Queues a job, unless one with the same key is waiting or running; False if it was dropped.
 
-        A patient one waits for a moment without requests, however long it takes (see `catch_up`); of too many patient
-        ones the oldest is dropped, so that they do not take all places.
+        A patient job waits until there are no requests, however long that takes (see `catch_up`). Patient jobs take at
+        most a quarter of the queue: beyond that the oldest one is dropped.
         """
         with self._changed:
             if key in self._jobs or (self._working and key == self._running):
                 return True
-            patient_ones = [key for key, each in self._jobs.items() if each.patient]
-            if patient and len(patient_ones) >= max(1, self._limit // 4):
-                del self._jobs[patient_ones[0]]
+            patient_keys = [key for key, each in self._jobs.items() if each.patient]
+            if patient and len(patient_keys) >= max(1, self._limit // 4):
+                del self._jobs[patient_keys[0]]
                 self.dropped += 1
             if self._closed or len(self._jobs) >= self._limit:
                 if not self.dropped:
-                    logger.warning("background queue is full (%d jobs) or closed; what comes is dropped", self._limit)
+                    logger.warning(
+                        "background queue is full (%d jobs) or closed; further jobs are dropped", self._limit
+                    )
                 self.dropped += 1
                 return False
             self._jobs[key] = _Job(job, patient)
@@ -86,9 +88,10 @@ class Background:
             return True
 
     def catch_up(self, after_s: float) -> bool:
-        """Does a job here and now that has waited so many seconds, requests or not; False where there is none.
+        """Runs one job in the calling thread that has waited at least `after_s` seconds, even during requests; False if
+        there is none. Patient jobs are not run.
 
-        For a caller that is never without requests. Called from the thread that computes them.
+        For a caller that always has requests; called from the thread that computes them.
         """
         with self._changed:
             key = next((key for key, job in self._jobs.items() if not job.patient), None)
@@ -99,7 +102,7 @@ class Background:
         return True
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until every queued job is done, requests or not; False after `timeout` seconds."""
+        """Waits until every queued job is done, running jobs even during requests; False after `timeout` seconds."""
         with self._changed:
             self._flushing += 1
             self._start()
@@ -109,11 +112,11 @@ class Background:
                 self._flushing -= 1
 
     def close(self) -> None:
-        """Drops what waits and ends the thread behind the job under way."""
+        """Drops waiting jobs, and ends the thread after the job that is running."""
         with self._changed:
             self._closed = True
             if self._jobs:
-                logger.warning("closed with %d background job(s) waiting; they are given up", len(self._jobs))
+                logger.warning("closed with %d background job(s) waiting; they are dropped", len(self._jobs))
             self._jobs.clear()
             self._changed.notify_all()
             thread = self._thread
@@ -146,7 +149,7 @@ class Background:
             job.work()
         except Exception:
             self.failed += 1
-            logger.warning("background work failed; the request it belongs to is not affected", exc_info=True)
+            logger.warning("background work failed; its request is not affected", exc_info=True)
         finally:
             with self._changed:
                 self._working = False

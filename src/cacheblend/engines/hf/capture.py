@@ -1,4 +1,4 @@
-"""Computes chunks alone behind their anchor: what a name promises is what a plain prefill gives."""
+"""Computes chunks alone, each with its anchor in front, by a plain prefill: the KV that a block's name stands for."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from cacheblend.core.plan.planner import Planner
 
 
 def batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:
-    """Jobs of like length together, each batch at most `tokens` tokens, padding included (but at least one job)."""
+    """Batches of jobs of similar length, each of at most `tokens` tokens with padding, but at least one job."""
     batch: list[ChunkJob] = []
     for job in sorted(jobs, key=len):
         if batch and len(job) * (len(batch) + 1) > tokens:
@@ -29,13 +29,13 @@ def compute_chunks(
 ) -> Iterator[CapturedChunk]:
     """One batched plain forward of the jobs, padded on the right.
 
-    Causal rows never see what stands behind them, so padding there changes nothing and needs no mask.
+    Attention is causal, so padding behind a job does not change its rows and needs no mask.
     """
     longest = max(len(job) for job in jobs)
     ids = torch.zeros(len(jobs), longest, dtype=torch.int64)
     for row, job in enumerate(jobs):
         ids[row, : len(job)] = torch.from_numpy(join_ids((*job.anchor, job.token_ids)).astype("i8"))
-    cache = DynamicCache()  # without a config: sliding-window layers keep all tokens, and all are stored
+    cache = DynamicCache()  # without a config, so that sliding-window layers keep all tokens: all of them are stored
     model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
     for row, job in enumerate(jobs):
         layers = [LayerKV(layer.keys[row], layer.values[row]) for layer in cache.layers]

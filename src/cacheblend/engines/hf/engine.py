@@ -22,7 +22,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import Controller
 from cacheblend.core.fuse.prefill import BlendedPrefill, check_selector
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.plan.planner import Anchor, Planner
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
@@ -37,10 +37,10 @@ from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress
+from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
-from cacheblend.engines.sentences import find_sentence_end_ids
 from cacheblend.engines.settings import Settings, resolve_settings
-from cacheblend.engines.tokens import Message, Passage, PromptBuilder
+from cacheblend.engines.tokens import Message, Passage, PromptBuilder, find_sentence_end_ids
 from cacheblend.store import KVStore, open_store
 
 
@@ -86,7 +86,9 @@ class BlendEngine:
         if selector.question_rows:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
         self.fingerprint = fingerprint or fingerprint_model(model)
-        self._chunk_anchor = self._anchor(bos_id)
+        bos_id = self.builder.bos_id if self.builder else bos_id
+        dtype = str(self.survey.layout.dtype).removeprefix("torch.")
+        self.identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name)
         self.planner = self.planner_of("")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
@@ -143,11 +145,7 @@ class BlendEngine:
 
     def planner_of(self, tenant: str) -> Planner:
         """The planner of one tenant: what one stored no other finds. The engine's own is that of the tenant ``""``."""
-        config, dtype = self.config, str(self.survey.layout.dtype).removeprefix("torch.")
-        salt = f"{config.salt}\x1f{tenant}" if tenant else config.salt
-        return Planner.of_model(
-            self.fingerprint, dtype, self._chunk_anchor, config.block_size, codec=config.codec, salt=salt
-        )
+        return self.identity.planner(self.config, tenant)
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
@@ -398,13 +396,6 @@ class BlendEngine:
         self._warmer.after_request(self.planner_of(tenant) if tenant else self.planner, result, text=text)
 
     # ---- inside -----------------------------------------------------------------------------------------
-
-    def _anchor(self, bos: int | None) -> Anchor:
-        bos = self.builder.bos_id if self.builder else bos
-        rule = self.config.anchor
-        if rule == "auto":
-            rule = "none" if bos is None else "bos"
-        return Anchor(rule, bos)
 
     def _within_context(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         limit = self.survey.max_length

@@ -1,6 +1,6 @@
-"""Opens a model folder: weights, tokenizer, fingerprint. Refuses early what cannot be blended."""
+"""Opens a model folder: weights, tokenizer, fingerprint. A model that cannot be blended is refused before its weights
+are read, where its config shows that."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ class OpenedModel:
 
     Attributes:
         model: on its device.
-        tokenizer: None where none was asked for.
-        fingerprint: of the files, and of options that change what they mean.
+        tokenizer: None if it was not requested.
+        fingerprint: of the files, and of load options that change K and V.
         name: the folder's.
     """
 
@@ -40,12 +40,9 @@ def open_folder(
 ) -> OpenedModel:
     """See `BlendEngine.from_pretrained`."""
     folder = Path(path)
-    fingerprint = fingerprint_folder(folder)
-    # Options may override the config (RoPE, window) or quantise: other KV, so another name.
-    changing = {key: value for key, value in model_options.items() if key != "attn_implementation"}
-    if changing:
-        options = repr(sorted((key, repr(value)) for key, value in changing.items()))
-        fingerprint = hashlib.sha256(f"{fingerprint}\n{options}".encode()).hexdigest()
+    # Options may override the config (RoPE, window) or quantise, which changes K and V.
+    changing = {name: value for name, value in model_options.items() if name != "attn_implementation"}
+    fingerprint = fingerprint_folder(folder, changing)
     check_config(AutoConfig.from_pretrained(folder, **model_options))
     tokenizer = _tokenizer(folder) if with_tokenizer else None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **model_options).eval()

@@ -1,12 +1,13 @@
-"""Blending inside unmodified vLLM, as a KV connector. Importing this imports no vLLM.
+"""Blending inside unmodified vLLM, as a KV connector. Importing this package does not import vLLM.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "CacheBlendConnector",
   "kv_connector_module_path": "cacheblend.engines.vllm", "kv_role": "kv_both",
   "kv_connector_extra_config": {"store": "file:///var/cache/cacheblend"}}'
 
-scheduler process: connector -> scheduling (chunks, plans, claims)     | jobs: what goes across
-worker processes:  connector -> worker (load, fuse, write, capture)    | model, runner, paged: vLLM's layers and cache
-compat: every name of vLLM's that is not its public interface
+scheduler process: connector -> scheduling (chunks, plans, claims), capture_queue (missed chunks)
+worker processes:  connector -> worker (load, fuse, write, capture), capture_writer (stores captured chunks)
+                   model, layers: vLLM's own decoder layers; paged, paged_attention: its KV cache
+jobs: messages between the two; compat: every use of vLLM's internals
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ __all__ = ["CacheBlendConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CacheBlendConnector":  # what vLLM asks this module for
+    if name == "CacheBlendConnector":  # vLLM looks the connector up here
         from cacheblend.engines.vllm.connector import CacheBlendConnector
 
         return CacheBlendConnector

@@ -1,4 +1,4 @@
-"""A worker's captured chunks, stored by a thread of their own while the engine goes on; counts those that are done."""
+"""Stores a worker's captured chunks in a thread of its own while the engine goes on, and counts the finished ones."""
 
 import logging
 import threading

@@ -1,7 +1,10 @@
-"""Which tokens of a request are chunks: those its client names, those that end with a token, those the store knows.
+"""Which tokens of a request are chunks, by the first of three ways that applies:
 
-Three ways, the first that applies: spans in `kv_transfer_params`, the configured chunk-end token, content matching.
-Knows token ids; knows no vLLM.
+1. spans that the client names in `kv_transfer_params`,
+2. runs that end with the configured chunk-end token,
+3. runs that match chunks in the store.
+
+Knows token ids. Does not know vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +19,7 @@ from cacheblend.core.plan.matching import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
 
 KEY = "cacheblend"
-"""Of this project's object in a request's `kv_transfer_params`."""
+"""The key of this project's object in a request's `kv_transfer_params`."""
 
 Span = tuple[int, int]
 """[start, stop) of a prompt's tokens."""
@@ -27,13 +30,13 @@ def request_spans(params: Mapping[str, Any] | None, tokens: int) -> list[Span] |
 
     Args:
         params: the request's `kv_transfer_params`.
-        tokens: of its prompt.
+        tokens: the length of its prompt.
 
     Returns:
-        Ascending, without overlap; None where the client names none.
+        Spans in ascending order, without overlap; None if the client names none.
 
     Raises:
-        InvalidInputError: anything else; the message names the span.
+        InvalidInputError: the parameters have another form, or a span is wrong; the message names it.
     """
     if params is not None and not isinstance(params, Mapping):
         raise InvalidInputError(f"kv_transfer_params must be an object, got {params!r}")
@@ -50,10 +53,10 @@ def request_spans(params: Mapping[str, Any] | None, tokens: int) -> list[Span] |
     if not isinstance(mine["chunks"], list | tuple):
         raise InvalidInputError(f"chunks must be a list of [start, stop], got {mine['chunks']!r}")
     spans = [_span(each, number, tokens) for number, each in enumerate(mine["chunks"])]
-    for before, after in pairwise(spans):
-        if after[0] < before[1]:
+    for first, second in pairwise(spans):
+        if second[0] < first[1]:
             raise InvalidInputError(
-                f"chunks must ascend without overlap, and {list(after)} begins before {list(before)} ends"
+                f"chunks must ascend without overlap, and {list(second)} begins before {list(first)} ends"
             )
     return spans
 
@@ -64,18 +67,20 @@ def _span(given: Any, number: int, tokens: int) -> Span:
         raise InvalidInputError(f"chunk {number} must be [start, stop], two whole numbers, got {given!r}")
     start, stop = given
     if not 0 <= start < stop <= tokens:
-        raise InvalidInputError(f"chunk {number} is {given!r}: spans are not empty and lie in a prompt's 0..{tokens}")
+        raise InvalidInputError(
+            f"chunk {number} is {given!r}: a span lies within the prompt's 0..{tokens} and is not empty"
+        )
     return start, stop
 
 
 def ended_spans(token_ids: TokenIds, end_id: int) -> list[Span]:
-    """Runs that end with a token, which is part of them; what stands behind the last one is the question."""
+    """Runs that end with a token and include it; the text after the last one is the question."""
     stops = (np.flatnonzero(token_ids == end_id) + 1).tolist()
     return list(pairwise([0, *stops]))
 
 
 def with_spans(token_ids: TokenIds, spans: Sequence[Span]) -> Prompt:
-    """A prompt whose chunks these spans are."""
+    """The prompt whose chunks are these spans."""
     segments: list[Segment] = []
     at = 0
     for start, stop in spans:
@@ -85,7 +90,7 @@ def with_spans(token_ids: TokenIds, spans: Sequence[Span]) -> Prompt:
 
 
 def with_matches(token_ids: TokenIds, index: ChunkIndex) -> Prompt:
-    """A prompt whose chunks are the runs that the index knows."""
+    """The prompt whose chunks are the runs that the index finds."""
     segments: list[Segment] = []
     at = 0
     for match in index.match(token_ids):
@@ -105,12 +110,12 @@ def find_chunks(
 
     Args:
         token_ids: of the prompt.
-        params: its `kv_transfer_params`.
+        params: the request's `kv_transfer_params`.
         chunk_end_token_id: see `ConnectorConfig`.
         index: the store's chunks; None: contents are not matched.
 
     Raises:
-        InvalidInputError: the client's spans cannot be meant, or the prompt is empty.
+        InvalidInputError: the client's spans are wrong, or the prompt is empty.
     """
     ids = as_token_ids(token_ids)
     spans = request_spans(params, len(ids))

@@ -1,6 +1,6 @@
-"""Every name of vLLM's that is not its documented interface, in one place. Nothing else here imports vLLM's internals.
+"""Every use of vLLM's internals, in one place; no other module of this package imports them.
 
-Written for vLLM 0.26 to 0.33; the README says which versions were run.
+Written for vLLM 0.26 to 0.33; docs/vllm.md lists the versions that were tested.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""What is blended: decoders whose layers are called with (positions, hidden, residual)."""
+"""Architectures that can be blended: decoders whose layers are called with (positions, hidden, residual)."""
 
 # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ _loaded: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def recording(architecture: str) -> type[nn.Module]:
-    """vLLM's class of that name, which also remembers its instances: a connector is not told of the model otherwise."""
+    """vLLM's class of that name, which also remembers its instances: vLLM does not pass a connector the model."""
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     module, name = _TEXT_GENERATION_MODELS[architecture]
@@ -95,7 +95,7 @@ def model_of(attention: nn.Module) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder's layers, in order."""
+    """The decoder layers, in order."""
     inner: Any = model.model
     return list(inner.layers)[inner.start_layer : inner.end_layer]
 
@@ -108,14 +108,14 @@ def embed(model: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def attention_spec(layer: Any) -> AttentionSpec:
-    """How an attention module attends.
+    """Scaling, window, cap and sinks of an attention module.
 
     Raises:
-        ModelNotBlendableError: in a way that blending does not know.
+        ModelNotBlendableError: its attention has features that blending does not support.
     """
     impl = layer.impl
     if getattr(impl, "alibi_slopes", None) is not None:
-        raise ModelNotBlendableError(f"{layer.layer_name} attends with ALiBi slopes, which blending does not know")
+        raise ModelNotBlendableError(f"{layer.layer_name} attends with ALiBi slopes, which blending does not support")
     return AttentionSpec(
         scaling=float(impl.scale),
         window=getattr(layer, "sliding_window", None),
@@ -125,7 +125,7 @@ def attention_spec(layer: Any) -> AttentionSpec:
 
 
 def candidate_rotations(layers: Sequence[nn.Module]) -> list[KeyRotation]:
-    """Rotations that the layers' keys may turn by, as their rotary modules compute them; the caller tries them."""
+    """Rotations that may apply to the layers' keys, as their rotary modules compute them; the caller tests them."""
     found: list[KeyRotation] = []
     for rotary in {id(m): m for layer in layers for m in layer.modules() if hasattr(m, "cos_sin_cache")}.values():
         module: Any = rotary
@@ -148,7 +148,7 @@ def _scalings(rotary: Any) -> Iterator[tuple[float, float]]:
 
 
 class AttentionShim:
-    """Stands where vLLM looks an attention module up, and hands its queries, keys and values to `answer`."""
+    """Replaces an attention module in vLLM's look-up, and passes its queries, keys and values to `answer`."""
 
     def __init__(self, real: Any) -> None:
         self.kv_cache, self.layer_name = real.kv_cache, real.layer_name
@@ -156,14 +156,14 @@ class AttentionShim:
         self.answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def do_kv_cache_update(self, *_: Any) -> None:
-        """Nothing: fresh KV goes where the fusor puts it."""
+        """Does nothing: the blended prefill writes fresh KV itself."""
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
     ) -> torch.Tensor:
-        """Of [n, heads, head_dim] each; writes to `output` as vLLM's implementations do."""
+        """Attention of [n, heads, head_dim] each; writes to `output` as vLLM's implementations do."""
         if self.answer is None:
-            raise RuntimeError(f"{self.layer_name} was called outside of a runner")
+            raise RuntimeError(f"{self.layer_name} was called outside of a layer runner")
         output: torch.Tensor = options["output"]
         output.copy_(self.answer(query, key, value).view_as(output))
         return output
@@ -171,7 +171,7 @@ class AttentionShim:
 
 @contextmanager
 def shimmed(config: VllmConfig, shims: Mapping[str, AttentionShim]) -> Iterator[None]:
-    """Inside, vLLM's layers find these shims for their attention, and run as they are, not compiled."""
+    """Inside, vLLM's layers use these shims for their attention, and run without torch.compile."""
     layers = {**config.compilation_config.static_forward_context, **shims}
     context = ForwardContext(
         no_compile_layers=layers,
@@ -184,7 +184,7 @@ def shimmed(config: VllmConfig, shims: Mapping[str, AttentionShim]) -> Iterator[
 
 
 def connector_of_worker() -> Any:
-    """The connector of the worker in whose process this runs."""
+    """The connector of the worker in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()
@@ -194,7 +194,7 @@ def connector_of_worker() -> Any:
 
 
 def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Puts rows into a layer's paged cache, however its backend lays it out.
+    """Writes rows to a layer's paged cache, in its backend's layout.
 
     Args:
         layer: vLLM's attention module.
@@ -205,7 +205,7 @@ def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: tor
 
 
 def metadata_builder(config: VllmConfig, layer: Any, kv_cache_config: Any) -> Any:
-    """What makes attention metadata of one's own for a layer's backend."""
+    """A builder of attention metadata for a layer's backend."""
     (group,) = kv_cache_config.kv_cache_groups
     builder = layer.get_attn_backend().get_builder_cls()
     return builder(group.kv_cache_spec, group.layer_names, config, layer.kv_cache.device)
@@ -214,12 +214,12 @@ def metadata_builder(config: VllmConfig, layer: Any, kv_cache_config: Any) -> An
 def sequences_metadata(
     builder: Any, first_rows: torch.Tensor, lengths: torch.Tensor, block_ids: torch.Tensor, slots: torch.Tensor
 ) -> Any:
-    """Metadata of sequences that share their blocks; the rows of each are its last ones.
+    """Metadata of sequences that share their blocks; the query rows of each sequence are its last rows.
 
     Args:
         builder: see `metadata_builder`.
         first_rows: [sequences + 1] int32 on the CPU, the rows of sequence i are first_rows[i] .. first_rows[i + 1] - 1.
-        lengths: [sequences] int32 on the CPU, each up to and with its last row.
+        lengths: [sequences] int32 on the CPU, each including its last row.
         block_ids: [blocks] int32 on the cache's device.
         slots: [rows] int64 on the cache's device.
     """
@@ -243,7 +243,7 @@ def sequences_metadata(
 def attend_paged(
     layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: Any
 ) -> torch.Tensor:
-    """A layer's attention by its backend's own kernel; all [rows, heads, head_dim], the cache holds these rows."""
+    """Attention by the backend's own kernel; all [rows, heads, head_dim], and the rows are in the cache already."""
     output = torch.empty_like(query)
     layer.impl.forward(layer, query, keys, values, layer.kv_cache, metadata, output)
     return output
@@ -253,9 +253,9 @@ def attend_paged(
 
 
 def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> None:
-    """Gives a request's blocks from `first_token` on other names, so that no plain request finds them.
+    """Renames a request's blocks from `first_token` on, so that no plain request finds them.
 
-    Blocks that lie wholly in front of it keep theirs, and are shared with plain requests.
+    Blocks that lie wholly in front of that token keep their names, and are shared with plain requests.
     """
     hashes = request.block_hashes
     kept = first_token // block_size
@@ -263,17 +263,17 @@ def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> N
         plain = hashes[kept]
         del hashes[kept:]
         hashes.append(type(plain)(hashlib.sha256(salt + bytes(plain)).digest()[: len(plain)]))
-    else:  # that block is not full yet, or hashes stand for other spans than blocks: all of them are salted
+    else:  # that block is not full yet, or a hash covers another span than a block: salt all of them
         request.cache_salt = f"{request.cache_salt or ''}{salt.hex()}"
         hashes.clear()
     request.update_block_hashes()
 
 
 def cached_tokens(pool: Any, request: Any, block_size: int) -> int:
-    """Tokens in front of a request's prompt that vLLM's own prefix cache holds.
+    """Leading tokens of a request's prompt that vLLM's own prefix cache holds.
 
     Args:
-        pool: vLLM's block pool; None: nothing is known of it.
+        pool: vLLM's block pool; None: not known, and counted as empty.
         request: vLLM's.
         block_size: of the paged cache.
     """
@@ -289,17 +289,17 @@ def cached_tokens(pool: Any, request: Any, block_size: int) -> int:
 
 
 def tp_size() -> int:
-    """Ranks that share a layer."""
+    """The number of tensor-parallel ranks."""
     return int(get_tensor_model_parallel_world_size())
 
 
 def tp_rank() -> int:
-    """This process's among them."""
+    """The tensor-parallel rank of this process."""
     return int(get_tensor_model_parallel_rank())
 
 
 def over_ranks(value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
-    """`value` summed, or its highest, over tensor-parallel ranks."""
+    """The sum or the maximum of `value` over tensor-parallel ranks."""
     joined = value.clone()
     operation = torch.distributed.ReduceOp.SUM if how == "sum" else torch.distributed.ReduceOp.MAX
     torch.distributed.all_reduce(joined, op=operation, group=get_tp_group().device_group)
@@ -307,16 +307,16 @@ def over_ranks(value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
 
 
 def gather_heads(part: torch.Tensor) -> torch.Tensor:
-    """[kv_heads of a rank, ...] of all ranks in their order."""
+    """Concatenates [kv_heads of a rank, ...] over all ranks, in their order."""
     gathered: torch.Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim=0)
     return gathered
 
 
-# ---- what is not tested is refused --------------------------------------------------------------------------
+# ---- refused configurations ---------------------------------------------------------------------------------
 
 
 def refusals(config: VllmConfig) -> list[str]:
-    """What of a configuration blending was not tested with, by name; empty: nothing."""
+    """Features of a configuration that blending was not tested with, by name; empty if there are none."""
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     text = model.hf_text_config
     architectures = list(getattr(model.hf_config, "architectures", None) or [])

@@ -1,8 +1,8 @@
-"""The connector's settings, from `kv_connector_extra_config` as its users write it. Knows no vLLM.
+"""The connector's settings, from `kv_connector_extra_config` as users write it. Does not know vLLM.
 
     {"store": "file:///var/cache/cacheblend", "recompute_ratio": 0.15, "check_layers": [1], "selector": "hkvd"}
 
-UCM's users may keep theirs: `ucm_connectors` names the folder, `ucm_sparse_config` the rest.
+UCM's form is read as well: `ucm_connectors` names the folder, `ucm_sparse_config` holds the rest.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.matching import SHORTEST
 
 _NOT_HERE = ("tile_rows", "read_ahead", "capture_batch_tokens", "cost_model")
-"""Fields of `BlendConfig` that the connector sets by vLLM's own limits."""
+"""Fields of `BlendConfig` that users do not set here: the connector takes vLLM's own limits."""
 
 _UCM_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 
@@ -27,16 +27,16 @@ class ConnectorConfig:
     """How the connector works.
 
     Attributes:
-        blend_fields: those of `BlendConfig` that are set; the model's profile or the defaults say the rest.
+        blend_fields: the fields of `BlendConfig` that are set; the model's profile or the defaults give the others.
         store: the store's URL, see `open_store`; all ranks and the scheduler open the same one.
         chunk_end_token_id: a chunk is a run of tokens that ends with this one; None: there is no such token.
         match_content: look for stored chunks in prompts whose client names none.
         min_match_tokens: shorter runs are not matched.
-        min_reused_share: a prompt of which less is stored is left to vLLM, whose own prefill is then the faster one.
+        min_reused_share: a prompt of which a smaller share is stored is left to vLLM, whose own prefill is faster then.
         budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: as many as a
-            step of the scheduler's own size takes, `max_num_batched_tokens` rows through all layers.
-        refresh_s: seconds after which the store's list of chunks is read anew, for others may write to it; 0: for each
-            request, which waits for it.
+            full step of the scheduler, `max_num_batched_tokens` rows through all layers.
+        refresh_s: seconds after which the store's list of chunks is read again, since others may write to it; 0: for
+            each request, which waits for it.
     """
 
     blend_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class ConnectorConfig:
     def __post_init__(self) -> None:
         if self.blend.anchor == "system":
             raise InvalidInputError(
-                'anchor "system": chunks are found by their content, behind any system prompt; use "bos" or "none"'
+                'anchor "system": chunks are found by content, whatever the system prompt; use "bos" or "none"'
             )
         whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1}
         for name, least in whole.items():
@@ -80,14 +80,14 @@ def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     """The settings that `kv_connector_extra_config` holds, in this project's form or in UCM's.
 
     Raises:
-        InvalidInputError: an unknown key, both forms at once, or a value that is none; the message names the key.
+        InvalidInputError: an unknown key, a setting in both forms, or a wrong value; the message names the key.
     """
     own = {key: value for key, value in extra.items() if not key.startswith("ucm_")}
     ucm = {key: value for key, value in extra.items() if key.startswith("ucm_")}
     if ucm:
         for key, value in _of_ucm(ucm).items():
             if key in own:
-                raise InvalidInputError(f"{key} is given twice: by itself, and in the form of UCM; keep one of the two")
+                raise InvalidInputError(f"{key} is given twice, directly and in the form of UCM; keep one of the two")
             own[key] = value
     blend_fields = {each.name for each in fields(BlendConfig)} - set(_NOT_HERE)
     connector_fields = {each.name for each in fields(ConnectorConfig)} - {"blend_fields"}

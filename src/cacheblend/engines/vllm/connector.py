@@ -1,15 +1,15 @@
-"""The connector that vLLM makes twice: one in the scheduler's process, one in each worker's. It hands on, no more."""
+"""The connector, created by vLLM in the scheduler's process and in each worker's: delegates to the two sides."""
 
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.engines.settings import resolve_settings
+from cacheblend.engines.tokens import find_sentence_end_ids
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.config import read_config
-from cacheblend.engines.vllm.identity import identify
+from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.model import BlendModel
@@ -18,13 +18,15 @@ from cacheblend.engines.vllm.worker import Worker
 from cacheblend.store import KVStore, open_store
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from cacheblend.core.load.capture import ChunkJob
 
 
 class CacheBlendConnector(compat.KVConnectorBase_V1):
-    """See the package's docstring for how vLLM is told of it.
+    """See the package's docstring for how vLLM is configured to use it.
 
     Args:
         vllm_config, role, kv_cache_config: vLLM's.
@@ -37,19 +39,13 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._check(vllm_config, kv_cache_config)
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
-        self.identity = identify(vllm_config)
+        self._tokenizer = open_tokenizer(vllm_config)
+        self.identity = identify(vllm_config, self._tokenizer)
+        assert self.identity.folder is not None  # vLLM loads models from folders
         fields = self._config.blend_fields
         self._settings = resolve_settings(fields, self.identity.folder, self.identity.fingerprint)
         self._selector = self._settings.selector()
-        config = self._settings.config
-        self._planner = Planner.of_model(
-            self.identity.fingerprint,
-            self.identity.dtype,
-            self._anchor(),
-            config.block_size,
-            codec=config.codec,
-            salt=config.salt,
-        )
+        self._planner = self.identity.planner(self._settings.config)
         self._block_size = int(vllm_config.cache_config.block_size)
         self._store = shared_store(self._config.store, vllm_config)
         self._kv_caches = kv_cache_config
@@ -70,11 +66,11 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         if refused:
             raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
 
-    def _anchor(self) -> Anchor:
-        rule, bos = self._settings.config.anchor, self.identity.bos_id
-        if rule == "auto":
-            return Anchor("none" if bos is None else "bos", bos)
-        return Anchor(rule, bos)
+    def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
+        """The tokens that end a sentence, for a selector that asks the question; else None."""
+        if self._tokenizer is None or not self._selector.question_rows:
+            return None
+        return find_sentence_end_ids(self._tokenizer)
 
     # ---- scheduler --------------------------------------------------------------------------------------
 
@@ -83,12 +79,12 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._scheduler.on_new(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Where vLLM's own prefix cache can be asked."""
+        """Receives vLLM's block pool, which tells what its own prefix cache holds."""
         if self._scheduling is not None:
             self._scheduling.pool = gpu_block_pool
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `Scheduling.claim`; provided over several engine steps."""
+        """See `Scheduling.claim`; the claimed tokens are provided over several engine steps."""
         claimed = self._scheduler.claim(request, num_computed_tokens)
         return claimed, bool(claimed)
 
@@ -97,23 +93,23 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._scheduler.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
-        """What the workers are to do from this step on."""
+        """The jobs that the workers start in this step."""
         return self._scheduler.take_jobs()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks are vLLM's to free at once."""
+        """See `Scheduling.finished`; vLLM may free the request's blocks at once."""
         self._scheduler.finished(request)
         return False, None
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers finished."""
+        """Receives what the workers finished."""
         self._scheduler.provided(connector_output.finished_recving or ())
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(report, StepReport):
             self._scheduler.reported(report.captured)
 
     def has_pending_push_work(self) -> bool:
-        """Keeps vLLM stepping while chunks are captured, also without requests."""
+        """Keeps vLLM stepping while chunks are captured, even when there are no requests."""
         return self._scheduling is not None and self._scheduling.is_capturing
 
     @property
@@ -124,11 +120,11 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
     # ---- worker -----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """The model is loaded and has its cache: from here on it can be walked."""
+        """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
         scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
         rows = int(scheduler.max_num_batched_tokens)
         model = BlendModel(self._vllm_config)
-        # On a GPU many short sequences are not what its kernels are made for; not measured there.
+        # GPU kernels are not made for many short sequences, and were not measured with them.
         on_cpu = model.device.type == "cpu"
         builder = compat.metadata_builder(self._vllm_config, model.attention[0], self._kv_caches) if on_cpu else None
         self._worker = Worker(
@@ -140,35 +136,35 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             budget=self._config.budget_row_layers or rows * layers,
             tile_rows=rows,
             builder=builder,
-            sentence_end_ids=self.identity.sentence_end_ids() if self._selector.question_rows else None,
+            sentence_end_ids=self._sentence_end_ids(),
             name=self.identity.name,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Some layers of what is to be done."""
+        """Takes this step's jobs and computes some layers of those that wait."""
         jobs = self._get_connector_metadata()
         if self._worker is not None and isinstance(jobs, StepJobs):
             self._worker.step(jobs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a prompt is whole before vLLM computes its last token."""
+        """Does nothing: a prompt's KV is complete before vLLM computes its last token."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: chunks are computed alone, not taken from prompts."""
+        """Does nothing: chunks are computed alone, not taken from prompts."""
 
     def wait_for_save(self) -> None:
-        """Nothing."""
+        """Does nothing: no KV is saved from prompts."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose prompts stand in the paged cache."""
+        """Requests whose prompts are complete in the paged cache."""
         return None, (self._worker.take_provided() if self._worker else None) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that vLLM is to compute itself (with `kv_load_failure_policy` "recompute")."""
+        """Blocks that vLLM must compute itself (with `kv_load_failure_policy` "recompute")."""
         return self._worker.take_failed_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """What was captured so far."""
+        """How many chunks were captured so far."""
         return StepReport(self._worker.captured) if self._worker else None
 
     def capture(self, jobs: "list[ChunkJob]") -> None:
@@ -177,7 +173,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._worker.capture(jobs)
 
     def shutdown(self) -> None:
-        """Waits for what is being written."""
+        """Waits for chunks that are being written."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduling is not None:
@@ -186,14 +182,14 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
     # ---- statistics -------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> BlendStats | None:
-        """What was counted since the last call, of this side; of several ranks, which do the same, the first's."""
+        """This side's counts since the last call; of several ranks, which do the same work, only the first reports."""
         side = self._worker or self._scheduling
         found = None if side is None else side.counts.take()
         return None if self._worker is not None and self._worker.is_follower else found
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
-        """Of what came from another process."""
+        """Statistics from data that came from another process."""
         return BlendStats(data=data or {})
 
     @classmethod
@@ -204,7 +200,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> BlendPromMetrics:
-        """Counters for vLLM's endpoint."""
+        """Counters for vLLM's Prometheus endpoint."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
@@ -213,15 +209,15 @@ _stores_lock = threading.Lock()
 
 
 def shared_store(url: str, config: compat.VllmConfig) -> KVStore:
-    """The store of one engine, the same object for both sides where they share a process.
+    """The store of one engine; both sides get the same object if they share a process.
 
     Raises:
-        InvalidInputError: a store in memory, and processes that would each have their own.
+        InvalidInputError: a store in memory, with processes that would each have a store of their own.
     """
     parallel = config.parallel_config
     if url.startswith("memory") and (parallel.world_size > 1 or parallel.distributed_executor_backend != "uni"):
         raise InvalidInputError(
-            f"the store {url!r} lies in one process, and here scheduler and workers have processes of their own; "
+            f"the store {url!r} is in the memory of one process, and scheduler and workers run in several; "
             'use a folder: "file:///var/cache/cacheblend"'
         )
     key = (str(config.kv_transfer_config.engine_id), url)

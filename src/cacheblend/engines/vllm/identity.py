@@ -1,75 +1,55 @@
-"""Which model vLLM runs, so that its blocks have the names that the embedded engine gives them."""
+"""Which model vLLM runs, so that its blocks get the names that the embedded engine gives them."""
 
-import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.fingerprint import fingerprint_folder
-from cacheblend.engines.sentences import find_sentence_end_ids
+from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.tokens import PromptBuilder
 
 
-@dataclass(frozen=True)
-class Identity:
-    """A model, as far as names and selectors need it.
+def identify(config: Any, tokenizer: Any) -> ModelIdentity:
+    """The identity of the model in vLLM's configuration.
 
-    Attributes:
-        folder: its files.
-        fingerprint: of them, and of options that change what they mean.
-        dtype: of its KV cache.
-        bos_id: what its tokenizer puts in front of a prompt; None: nothing.
-        name: for people.
-        tokenizer: transformers'; None where there is none.
-    """
-
-    folder: Path
-    fingerprint: str
-    dtype: str
-    bos_id: int | None
-    name: str
-    tokenizer: Any
-
-    def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
-        """See `find_sentence_end_ids`; None without a tokenizer."""
-        return None if self.tokenizer is None else find_sentence_end_ids(self.tokenizer)
-
-
-def identify(config: Any) -> Identity:
-    """Of vLLM's configuration.
+    Args:
+        config: vLLM's.
+        tokenizer: see `open_tokenizer`.
 
     Raises:
         InvalidInputError: the model's files cannot be found.
     """
     model = config.model_config
     folder = _folder(model.model, model.revision)
-    fingerprint = fingerprint_folder(folder)
     stored = getattr(model.hf_config, "quantization_config", None)
-    changing = {
+    options = {
         "hf_overrides": model.hf_overrides or None,
-        "quantization": None if stored else model.quantization,
+        "quantization": None if stored else model.quantization,  # the folder's own is part of its config.json
     }
-    changing = {name: value for name, value in changing.items() if value}
-    if changing:  # other KV, so another name
-        options = repr(sorted((name, repr(value)) for name, value in changing.items()))
-        fingerprint = hashlib.sha256(f"{fingerprint}\n{options}".encode()).hexdigest()
-    tokenizer = None if model.skip_tokenizer_init else _tokenizer(model)
-    return Identity(
+    return ModelIdentity(
         folder=folder,
-        fingerprint=fingerprint,
+        fingerprint=fingerprint_folder(folder, {name: value for name, value in options.items() if value}),
         dtype=str(model.dtype).removeprefix("torch."),
         bos_id=None if tokenizer is None else PromptBuilder(tokenizer).bos_id,
         name=folder.resolve().name,
-        tokenizer=tokenizer,
     )
 
 
+def open_tokenizer(config: Any) -> Any:
+    """transformers' tokenizer of the model in vLLM's configuration; None if vLLM skips it or it cannot be opened."""
+    from transformers import AutoTokenizer
+
+    model = config.model_config
+    if model.skip_tokenizer_init:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model.tokenizer)
+    except Exception:
+        return None
+
+
 def _folder(model: str, revision: str | None) -> Path:
-    """The model's folder: as named, or where the hub's files were put when vLLM fetched them."""
+    """The model's folder: as named, or where vLLM put the files that it fetched from the hub."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -79,12 +59,3 @@ def _folder(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except Exception as error:
         raise InvalidInputError(f"the files of {model} are not on this machine ({error})") from error
-
-
-def _tokenizer(model: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model.tokenizer)
-    except Exception:
-        return None

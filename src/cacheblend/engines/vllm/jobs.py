@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers, and what they tell it."""
+"""Messages between the two sides: jobs from the scheduler to the workers, and reports back."""
 
 from dataclasses import dataclass, field
 
@@ -9,12 +9,12 @@ from cacheblend.engines.vllm.compat import KVConnectorMetadata, KVConnectorWorke
 
 @dataclass(frozen=True, eq=False)
 class BlendJob:
-    """A prompt whose KV the workers provide.
+    """A prompt whose KV the workers write to the paged cache.
 
     Attributes:
         request_id: vLLM's.
-        plan: of all tokens that are provided, from the first on.
-        local_tokens: of these, what vLLM's own prefix cache holds already.
+        plan: of the prompt without its last token.
+        local_tokens: leading tokens that vLLM's own prefix cache holds already.
         block_ids: of the paged cache, in the order of the prompt.
     """
 
@@ -26,7 +26,7 @@ class BlendJob:
 
 @dataclass
 class StepJobs(KVConnectorMetadata):
-    """What is new in an engine step.
+    """New jobs in an engine step.
 
     Attributes:
         blend: prompts to be provided.
@@ -44,12 +44,12 @@ class StepReport(KVConnectorWorkerMetadata):
     """What the workers have finished.
 
     Attributes:
-        captured: chunks of `StepJobs.capture` that are done with since the start, stored or not.
+        captured: chunks of `StepJobs.capture` that need no more work since the start, stored or not.
     """
 
     captured: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """Of two ranks: the one that has done less counts."""
+        """The report of two ranks: the smaller count."""
         assert isinstance(other, StepReport)
         return StepReport(min(self.captured, other.captured))

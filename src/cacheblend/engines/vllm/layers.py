@@ -1,15 +1,39 @@
-"""Runs vLLM's own decoder layers on any subset of a prompt's rows (fills `core.layers.runner.LayerRunner`)."""
+"""Runs vLLM's own decoder layers on any subset of a prompt's rows (implements `core.layers.runner.LayerRunner`)."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
 
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows
+from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 
-if TYPE_CHECKING:
-    from cacheblend.engines.vllm.model import BlendModel
+AttentionAnswer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query, keys, values), [n, heads, head_dim] each, to the attention's output [n, heads, head_dim]."""
+
+
+class DecoderModel(Protocol):
+    """What running layers needs of a model (`BlendModel`)."""
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """vLLM's decoder layers, called with (positions, hidden, residual)."""
+        ...
+
+    @property
+    def specs(self) -> Sequence[AttentionSpec]:
+        """How each layer attends."""
+        ...
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[n, width] input of the first layer."""
+        ...
+
+    def answering(self, layer: int, answer: AttentionAnswer) -> AbstractContextManager[None]:
+        """Inside, `answer` is the attention of this layer."""
+        ...
 
 
 class _ProjectedError(Exception):
@@ -21,31 +45,31 @@ class _ProjectedError(Exception):
 
 
 class VllmLayerRunner:
-    """One prompt's runner. Row i has `token_ids[i]` and stands at `positions[i]`.
+    """The layer runner of one prompt: row i is the token `token_ids[i]` at `positions[i]`.
 
-    vLLM's layers hand on two tensors, what the last one added and the sum of all before it; a row's hidden state here
-    is both beside each other, [n, 2 * width].
+    vLLM's layers return two tensors, the last layer's output and the residual sum of all before it. The hidden state
+    here is the two concatenated, [n, 2 * width].
 
     Args:
-        model: whose layers.
+        model: whose layers are run.
         token_ids, positions: [rows] int64 on the model's device.
     """
 
-    def __init__(self, model: "BlendModel", token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         self.model, self.token_ids, self.positions = model, token_ids, positions
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """The number of decoder layers."""
         return len(self.model.layers)
 
     def embed(self) -> torch.Tensor:
-        """[rows, 2 * width]; of the sum there is nothing yet."""
+        """[rows, 2 * width]; the residual sum starts as zeros."""
         added = self.model.embed(self.token_ids)
         return torch.cat([added, torch.zeros_like(added)], dim=1)
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [kv_heads, n, head_dim]: norm and projections only."""
+        """Keys and values [kv_heads, n, head_dim], by the layer's norm and projections only."""
 
         def stop(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             raise _ProjectedError(_heads_first(keys), _heads_first(values))
@@ -66,7 +90,7 @@ class VllmLayerRunner:
         return self._run(layer, hidden, rows, answer)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Nothing: vLLM computes the prompt's last token itself."""
+        """Empty: vLLM computes the prompt's last token itself."""
         return hidden.new_empty(0)
 
     def _run(
@@ -74,9 +98,9 @@ class VllmLayerRunner:
         layer: int,
         hidden: torch.Tensor,
         rows: torch.Tensor,
-        answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        answer: AttentionAnswer,
     ) -> torch.Tensor:
-        # Copies: vLLM's kernels may write to what they are given.
+        # Copies, since vLLM's kernels may write to their inputs.
         added, total = (part.clone(memory_format=torch.contiguous_format) for part in hidden.chunk(2, dim=1))
         with self.model.answering(layer, answer):
             out = self.model.layers[layer](self.positions[rows], added, total if layer else None)

@@ -1,4 +1,4 @@
-"""Keeps an index of chunks as the store stands, which others may write to; reads the store's list in a thread."""
+"""Keeps an index of chunks up to date with a store that others may write to; reads the store's list in a thread."""
 
 import logging
 import time
@@ -16,20 +16,20 @@ logger = logging.getLogger("cacheblend.vllm")
 
 @dataclass
 class _Changes:
-    """Between two readings of the list."""
+    """What changed between two readings of the list."""
 
     added: list[ChunkManifest] = field(default_factory=list)
     removed: set[BlockName] = field(default_factory=set)
 
 
 class ChunkListing:
-    """What a store lists, carried over to an index.
+    """Copies a store's list of chunks to an index.
 
     Args:
         store: its list is read.
-        index: is kept; touched by the thread that calls `refresh` alone.
+        index: is updated, only by the thread that calls `refresh`.
         is_wanted: whether prompts of this engine can use a chunk.
-        refresh_s: the list is read anew after so many seconds; 0: at each call, which then waits for it.
+        refresh_s: the list is read again after so many seconds; 0: at each call, which then waits for it.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class ChunkListing:
             self._start_reading()
 
     def refresh(self) -> None:
-        """Brings the index up to what was read last, and has the list read anew where it is time.
+        """Applies the last reading to the index, and starts a new one if it is due.
 
-        Waits the first time only (and always, if `refresh_s` is 0): a list of many chunks takes seconds to read.
+        Waits for the reading the first time only (and always, if `refresh_s` is 0): a long list takes seconds to read.
 
         Raises:
-            StoreError: the list cannot be read, and this call waits for it; else that is logged, and the index stays.
+            StoreError: the list cannot be read, and this call waits for it. Otherwise the error is logged and
+                the index stays as it is.
         """
         waits = self._is_first or self._refresh_s == 0
         if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
@@ -71,7 +72,7 @@ class ChunkListing:
         self._index.add(changes.added)
 
     def close(self) -> None:
-        """Waits for what is being read."""
+        """Waits for a reading that has started."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _start_reading(self) -> None:

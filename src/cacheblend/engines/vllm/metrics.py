@@ -1,4 +1,4 @@
-"""What blending did, through vLLM's own statistics: its log line, and its Prometheus endpoint."""
+"""Counters of blending, reported through vLLM's own statistics: its log line and its Prometheus endpoint."""
 
 import threading
 from typing import Any
@@ -12,37 +12,37 @@ HIT_TOKENS, FALLBACKS = "hit_tokens", "fallbacks"
 
 
 class Counts:
-    """Counters since they were last taken; from any thread."""
+    """Counters since the last `take`; may be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, Any] = {}
 
     def add(self, name: str, value: float) -> None:
-        """Of a plain counter."""
+        """Adds to a plain counter."""
         with self._lock:
             self._values[name] = self._values.get(name, 0) + value
 
     def add_by(self, name: str, label: str, value: float) -> None:
-        """Of one that is kept by source or by reason."""
+        """Adds to a counter that is kept by source or by reason."""
         with self._lock:
             labels = self._values.setdefault(name, {})
             labels[label] = labels.get(label, 0) + value
 
     def add_fallback(self, reason: str) -> None:
-        """Something that was to be reused was computed instead."""
+        """Counts stored KV that was computed instead of reused, or not stored."""
         self.add_by(FALLBACKS, reason, 1)
 
     def add_blend(self, result: PrefillResult, local_tokens: int, seconds: float) -> None:
-        """A prompt that was provided.
+        """Counts a prompt that was provided.
 
         Args:
-            result: of its pass.
-            local_tokens: of its prefix hits, those of vLLM's own cache.
-            seconds: from its first layer to its last, other work between them included.
+            result: of its prefill.
+            local_tokens: leading tokens that vLLM's own prefix cache held.
+            seconds: from its first layer to its last, including other work between them.
         """
         hits = result.plan.hit_tokens()
-        local = min(local_tokens, hits["prefix"])  # none of them, where all had to be computed in the end
+        local = min(local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
         for source, count in {**hits, "vllm": local, "prefix": hits["prefix"] - local}.items():
             if count:
                 self.add_by(HIT_TOKENS, source, count)
@@ -57,23 +57,23 @@ class Counts:
             self.add_fallback("block lost")
 
     def take(self) -> "BlendStats | None":
-        """What was counted since the last call; None: nothing."""
+        """The counts since the last call; None if there are none."""
         with self._lock:
             values, self._values = self._values, {}
         return BlendStats(data=values) if values else None
 
 
 class BlendStats(KVConnectorStats):
-    """`Counts` on their way through vLLM: numbers, and numbers by label."""
+    """`Counts` in the form that vLLM transports: numbers, and numbers by label."""
 
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Nothing is left."""
+        """Clears all counts."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "BlendStats":
-        """Of two steps, summed."""
+        """The sum of two steps."""
         joined = dict(self.data)
         for name, value in other.data.items():
             if isinstance(value, dict):
@@ -84,7 +84,7 @@ class BlendStats(KVConnectorStats):
         return BlendStats(data=joined)
 
     def reduce(self) -> dict[str, int | float]:
-        """Flat, for the log line."""
+        """All counts by one name each, for the log line."""
         flat: dict[str, int | float] = {}
         for name, value in self.data.items():
             if isinstance(value, dict):
@@ -100,22 +100,22 @@ class BlendStats(KVConnectorStats):
 
 _PLAIN = {
     "requests": "Requests whose prompts were blended.",
-    "prompt_tokens": "Tokens of these prompts.",
-    "recomputed_tokens": "Loaded tokens that were recomputed behind the last selection.",
+    "prompt_tokens": "Tokens of blended prompts.",
+    "recomputed_tokens": "Loaded tokens that were recomputed after the last selection.",
     "row_layers": "Rows times layers that blending computed.",
     "captured_tokens": "Tokens of missed chunks that were computed alone and stored.",
-    "load_seconds": "Time that reading and placing stored KV took.",
-    "wait_seconds": "Of that, what blending waited for.",
-    "blend_seconds": "Time from a blended prompt's first layer to its last.",
+    "load_seconds": "Seconds of reading stored KV and copying it to the device.",
+    "wait_seconds": "Seconds that blending waited for stored KV.",
+    "blend_seconds": "Seconds from the first layer of a blended prompt to its last.",
 }
 _LABELLED = {
-    HIT_TOKENS: ("source", "Tokens of blended prompts that were not computed from nothing."),
-    FALLBACKS: ("reason", "What was to be reused and was computed instead."),
+    HIT_TOKENS: ("source", "Tokens of blended prompts whose KV was reused."),
+    FALLBACKS: ("reason", "Times that stored KV could not be reused or missed chunks could not be stored."),
 }
 
 
 class BlendPromMetrics(KVConnectorPromMetrics):
-    """Counters `vllm:cacheblend_*`."""
+    """The Prometheus counters `vllm:cacheblend_*`."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class BlendPromMetrics(KVConnectorPromMetrics):
                 counter.labels(*values).inc(0)  # shown from the start
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds a step's counts."""
+        """Adds the counts of one step."""
         values = self._engines[engine_idx]
         for name, value in transfer_stats_data.items():
             if name in self._labelled:

@@ -1,6 +1,9 @@
-"""vLLM's loaded model as the fusor needs it: layers, shapes, rotations, this rank's heads; checked at the start."""
+"""vLLM's loaded model as blending needs it: layers, shapes, rotations, this rank's heads. Checked when it is created.
 
-from collections.abc import Callable, Iterator
+Does not know prompts, stores or the paged cache.
+"""
+
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +14,10 @@ from cacheblend.core.layers.attention import attend_rows
 from cacheblend.core.load.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.engines.vllm import compat
-from cacheblend.engines.vllm.layers import VllmLayerRunner
+from cacheblend.engines.vllm.layers import AttentionAnswer, VllmLayerRunner
 
 _PROBE_ROWS, _PROBE_SHIFT = 8, 37
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-
-Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(query, keys, values), [n, heads, head_dim] each, to the attention's output [n, heads, head_dim]."""
 
 
 class BlendModel:
@@ -27,7 +27,8 @@ class BlendModel:
         config: vLLM's.
 
     Raises:
-        ModelNotBlendableError: its layers cannot be walked, or its keys cannot be moved; the message says why.
+        ModelNotBlendableError: its layers cannot be run one by one, or its keys cannot be re-positioned; the message
+            says why.
     """
 
     def __init__(self, config: compat.VllmConfig) -> None:
@@ -39,7 +40,7 @@ class BlendModel:
         if len(self.layers) != len(self.attention):
             raise ModelNotBlendableError(
                 f"{type(model).__name__} has {len(self.layers)} decoder layers and {len(self.attention)} attention "
-                "modules; blending needs one in each"
+                "modules; blending needs one attention module in each layer"
             )
         self._shims = {layer.layer_name: compat.AttentionShim(layer) for layer in self.attention}
         self.specs = [compat.attention_spec(layer) for layer in self.attention]
@@ -60,7 +61,7 @@ class BlendModel:
         return compat.embed(self._model, token_ids)
 
     @contextmanager
-    def answering(self, layer: int, answer: Answer) -> Iterator[None]:
+    def answering(self, layer: int, answer: AttentionAnswer) -> Iterator[None]:
         """Inside, `answer` is the attention of this layer."""
         shim = self._shims[self.attention[layer].layer_name]
         shim.answer = answer
@@ -71,7 +72,7 @@ class BlendModel:
             shim.answer = None
 
     def _heads_of_rank(self, kv_heads: int) -> slice | None:
-        """Of a record's KV heads, those of this rank; None: all of them."""
+        """The KV heads of a record that this rank has; None: all of them."""
         if self.tp_size == 1:
             return None
         first = self.tp_rank * self.total_kv_heads // self.tp_size
@@ -80,7 +81,7 @@ class BlendModel:
     # ---- checks -----------------------------------------------------------------------------------------
 
     def _check_layers(self) -> None:
-        """The runner gives each layer what the model's own forward gives it."""
+        """Checks that layers run one by one have the same keys as in the model's own forward."""
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
         positions = torch.arange(_PROBE_ROWS, device=self.device)
@@ -91,7 +92,7 @@ class BlendModel:
             keys, _ = runner.project(layer, hidden, rows)
             if not torch.allclose(keys.float(), plain[layer].float(), rtol=1e-3, atol=_TOLERANCE[self.dtype]):
                 raise ModelNotBlendableError(
-                    f"layer {layer} of {type(self._model).__name__}, called by itself, gives other keys than in the "
+                    f"layer {layer} of {type(self._model).__name__}, called by itself, computes other keys than in the "
                     "model's own forward"
                 )
             hidden = runner.run(layer, hidden, rows, lambda q, k, v, spec: attend_rows(q, k, v, positions, spec))
@@ -100,7 +101,7 @@ class BlendModel:
         """[kv_heads, n, head_dim] of each layer in the model's own forward."""
         seen: list[torch.Tensor] = []
 
-        def answer_of(index: int) -> Answer:
+        def answer_of(index: int) -> AttentionAnswer:
             def answer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
                 q, k, v = (part.transpose(0, 1).contiguous() for part in (query, keys, values))
                 seen.append(k.clone())
@@ -120,7 +121,7 @@ class BlendModel:
         return seen
 
     def _find_rotations(self) -> list[KeyRotation | None]:
-        """How each layer's keys turn, found by shifting positions and trying the model's own frequencies."""
+        """The rotation of each layer's keys, found by shifting positions and trying the model's own frequencies."""
         candidates = compat.candidate_rotations(self.layers)
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
@@ -147,7 +148,7 @@ class BlendModel:
             if fits and self._close(reposition_keys(keys, turn_by(rotation, shift, keys.device)), moved):
                 return rotation
         raise ModelNotBlendableError(
-            f"the keys of layer {layer} do not move by any of the model's {len(candidates)} rotations; "
+            f"the keys of layer {layer} follow none of the model's {len(candidates)} rotations; "
             "they cannot be re-positioned"
         )
 

@@ -1,4 +1,4 @@
-"""The classes that vLLM's registry is pointed to, made when they are asked for: `models:LlamaForCausalLM`."""
+"""The model classes registered with vLLM, created on first access: `models:LlamaForCausalLM`."""
 
 from functools import cache
 from typing import Any

@@ -1,11 +1,11 @@
-"""Attention of a prompt's rows by the backend's own kernel, in the paged cache where the prompt's KV will lie anyway.
+"""Attention of a prompt's rows by the backend's own kernel, in the paged cache that will hold the prompt's KV anyway.
 
-The kernels know sequences whose last rows ask. So each run of adjacent rows is a sequence that ends with it, and all
-of them share the prompt's blocks:
+The kernels compute sequences whose last rows are the queries. So each run of adjacent rows is passed as a sequence that
+ends with the run, and all sequences share the prompt's blocks:
 
     active rows   2 3 . . 6 . 8 9        sequences   0..3 (rows 2 3)   0..6 (row 6)   0..9 (rows 8 9)
 
-What the kernel knows (windows, caps, sinks) holds here too. Where runs are long it is as fast as in vLLM's prefill.
+The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.paged import PagedLayer
 
 NO_SLOT = -1
-"""Of a row that must not be written, as vLLM has it."""
+"""vLLM's slot of a row that must not be written."""
 
 
 class PagedAttention:
-    """One prompt's `RowAttention`. Writes each layer's KV to the paged cache on the way.
+    """The `RowAttention` of one prompt. Also writes each layer's KV to the paged cache.
 
     Args:
         layers: of the paged cache.
         builder: see `compat.metadata_builder`.
-        block_ids: the prompt's, none of them the null block.
-        first: rows in front of it are in the cache already, and stay as they are.
+        block_ids: of the prompt, none of them the null block.
+        first: preceding rows are in the cache already, and are not written.
         slots: [rows] of the prompt's rows from `first` on.
     """
 
@@ -45,20 +45,20 @@ class PagedAttention:
     def __call__(
         self, layer: int, query: torch.Tensor, kv: LayerKV, positions: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See `RowAttention`; `spec` is known to the kernel."""
+        """See `RowAttention`; the kernel has its own copy of `spec`."""
         fresh = LayerKV(kv.keys[:, positions], kv.values[:, positions])
         slots = self._slots[positions]
-        if self._written is not kv.keys:  # a layer's first rows: what was loaded goes with them
+        if self._written is not kv.keys:  # the first call for a layer also writes its loaded rows
             own = slice(self._first, None)
             self._layers[layer].write(kv.keys[:, own], kv.values[:, own], self._slots[own])
             self._written = kv.keys
         else:
-            own = slice(int((positions < self._first).sum()), None)  # a pass that lost its prefix computes it again
+            own = slice(int((positions < self._first).sum()), None)  # a prefill that lost its prefix computes it again
             self._layers[layer].write(fresh.keys[:, own], fresh.values[:, own], slots[own])
         return self._layers[layer].attend(query, fresh.keys, fresh.values, self._metadata_of(positions, slots))
 
     def _metadata_of(self, positions: torch.Tensor, slots: torch.Tensor) -> Any:
-        """Made once for rows that stay the same over layers."""
+        """The kernel's metadata, built once for rows that stay the same over layers."""
         start = int(positions[0])
         known = self._metadata.get(start)
         if known is None or not torch.equal(known[0], positions):

@@ -2,7 +2,7 @@
 
 
 def register() -> None:
-    """Puts this package's recording classes in the place of vLLM's own; they differ in nothing else. Idempotent."""
+    """Registers classes that are vLLM's own and also remember the loaded model (`compat.recording`). Idempotent."""
     from vllm import ModelRegistry
 
     from cacheblend.engines.vllm.compat import ARCHITECTURES

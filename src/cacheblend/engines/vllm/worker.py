@@ -2,7 +2,7 @@
 
     start_load_kv -> step(jobs): as many layers as the budget allows; oldest job first, captures after all prompts
                       prompt: load, fuse, write each finished layer to the paged cache -> done
-                      chunk:  compute alone behind its anchor -> store
+                      chunk:  compute alone, with its anchor in front -> store
 
 Jobs of one kind with few rows are computed as a batch (`PrefillBatcher`).
 

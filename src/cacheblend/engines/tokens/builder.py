@@ -1,14 +1,13 @@
-"""Texts to token ids, segment by segment, without the traps.
+"""Texts to token ids, segment by segment.
 
-- A passage is tokenised on its own, the same ids wherever it stands.
-- Text that looks like a special or added token (``<think>``, ``<|im_end|>``) in a passage stays text.
+- A passage is tokenised on its own, so it has the same ids wherever it stands.
+- Text in a passage that looks like a special or added token (``<think>``, ``<|im_end|>``) stays text.
 - No SentencePiece dummy prefix in the middle of a prompt.
-- BOS once, in front, where the tokenizer or its chat template sets one.
+- BOS once, at the start of the prompt, if the tokenizer or its chat template sets one.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,24 +16,7 @@ from tokenizers import Tokenizer
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan import prompt as core_prompt
 from cacheblend.core.plan.prompt import Prompt, Segment
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text that is reused as a unit at any position.
-
-    Attributes:
-        text: what the model reads.
-        title: a name for people; not read by the model.
-    """
-
-    text: str
-    title: str = ""
-
-
-Content = str | Passage
-Message = dict[str, Any]
-"""``{"role": ..., "content": ...}``; content is a string, or parts ``{"type": "text" | "chunk", "text": ...}``."""
+from cacheblend.engines.tokens.chat import Content, MarkedContents, Message, Passage, put_before_question
 
 
 class PromptBuilder:
@@ -62,7 +44,8 @@ class PromptBuilder:
         self.bos_id = self._find_bos()
 
     def prompt(self, parts: Iterable[Content]) -> Prompt:
-        """Strings are plain text, `Passage`s are chunks; BOS is put in front where the tokenizer sets one.
+        """A prompt of strings, which are plain text, and `Passage`s, which are chunks; starts with BOS if the tokenizer
+        sets one.
 
         A string instead of parts is a prompt of that one text.
 
@@ -76,12 +59,11 @@ class PromptBuilder:
         return Prompt.of(segments)
 
     def chat(self, messages: Sequence[Message], documents: Sequence[Passage] = (), **options: Any) -> Prompt:
-        """A message list through the model's chat template, its contents kept apart from the template's own tokens.
+        """A message list rendered by the model's chat template; contents are tokenised apart from the template's text.
 
         Args:
             messages: content parts of type ``chunk`` are chunks.
-            documents: passages handed to the template; where it has no place for them they stand in front of the
-                last user message.
+            documents: passages for the template; if it has no place for them, they start the last user message.
             **options: for the template, e.g. ``tools`` or ``enable_thinking``.
 
         Raises:
@@ -91,27 +73,27 @@ class PromptBuilder:
             raise InvalidInputError("the message list is empty; it needs at least one message")
         if not self._tokenizer.chat_template:
             raise InvalidInputError("the tokenizer has no chat template; build the prompt from texts instead")
-        slots: list[Content] = []
-        marked = [self._mark_message(message, slots) for message in messages]
-        marks = [_mark(slots, document) for document in documents]
+        contents = MarkedContents()
+        marked = [contents.mark_message(message) for message in messages]
+        marks = [contents.mark(document) for document in documents]
         # Templates name a document's text "text" (transformers' own examples), "content" or "contents".
         handed = [{"title": "", "text": mark, "content": mark, "contents": mark} for mark in marks]
         rendered = self._render(marked, handed, options)
         if any(mark not in rendered for mark in marks):
-            rendered = self._render(_in_front_of_question(marked, marks), [], options)
-        return Prompt.of(self._split(rendered, slots))
+            rendered = self._render(put_before_question(marked, marks), [], options)
+        return Prompt.of(self._split(rendered, contents))
 
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
-        """Ids that a passage has inside a text, as a server has them that tokenises prompts whole.
+        """Ids that a passage has inside a larger text, as in a server that tokenises whole prompts.
 
-        Tokens that belong to the frame in part are left out: they change with what stands there.
+        Tokens that belong to the frame in part are left out: they change with the text around the passage.
 
         Args:
             text: the passage.
-            frame: what stands around it, with ``{passage}`` in its place.
+            frame: the text around the passage, with ``{passage}`` in its place.
 
         Raises:
-            InvalidInputError: the frame has no such place, or more than one.
+            InvalidInputError: the frame has no ``{passage}``, or more than one.
         """
         around = frame.split("{passage}")
         if len(around) != 2:
@@ -122,12 +104,12 @@ class PromptBuilder:
         return [number for number, (first, last) in inside if first >= start and last <= stop]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a passage or another text that is not a template's."""
+        """Ids of a passage or of any other text that does not come from a template."""
         encoding = self._plain.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         if self._literals.isdisjoint(ids):
             return ids
-        # The vocabulary itself holds the literal of an added token: cut it in two, so that it stays text.
+        # The vocabulary itself holds the text of an added token: cut it in two, so that it stays text.
         found = (place for i, place in zip(ids, encoding.offsets, strict=True) if i in self._literals)
         cuts = [start + 1 for start, stop in found if stop - start > 1]
         pieces = (text[start:stop] for start, stop in pairwise([0, *cuts, len(text)]))
@@ -135,7 +117,7 @@ class PromptBuilder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
-        # Cleaning up spaces would change text that was streamed already.
+        # Cleaning up spaces would change text that has been streamed already.
         decoded: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return decoded
 
@@ -145,13 +127,6 @@ class PromptBuilder:
         if not isinstance(part, str):
             raise InvalidInputError(f"a prompt is made of str and Passage, not {type(part).__name__}")
         return core_prompt.text(self.encode(part))
-
-    def _mark_message(self, message: Message, slots: list[Content]) -> Message:
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [_content_part(part) for part in content]
-            return {**message, "content": "".join(_mark(slots, part) for part in parts)}
-        return {**message, "content": _mark(slots, content)} if isinstance(content, str) and content else message
 
     def _render(self, messages: list[Message], documents: list[dict[str, str]], options: dict[str, Any]) -> str:
         settings = {"add_generation_prompt": True, **options}
@@ -163,14 +138,13 @@ class PromptBuilder:
             raise InvalidInputError(f"the chat template refused the messages: {error}") from error
         return rendered
 
-    def _split(self, rendered: str, slots: list[Content]) -> list[Segment]:
-        """The template's own text as frames, special tokens in it parsed; contents in between as they are."""
+    def _split(self, rendered: str, contents: MarkedContents) -> list[Segment]:
+        """Segments of the template's own text, in which special tokens are parsed, and of the contents as they are."""
         segments: list[Segment] = []
-        rest = rendered
-        for at in _order(rendered, len(slots)):
-            frame, _, rest = rest.partition(_placeholder(at))
-            segments += [self._frame_segment(frame, first=not segments), self._segment(slots[at])]
-        segments.append(self._frame_segment(rest, first=not segments))
+        for frame, content in contents.pieces(rendered):
+            segments.append(self._frame_segment(frame, first=not segments))
+            if content is not None:
+                segments.append(self._segment(content))
         first = next((s for s in segments if len(s)), None)
         if self.bos_id is not None and (first is None or first.token_ids[0] != self.bos_id):
             segments.insert(0, core_prompt.text([self.bos_id]))
@@ -197,7 +171,7 @@ class PromptBuilder:
 
 
 def _without_dummy_prefix(spec: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer without the space that SentencePiece models put in front of a text."""
+    """A tokenizer's specification without the space that SentencePiece models put in front of a text."""
 
     def strip(node: Any) -> Any:
         if not isinstance(node, dict):
@@ -213,38 +187,3 @@ def _without_dummy_prefix(spec: dict[str, Any]) -> dict[str, Any]:
         return None if node.get("type") == "Prepend" else node
 
     return spec | {"normalizer": strip(spec["normalizer"]), "pre_tokenizer": strip(spec["pre_tokenizer"])}
-
-
-def _content_part(part: Any) -> Content:
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-    if kind not in ("text", "chunk") or not isinstance(text, str):
-        raise InvalidInputError(f"a content part is {{'type': 'text' or 'chunk', 'text': ...}}, got {part!r}")
-    return text if kind == "text" else Passage(text, part.get("title", ""))
-
-
-def _placeholder(index: int) -> str:
-    # Private-use characters: no template looks for them, and no text of a prompt is ever rendered beside them.
-    return f"\ue0c0{index}\ue0c1"
-
-
-def _mark(slots: list[Content], part: Content) -> str:
-    slots.append(part)
-    return _placeholder(len(slots) - 1)
-
-
-def _order(rendered: str, count: int) -> list[int]:
-    """The slots in the order in which the template put them; each must be there once."""
-    for index in range(count):
-        found = rendered.count(_placeholder(index))
-        if found != 1:
-            raise InvalidInputError(
-                f"the chat template used content {index + 1} of the messages {found} times, not once"
-            )
-    return sorted(range(count), key=lambda index: rendered.index(_placeholder(index)))
-
-
-def _in_front_of_question(messages: list[Message], documents: list[str]) -> list[Message]:
-    last_user = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=len(messages) - 1)
-    question = messages[last_user]
-    moved = {**question, "content": "".join(documents) + (question.get("content") or "")}
-    return [*messages[:last_user], moved, *messages[last_user + 1 :]]

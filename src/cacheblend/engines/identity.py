@@ -1,0 +1,54 @@
+"""Which model an engine runs: what the names of its stored blocks depend on, the same in every engine.
+
+Knows the fingerprint, not how a model is loaded or run. Engines that agree on an identity share a store's contents.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheblend.core.config import AnchorKind, BlendConfig
+from cacheblend.core.plan.planner import Anchor, Planner
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A loaded model, as far as names of blocks need it.
+
+    Attributes:
+        folder: the model's files; None for a model that was not loaded from a folder.
+        fingerprint: of the weights and of load options that change K and V (`fingerprint_folder`).
+        dtype: of the KV cache, without ``torch.``: ``bfloat16``.
+        bos_id: the token that the tokenizer puts in front of a prompt; None: it puts none.
+        name: for people.
+    """
+
+    folder: Path | None
+    fingerprint: str
+    dtype: str
+    bos_id: int | None
+    name: str
+
+    def anchor(self, rule: AnchorKind) -> Anchor:
+        """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing.
+
+        Raises:
+            InvalidInputError: the rule is ``bos`` and there is no BOS token.
+        """
+        if rule == "auto":
+            rule = "none" if self.bos_id is None else "bos"
+        return Anchor(rule, self.bos_id)
+
+    def planner(self, config: BlendConfig, tenant: str = "") -> Planner:
+        """The planner for prompts of one tenant; no tenant finds blocks that another one stored.
+
+        Raises:
+            InvalidInputError: the model has no BOS token, and the configured anchor needs one.
+        """
+        return Planner.of_model(
+            self.fingerprint,
+            self.dtype,
+            self.anchor(config.anchor),
+            config.block_size,
+            codec=config.codec,
+            salt=f"{config.salt}\x1f{tenant}" if tenant else config.salt,
+        )
