@@ -94,7 +94,7 @@ def open_engine(loaded: BlendEngine) -> Iterator[Open]:
         engine.close()
 
 
-def plain(engine: BlendEngine, prompt: Prompt, tokens: int = GREEDY.max_tokens) -> list[int]:
+def plain(engine: BlendEngine, prompt: Prompt, tokens: int = GREEDY.max_new_tokens) -> list[int]:
     """transformers' own greedy answer."""
     ids = torch.from_numpy(prompt.token_ids.astype("i8"))[None]
     out = engine.model.generate(
@@ -436,7 +436,7 @@ def test_a_request_that_is_refused_lets_the_background_work(open_engine: Open) -
     with pytest.raises(InvalidInputError):
         engine.generate([])
     ran = threading.Event()
-    engine._background.submit("job", ran.set)
+    engine.background.submit("job", ran.set)
     assert ran.wait(SOON)
 
 

@@ -296,7 +296,7 @@ def test_missed_chunks_are_captured_behind_the_requests() -> None:
 
 def test_missed_chunks_are_captured_where_requests_never_end() -> None:
     with open_engine(tiny_model("llama"), [A], capture=True) as engine:
-        engine.begin_request()  # one that is always under way
+        engine.background.begin_request()  # one that is always under way
         patient, busy = Scheduler(engine, Limits(catch_up_s=60.0)), Scheduler(engine, Limits(catch_up_s=0.0))
         try:
             for _ in range(3):
@@ -310,4 +310,4 @@ def test_missed_chunks_are_captured_where_requests_never_end() -> None:
         finally:
             patient.close()
             busy.close()
-            engine.end_request()
+            engine.background.end_request()

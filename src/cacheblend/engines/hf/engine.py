@@ -50,7 +50,7 @@ class BlendEngine:
     Args:
         model: a transformers causal language model; it is not changed.
         tokenizer: its tokenizer; None if all prompts are token ids.
-        store: where KV is kept, or its URL; a store that is handed in stays open behind the engine.
+        store: where KV is kept, or its URL; a store object stays open after the engine is closed.
         config: how to blend.
         fingerprint: of the model's files; None computes it from the parameters.
         bos_id: for an engine without a tokenizer; otherwise the tokenizer says it.
@@ -97,9 +97,9 @@ class BlendEngine:
         self.prefiller = Prefiller(
             self.view, self.survey, self.store, self.config, controller, model.device, self.sentence_end_ids
         )
-        self._background = Background(self.config.capture_queue)
+        self.background = Background(self.config.capture_queue)
         self._closed = False
-        self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self._background, name)
+        self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self.background, name)
 
     @staticmethod
     def from_pretrained(
@@ -175,7 +175,7 @@ class BlendEngine:
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
-        """Ids of the tokens that end a sentence, found once; None if they are unknown."""
+        """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""
         if self._sentence_end_ids is None and self.tokenizer is not None:
             self._sentence_end_ids = find_sentence_end_ids(self.tokenizer)
         return self._sentence_end_ids
@@ -223,7 +223,7 @@ class BlendEngine:
         self._closed = True
         if wait:
             self._warmer.flush()
-        self._background.close()
+        self.background.close()
         self._warmer.close()
         if self._owns_store:
             self.store.close()
@@ -305,12 +305,12 @@ class BlendEngine:
         started = time.perf_counter()
         prompt = self.prompt(prompt)
         params = self._within_context(prompt, params or SamplingParams())
-        self._background.begin_request()
+        self.background.begin_request()
         try:
             result = self.prefill(prompt, ratio=ratio)
             sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids)
         except BaseException:
-            self._background.end_request()
+            self.background.end_request()
             raise
         return Request(Decoding(sampler, list(result.kv)), result.report, started, to_store=result)
 
@@ -329,7 +329,7 @@ class BlendEngine:
         if not request.finished:
             request.finished = True
             self._store_missed_of(request)
-            self._background.end_request()
+            self.background.end_request()
 
     @torch.no_grad()
     def prefill(
@@ -373,26 +373,19 @@ class BlendEngine:
         """The loading controller; None where the configuration names no cost model."""
         return self.prefiller.controller
 
-    def begin_request(self) -> None:
-        """Until `end_request` no background work is begun."""
-        self._background.begin_request()
-
-    def end_request(self) -> None:
-        """One for each `begin_request`."""
-        self._background.end_request()
-
     @property
     def captures_given_up(self) -> dict[str, int]:
-        """Work behind requests that was not done, by reason."""
-        return {"queue full": self._background.dropped, "failed": self._background.failed}
-
-    def catch_up(self, after_s: float) -> bool:
-        """Captures a chunk that has waited so many seconds for a moment without requests; False: there is none."""
-        return self._background.catch_up(after_s)
+        """Missed chunks that were not captured, by reason."""
+        return {"queue full": self.background.dropped, "failed": self.background.failed}
 
     def store_missed(self, result: PrefillResult, tenant: str = "", *, text: bool = True) -> None:
-        """Behind a prefill's first token: what it missed is stored for the tenant; with `text`, also plain text that
-        the prompt begins with."""
+        """Queues what a prefill missed to be captured and stored; call it after the first token has been drawn.
+
+        Args:
+            result: of the prefill.
+            tenant: for whom, see `planner_of`.
+            text: store the plain text at the prompt's start, too.
+        """
         self._warmer.after_request(self.planner_of(tenant) if tenant else self.planner, result, text=text)
 
     # ---- inside -----------------------------------------------------------------------------------------

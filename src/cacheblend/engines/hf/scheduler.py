@@ -164,7 +164,7 @@ class Scheduler:
                     return
                 ticket = self._waiting.popleft()
             ask = ticket.ask
-            self._engine.begin_request()
+            self._engine.background.begin_request()
             try:
                 ticket.prefill = self._engine.open_prefill(
                     ask.prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant
@@ -247,7 +247,7 @@ class Scheduler:
     def _catch_up(self) -> None:
         """A missed chunk, where requests never end."""
         began = time.monotonic()
-        if began >= self._catch_up_at and self._engine.catch_up(self._limits.catch_up_s):
+        if began >= self._catch_up_at and self._engine.background.catch_up(self._limits.catch_up_s):
             ended = time.monotonic()
             self._catch_up_at = ended + (ended - began) * (1 / _CATCH_UP_SHARE - 1)
 
@@ -288,7 +288,7 @@ class Scheduler:
         except Exception:
             logger.exception("a prefill could not be closed")
         if was_admitted:
-            self._engine.end_request()
+            self._engine.background.end_request()
         try:
             ticket.on_event(DoneEvent(ticket.report, error))
         except Exception:
