@@ -42,7 +42,7 @@ lint: $(VENV)/.installed-lint ## ruff, mypy and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(VENV)/.installed-lint ## rewrite the sources in the house's format
+format: $(VENV)/.installed-lint ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -62,7 +62,7 @@ clean: ## remove the environment and what tools leave behind
 	rm -rf $(VENV) $(VLLM_VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp a purpose; each is redone only when what it depends on has changed.
+# One stamp file for each purpose, made anew only when what it depends on has changed.
 $(VENV)/.created:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cacheblend needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
@@ -81,7 +81,7 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIN) --group lint
 	@touch $@
 
-$(VENV)/.installed-docs: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIN) --group docs
 	@touch $@
 
