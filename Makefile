@@ -19,7 +19,7 @@ PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test vllm test-vllm lint format bench clean
+.PHONY: help demo test vllm test-vllm lint format docs wheel bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -27,7 +27,7 @@ help: ## show this list
 demo: $(VENV)/.installed ## passages stored once, asked in many orders: answers and times, with and without; draws a picture
 	$(BIN)/cacheblend demo $(ARGS)
 
-test: $(VENV)/.installed-test ## all tests; those in vLLM behind `make vllm`, those on a GPU where there is CUDA
+test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`, those on a GPU only where there is CUDA
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 	$(if $(wildcard $(VLLM_VENV)/.installed),$(MAKE) test-vllm)
 
@@ -42,18 +42,27 @@ lint: $(VENV)/.installed-lint ## ruff, mypy and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(VENV)/.installed-lint ## rewrite the sources in the house's format
+format: $(VENV)/.installed-lint ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed-docs ## the documentation site, in site/; a broken link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
+wheel: $(VENV)/.installed-wheel ## the wheel, in dist/; checks what it holds and how a package index shows its README
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/twine check --strict dist/*.whl
+	$(BIN)/python .ci/check-wheel dist/*.whl
 
 bench: $(VENV)/.installed ## time to first token of a 0.5B shape with random weights
 	$(BIN)/cacheblend bench ttft --shape qwen2.5-0.5b --ratio 0.15 --ratio 0.05 $(ARGS)
 
 clean: ## remove the environment and what tools leave behind
-	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One stamp a purpose; each is redone only when what it depends on has changed.
+# One stamp file for each purpose, made anew only when what it depends on has changed.
 $(VENV)/.created:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cacheblend needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +79,14 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-lint: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIN) --group lint
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIN) --group docs
+	@touch $@
+
+$(VENV)/.installed-wheel: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet $(PIN) --group wheel
 	@touch $@
 
 $(VLLM_VENV)/.installed: .ci/install-vllm

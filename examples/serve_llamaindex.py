@@ -1,6 +1,7 @@
 """LlamaIndex against `cacheblend serve`: no adapter, its class for OpenAI-like servers does.
 
-It joins the text blocks of a message to one text, in which no passage is to be recognised: passages go as documents.
+LlamaIndex joins the text blocks of a message into one text, in which passages cannot be recognised; so they are sent as
+documents.
 
 pip install llama-index-llms-openai-like
 cacheblend serve --model nano          # in another terminal

@@ -8,7 +8,7 @@ import argparse
 
 from openai import OpenAI
 
-PASSAGES = [  # in the few words that the model which ships was trained on
+PASSAGES = [  # in the vocabulary of the model that ships
     "The harbour was closed again. The lamp is kept with the boot. The river smelled of rain in the morning. The "
     "market was crowded that day. Later Sowico hired people. The rope was sold to Tairn. The library was quiet and "
     "nobody knew why. The garden was cold during the long winter. The bell came to her. The square seemed calm.",

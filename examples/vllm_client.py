@@ -1,4 +1,4 @@
-"""Asks a vLLM server about passages in ever new orders, with the official OpenAI client, and shows times and hits.
+"""Asks a vLLM server about passages in changing orders, with the official OpenAI client, and shows times and hits.
 
 python examples/vllm_client.py --url http://127.0.0.1:8000 --model FOLDER
 """
@@ -15,10 +15,12 @@ SUBJECTS = ("lighthouse", "mussel farm", "railway", "observatory", "salt works",
 
 
 def passage(subject: str, rng: random.Random) -> str:
-    """Made up, long enough to be found again."""
+    """A made-up text, long enough to be found by content."""
     year = rng.randint(1800, 1950)
-    told = [f"In {year + at} the {subject} was visited by {rng.randint(20, 900)} people from town." for at in range(5)]
-    return " ".join([f"The {subject} was opened in {year}.", *told])
+    visits = [
+        f"In {year + at} the {subject} was visited by {rng.randint(20, 900)} people from town." for at in range(5)
+    ]
+    return " ".join([f"The {subject} was opened in {year}.", *visits])
 
 
 def main() -> None:

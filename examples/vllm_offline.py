@@ -19,7 +19,7 @@ from cacheblend.engines.tokens import PromptBuilder
 
 
 def main() -> None:
-    """Row by row, both ways."""
+    """Answers each row plain and blended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True, type=Path, help="any format that `cacheblend evaluate` reads")
@@ -51,20 +51,20 @@ def main() -> None:
         if len(ids) > limit:
             print(f"skipped: {len(ids)} tokens are over the model's {limit}")
             continue
-        ask(llm, ids, spans, 1)  # so that its passages are stored
+        ask(llm, ids, spans, 1)  # stores the row's passages
         answers = {}
-        for arm, chunks in (("plain", []), ("blended", spans)):
+        for method, chunks in (("plain", []), ("blended", spans)):
             llm.reset_prefix_cache()
             started = time.perf_counter()
             ask(llm, ids, chunks, 1)
-            times[arm].append(time.perf_counter() - started)
-            answers[arm] = ask(llm, ids, chunks, arguments.max_tokens)
+            times[method].append(time.perf_counter() - started)
+            answers[method] = ask(llm, ids, chunks, arguments.max_tokens)
         asked += 1
         same += answers["plain"] == answers["blended"]
         print(f"plain   {times['plain'][-1]:.3f} s  {answers['plain']!r}")
         print(f"blended {times['blended'][-1]:.3f} s  {answers['blended']!r}\n")
     if asked:
-        plain, blended = (statistics.median(times[arm]) for arm in ("plain", "blended"))
+        plain, blended = (statistics.median(times[method]) for method in ("plain", "blended"))
         print(
             f"{asked} rows, {same} with the same answer; time to first token {plain:.3f} s plain, {blended:.3f} blended"
         )
@@ -82,7 +82,7 @@ def prompt_of(builder: PromptBuilder, row: Any) -> tuple[list[int], list[list[in
 
 
 def ask(llm: LLM, ids: list[int], chunks: list[list[int]], tokens: int) -> str:
-    """Greedy; no chunks: a plain request."""
+    """A greedy answer; a request without chunks is a plain one."""
     params = SamplingParams(
         max_tokens=tokens,
         temperature=0,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM with blending behind its OpenAI server, and a client that asks it. Usage: examples/vllm_serve.sh MODEL [STORE]
+# vLLM's OpenAI server with blending, and a client that asks it. Usage: examples/vllm_serve.sh MODEL [STORE]
 set -euo pipefail
 MODEL=$1
 STORE=${2:-/tmp/cacheblend-store}
