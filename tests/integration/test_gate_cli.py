@@ -210,7 +210,7 @@ def test_rows_that_say_nothing_are_left_out_and_counted(engine: BlendEngine) -> 
     found = run_gate(engine, [*rows(6), *rows(3), long, only_prefix, plain], [EXACT], LOW)
     assert vars(found.skipped) == {"too_long": 1, "repeated": 3, "nothing_to_blend": 2, "same_passages": 0}
     assert found.search_rows + found.confirm_rows == 6
-    with pytest.raises(InvalidInputError, match="1 are over the model's context"):
+    with pytest.raises(InvalidInputError, match="1 exceed the model's context"):
         run_gate(engine, [long], [EXACT], LOW)
     with pytest.raises(InvalidInputError, match="no candidate"):
         run_gate(engine, rows(2), [], LOW)

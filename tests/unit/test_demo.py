@@ -14,7 +14,7 @@ from cacheblend.evaluation.scorers import ExactMatch
 from cacheblend.nano import lexicon
 from cacheblend.nano.tokenizer import MAX_POSITIONS, build_tokenizer
 
-ARMS = (
+METHODS = (
     Label("full", "full", "full"),
     Label("prefix", "prefix", "prefix"),
     Label("reuse", "reuse", "reuse", "none", 0.0),
@@ -83,24 +83,24 @@ def test_the_example_shows_who_is_meant(seed: int) -> None:
     assert example.elsewhere not in ("unknown", example.owner)
 
 
-def test_arms() -> None:
+def test_methods() -> None:
     own = demo_methods(BlendConfig(selector="query", recompute_ratio=0.1), 0.15)
-    assert [arm.label.name for arm in own] == [label.name for label in ARMS]
+    assert [method.label.name for method in own] == [label.name for label in METHODS]
     same = demo_methods(BlendConfig(), 0.15)
-    assert [arm.label.name for arm in same] == [label.name for label in ARMS if label.selector != "profile"]
+    assert [method.label.name for method in same] == [label.name for label in METHODS if label.selector != "profile"]
 
 
 # ---- results ----------------------------------------------------------------------------------------------
 
 
 def evaluation(rows: list[tuple[str, str]]) -> Evaluation:
-    """Rows of (category, answers): a letter an arm, r(ight) or w(rong)."""
+    """Rows of (category, answers): a letter a method, r(ight) or w(rong)."""
     seconds = {"full": 4.0, "prefix": 4.0, "reuse": 0.5, "blend profile": 1.0, "blend hkvd @1 r=0.15": 2.0}
     found = []
     for number, (category, answers) in enumerate(rows):
         cells = [
             Cell(
-                arm=label.name,
+                method=label.name,
                 top_k=None,
                 chunks=8,
                 answer="Vaden" if answer == "r" else "Karin",
@@ -109,16 +109,16 @@ def evaluation(rows: list[tuple[str, str]]) -> Evaluation:
                 loaded_tokens=0 if label.kind in ("full", "prefix") else 200,
                 recomputed_tokens=30 if label.kind == "blend" else 0,
             )
-            for label, answer in zip(ARMS, answers, strict=True)
+            for label, answer in zip(METHODS, answers, strict=True)
         ]
         found.append(RowResult(number, str(number), category, ["Vaden"], cells))
-    return Evaluation({"model": "m"}, ARMS, (None,), found)
+    return Evaluation({"model": "m"}, METHODS, (None,), found)
 
 
 def test_standings() -> None:
     found = evaluation([("direct", "rrrrr"), ("cross", "rrwrw"), ("cross", "rwwrr")])
     full, prefix, reuse, blend, hkvd = standings(found, summarise(found, [ExactMatch()], resamples=2))
-    assert [arm.score for arm in (full, prefix, reuse, blend, hkvd)] == [(3, 3), (2, 3), (1, 3), (3, 3), (2, 3)]
+    assert [method.score for method in (full, prefix, reuse, blend, hkvd)] == [(3, 3), (2, 3), (1, 3), (3, 3), (2, 3)]
     assert hkvd.right["cross"] == [False, True]
     assert (blend.title, hkvd.title) == ("blend", "blend, HKVD r = 0.15")
     assert (blend.speedup, reuse.speedup) == (4.0, 8.0)
@@ -139,11 +139,11 @@ def test_the_picture(count: int, tmp_path: Path) -> None:
     from cacheblend.evaluation.demo_plot import draw_story_plot
 
     right = {category: [index % 2 == 0 for index in range(count)] for category in CATEGORIES}
-    arms = [
+    methods = [
         Standing("full recompute", "full", right, 1.0, 1.0, 1.0, None),
         Standing("x", "hkvd", right, 0.3, 3, 0.2, 0),
     ]
-    draw_story_plot(arms, tmp_path / "a.svg", title="The title", remark="The remark")
+    draw_story_plot(methods, tmp_path / "a.svg", title="The title", remark="The remark")
     drawn = (tmp_path / "a.svg").read_text()
     for text in ("The title", "The remark", "300 ms", "3.0 x faster, 20 % computed", f"/ {7 * count}"):
         assert f"<!-- {text} -->" in drawn

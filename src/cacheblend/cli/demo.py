@@ -54,7 +54,7 @@ class DemoResult:
         warmed: storing the passages.
         found: all answers.
         summary: of them, see `summarise`.
-        standings: the same for people, an arm each.
+        standings: the same for people, a method each.
         laws: of exactness.
         plot: the picture; None where matplotlib is missing.
     """
@@ -166,9 +166,9 @@ def _tell(engine: "BlendEngine", demo: "Demo", seed: int, ratio: float, plot: Pa
     summary = summarise(found, [ExactMatch()])
     with status("checking the exactness laws ...", quiet=quiet):
         laws = list(LiveCheck(engine.model, engine.survey).run())
-    arms = standings(found, summary)
-    picture = _draw(engine, arms, len(demo.told.passages), plot)
-    return DemoResult(seed, demo, warmed, found, summary, arms, laws, picture)
+    methods = standings(found, summary)
+    picture = _draw(engine, methods, len(demo.told.passages), plot)
+    return DemoResult(seed, demo, warmed, found, summary, methods, laws, picture)
 
 
 def _warm(engine: "BlendEngine", demo: "Demo", *, quiet: bool) -> "WarmReport":
@@ -179,21 +179,21 @@ def _warm(engine: "BlendEngine", demo: "Demo", *, quiet: bool) -> "WarmReport":
 
 
 def _ask(engine: "BlendEngine", demo: "Demo", ratio: float, *, quiet: bool) -> "Evaluation":
-    """All questions by all arms, next to each other."""
+    """All questions by all methods, next to each other."""
     from cacheblend.evaluation import Settings, evaluate
     from cacheblend.evaluation.demo_results import demo_methods
 
-    arms = demo_methods(engine.settings.config, ratio)
+    methods = demo_methods(engine.settings.config, ratio)
     with progress("asking, each way", "questions", quiet=quiet) as advance:
 
         def answered(stage: str, done: int, total: int) -> None:
             if stage == "answering":
                 advance(done, total)
 
-        return evaluate(engine, demo.rows(), arms, settings=Settings(max_tokens=MAX_TOKENS), progress=answered)
+        return evaluate(engine, demo.rows(), methods, settings=Settings(max_tokens=MAX_TOKENS), progress=answered)
 
 
-def _draw(engine: "BlendEngine", arms: "list[Standing]", passages: int, plot: Path) -> Path | None:
+def _draw(engine: "BlendEngine", methods: "list[Standing]", passages: int, plot: Path) -> Path | None:
     from importlib.util import find_spec
 
     from cacheblend.cli.demo_report import model_text
@@ -203,8 +203,8 @@ def _draw(engine: "BlendEngine", arms: "list[Standing]", passages: int, plot: Pa
         return None
     from cacheblend.evaluation.demo_plot import draw_story_plot
 
-    title = f"{passages} passages stored once; {arms[0].score[1]} questions, each over the passages in another order"
-    draw_story_plot(arms, plot, title=title, remark=f"The small model that ships: {model_text(engine)}")
+    title = f"{passages} passages stored once; {methods[0].score[1]} questions, each over the passages in another order"
+    draw_story_plot(methods, plot, title=title, remark=f"The small model that ships: {model_text(engine)}")
     return plot
 
 
@@ -225,7 +225,7 @@ def _facts(engine: "BlendEngine", told: DemoResult) -> dict[str, Any]:
             | {"answer": row.answers[0]}
             for asked, row in zip(told.demo.asked, told.demo.rows(), strict=True)
         ],
-        "arms": [asdict(arm) for arm in told.standings],
+        "methods": [asdict(method) for method in told.standings],
         "evaluation": with_cells(told.summary, told.found, [ExactMatch()]),
         "laws": [{"law": title, "holds": ok, "detail": detail} for title, ok, detail in told.laws],
         "plot": None if told.plot is None else str(told.plot),

@@ -116,24 +116,24 @@ def _asked(told: "DemoResult") -> str:
     return f"{len(told.found.rows)} questions, each over all passages in another order ({longest} tokens at most)"
 
 
-def _costs(arms: "list[Standing]", engine: "BlendEngine") -> Group:
-    """A line an arm."""
+def _costs(methods: "list[Standing]", engine: "BlendEngine") -> Group:
+    """A line a method."""
     table = _table("", "right", "first token", "faster", "computed", "again")
-    for arm in arms:
-        right, questions = arm.score
+    for method in methods:
+        right, questions = method.score
         table.add_row(
-            arm.title,
+            method.title,
             f"{right} of {questions}",
-            seconds_text(arm.ttft_s),
-            f"{arm.speedup:.1f} x",
-            f"{100 * arm.compute:.0f} %",
-            "" if arm.recomputed is None else f"{100 * arm.recomputed:.0f} %",
-            style=MARKED.get(arm.kind, ""),
+            seconds_text(method.ttft_s),
+            f"{method.speedup:.1f} x",
+            f"{100 * method.compute:.0f} %",
+            "" if method.recomputed is None else f"{100 * method.recomputed:.0f} %",
+            style=MARKED.get(method.kind, ""),
         )
-    return Group(table, Text("\n".join(_notes(arms, engine)), "dim"))
+    return Group(table, Text("\n".join(_notes(methods, engine)), "dim"))
 
 
-def _notes(arms: "list[Standing]", engine: "BlendEngine") -> list[str]:
+def _notes(methods: "list[Standing]", engine: "BlendEngine") -> list[str]:
     from cacheblend.core.profile import quality_settings
     from cacheblend.engines.settings import describe
 
@@ -143,20 +143,20 @@ def _notes(arms: "list[Standing]", engine: "BlendEngine") -> list[str]:
         "prefix caching: in another order no stored prefix fits.",
     ]
     settings = engine.settings
-    if any(arm.kind == "blend" for arm in arms):
+    if any(method.kind == "blend" for method in methods):
         whose = "the model's profile" if settings.profile is not None else "the defaults"
         lines.append(f"blend: as {whose} has it ({describe(quality_settings(settings.config))}).")
     return lines
 
 
-def _categories(arms: "list[Standing]") -> Table:
-    """A line a category, a column an arm."""
-    table = _table("", "", *(SHORT[arm.kind] for arm in arms))
+def _categories(methods: "list[Standing]") -> Table:
+    """A line a category, a column a method."""
+    table = _table("", "", *(SHORT[method.kind] for method in methods))
     table.columns[1].justify = "left"
     for category, meaning in CATEGORIES.items():
         cells = []
-        for arm in arms:
-            answers = arm.right[category]
+        for method in methods:
+            answers = method.right[category]
             style = "red" if 2 * sum(answers) <= len(answers) else ""
             cells.append(Text(f"{sum(answers)}/{len(answers)}", style))
         table.add_row(category, Text(meaning, "dim"), *cells)
@@ -172,11 +172,11 @@ def _samples(told: "DemoResult") -> Text:
         text.append(f"{spell(asked[row.id].question.words)} ", "italic").append(row.answers[0], "bold")
         text.append(f"   ({row.category}; order {order})\n", "dim")
         given: dict[tuple[bool, str], list[str]] = {}
-        for arm, cell in zip(told.standings, row.cells, strict=True):
-            given.setdefault((is_right(row, cell), cell.answer), []).append(arm.title)
-        for (right, answer), arms in given.items():
+        for method, cell in zip(told.standings, row.cells, strict=True):
+            given.setdefault((is_right(row, cell), cell.answer), []).append(method.title)
+        for (right, answer), methods in given.items():
             text.append("  ").append(*(RIGHT if right else WRONG))
-            text.append(f" {visible(answer) or '(nothing)'}").append(f"   {'; '.join(arms)}\n", "dim")
+            text.append(f" {visible(answer) or '(nothing)'}").append(f"   {'; '.join(methods)}\n", "dim")
     text.rstrip()
     return text
 

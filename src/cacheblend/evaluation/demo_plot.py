@@ -1,4 +1,4 @@
-"""The demo in one picture: every answer of every arm a dot, times beside them. Needs matplotlib."""
+"""The demo in one picture: every answer of every method a dot, times beside them. Needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ HEADINGS = {
     "comparison": "compare",
     "unanswerable": "told\nnowhere",
 }
-ROW = 0.62  # inches of an arm's row
+ROW = 0.62  # inches of a method's row
 MOST_IN_A_LINE = 4  # dots of a category side by side; more make a second line
 WRONG, QUIET = "#bdbdbd", "#666666"
 ACROSS = ("cross", "cross-hard", "chain", "comparison")
@@ -30,7 +30,7 @@ def draw_story_plot(standings: Sequence[Standing], file: Path, *, title: str, re
     """Writes the picture; its ending says the format.
 
     Args:
-        standings: an arm a row, full recompute first.
+        standings: a method a row, full recompute first.
         file: its folder is there.
         title, remark: above and below it.
     """

@@ -1,4 +1,4 @@
-"""How the arms did in the demo's demo: from an evaluation to what is shown of it."""
+"""How the methods did in the demo's demo: from an evaluation to what is shown of it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.evaluation.choices import PROFILE, make_arms
+from cacheblend.evaluation.choices import PROFILE, make_methods
 from cacheblend.evaluation.demo import CATEGORIES
-from cacheblend.evaluation.methods import Arm
+from cacheblend.evaluation.methods import Method
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.runner import Evaluation
 from cacheblend.evaluation.scorers import ExactMatch, best
 
 
-def demo_methods(profile: BlendConfig, ratio: float) -> list[Arm]:
+def demo_methods(profile: BlendConfig, ratio: float) -> list[Method]:
     """Full recompute, prefix caching, full reuse, blend by the model's own settings, and by HKVD at check layer 1.
 
-    The last two are one arm where they are the same.
+    The last two are one method where they are the same.
     """
     hkvd = BlendConfig(recompute_ratio=ratio).make_selector()
     selectors = ("hkvd",) if profile.make_selector() == hkvd else (PROFILE, "hkvd")
-    return make_arms(selectors=selectors, ratios=(ratio,), profile=profile)
+    return make_methods(selectors=selectors, ratios=(ratio,), profile=profile)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How an arm did.
+    """How a method did.
 
     Attributes:
         title: for people.
@@ -54,28 +54,28 @@ class Standing:
 
 
 def standings(found: Evaluation, summary: dict[str, Any]) -> list[Standing]:
-    """Of all arms, in order.
+    """Of all methods, in order.
 
     Args:
         found: of `evaluate` with `demo_methods`.
         summary: of `summarise`.
     """
     out = []
-    for number, arm in enumerate(summary["arms"]):
+    for number, method in enumerate(summary["methods"]):
         right: dict[str, list[bool]] = {category: [] for category in CATEGORIES}
         for row in found.rows:
             right[row.category].append(is_right(row, row.cells[number]))
-        kind = "hkvd" if arm["kind"] == "blend" and arm["selector"] != PROFILE else arm["kind"]
+        kind = "hkvd" if method["kind"] == "blend" and method["selector"] != PROFILE else method["kind"]
         fused = kind in ("reuse", "blend", "hkvd")
         out.append(
             Standing(
-                title=_TITLES[kind].format(ratio=arm["ratio"]),
+                title=_TITLES[kind].format(ratio=method["ratio"]),
                 kind=kind,
                 right=right,
-                ttft_s=arm["ttft_s"]["median"],
-                speedup=arm["speedup"],
-                compute=arm["total_compute"],
-                recomputed=arm["recomputed_tokens"] / arm["loaded_tokens"] if fused else None,
+                ttft_s=method["ttft_s"]["median"],
+                speedup=method["speedup"],
+                compute=method["total_compute"],
+                recomputed=method["recomputed_tokens"] / method["loaded_tokens"] if fused else None,
             )
         )
     return out
@@ -101,7 +101,7 @@ def telling_rows(found: Evaluation, count: int = 4) -> list[RowResult]:
     Those come first that full recompute answers rightly and full reuse does not, and of these the ones that the blends
     answer rightly too.
     """
-    kinds = [label.kind for label in found.arms]
+    kinds = [label.kind for label in found.methods]
     seen: Counter[tuple[bool, str]] = Counter()
     ranked: list[tuple[bool, int, int]] = []
     for row in sorted(found.rows, key=lambda row: _rank(row, kinds)):
