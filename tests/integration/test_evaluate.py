@@ -324,7 +324,7 @@ def test_joined_answers_over_the_context_skip_that_method_only(engine: BlendEngi
     [
         ([], Settings(), "there are no rows"),
         ([ROWS[0], make_row(1, passages=0)], Settings(), "row 1: it has no passage"),
-        ([make_row(0, question="", id="q7")], Settings(), r"row 0 \(id q7\): its question is empty"),
+        ([make_row(0, question="", id="q7")], Settings(), r"row 0 \(id q7\): the question is empty"),
         ([make_row(0, passages=1)], Settings(Template(chat=True)), "row 0: the tokenizer has no chat template"),
     ],
 )

@@ -52,8 +52,8 @@ def test_deviation_is_measured_reported_and_not_measured_twice(
     assert result.code == 0, result.err
     assert "Deviation from full recompute, 2 rows" in result.out
     err = " ".join(result.err.split())
-    assert "deviation: 9 rows were to be measured, 3 are there" in err
-    assert "deviation: of 1 of 3 rows nothing is loaded at a new position" in err
+    assert "deviation: 9 rows were requested, 3 are available" in err
+    assert "deviation: in 1 of 3 rows nothing is loaded at a new position" in err
     written = json.loads((tmp_path / "all.json").read_text())
     by_name = {method["method"]: method["deviation"] for method in written["methods"]}
     assert by_name["full"] is None

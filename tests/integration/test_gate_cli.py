@@ -134,7 +134,7 @@ def test_no_candidate_passes(engine: BlendEngine) -> None:
     for tried in found.searched:
         assert tried.stopped
         assert tried.found is not None
-        assert tried.found.rows == gate_run.STOP_BEHIND
+        assert tried.found.rows == gate_run.STOP_AFTER
     profile = profile_of(engine, found)
     assert not profile.blend
     assert profile.config().make_selector() == AllRows()
@@ -410,7 +410,7 @@ def test_a_profile_of_other_weights_and_a_damaged_one(
     assert "other weights" in " ".join(run("doctor", "-m", model)[1].split())
 
     (model / PROFILE_NAME).write_text('{"format": 1}')
-    with pytest.raises(InvalidInputError, match=r"cacheblend\.json, field 'blend': it is missing"):
+    with pytest.raises(InvalidInputError, match=r"blend-profile\.json, field 'blend': it is missing"):
         BlendEngine.from_pretrained(model)
     code, text, _ = run("doctor", "-m", model, "--json")
     assert (code, text["blendable"]) == (1, False)
@@ -447,7 +447,7 @@ def test_a_setting_that_is_no_faster_is_said_to_be_that(
         (["--quality", "--shape", "tiny", "-d", "{data}"], "--model"),
         (["-m", "{model}", "-d", "{data}"], "add --quality"),
         (["--quality", "-m", "{model}", "-d", "{data}x"], "cannot be read"),
-        (["--quality", "-m", "{model}", "-d", "{data}", "--threshold", "1"], "threshold must lie between 0 and 1"),
+        (["--quality", "-m", "{model}", "-d", "{data}", "--threshold", "1"], "threshold must be between 0 and 1"),
         (["--quality", "-m", "{model}", "-d", "{data}", "--selector", "best"], "'best'"),
         (["--quality", "-m", "{model}", "-d", "{data}", "--ratio", "2"], "0..1"),
         (["--quality", "-m", "{model}", "-d", "{data}", "--template", "none-such"], "none-such"),

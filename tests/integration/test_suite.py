@@ -209,7 +209,7 @@ def test_without_a_setting_there_is_nothing_to_check(built: Path, engine: BlendE
     assert list(found) == ["reason"]
     assert "has no profile" in found["reason"]
     with BlendEngine.from_pretrained(profiled(built, tmp_path, engine, selector="all"), device="cpu") as opened:
-        assert "nothing is blended" in suite_gate.check_gate(opened, Suite(1), tmp_path)["reason"]
+        assert "disables blending" in suite_gate.check_gate(opened, Suite(1), tmp_path)["reason"]
 
 
 # ---- the command ------------------------------------------------------------------------------------------
