@@ -40,9 +40,9 @@ def draw_batch(encoder: Encoder, rng: random.Random, stage: Stage, progress: flo
     fewest, most = stage.passages
     most = fewest + round((most - fewest) * min(1.0, 2 * progress))
     count = rng.randint(max(fewest, most - 2), most)
-    room = (MAX_POSITIONS - 16 * stage.questions) // count
+    longest_passage = (MAX_POSITIONS - 16 * stage.questions) // count
     shortest, longest = stage.length
-    length = min(round(shortest * (longest / shortest) ** rng.random()), room)  # log-uniform
+    length = min(round(shortest * (longest / shortest) ** rng.random()), longest_passage)  # log-uniform
     dense = stage.dense[0] + (stage.dense[1] - stage.dense[0]) * progress
     style = Style(count, length, dense, stage.hard, stage.chains, stage.direct_only)
     questions = min(stage.questions, max(4, count * length // 10))

@@ -50,7 +50,7 @@ def draw_figures(inspection: Inspection, folder: Path, layers: Sequence[int] | N
 
 
 def _kv_deviation(of: Inspection, layers: list[int]) -> Any:
-    """Layers by tokens, before and behind recomputing, on one scale; under them the tokens that are recomputed."""
+    """Deviation by layer and token under full reuse and blend, on one scale; below, the recomputed tokens."""
     height = min(3.2, 0.6 + 0.16 * len(layers))
     figure = new_figure(11, 2.6 + 2 * height)
     upper, lower, strip = figure.subplots(3, 1, sharex=True, height_ratios=(height, height, 0.16))
