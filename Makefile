@@ -60,7 +60,7 @@ bench: $(VENV)/.installed ## time to first token of a 0.5B shape with random wei
 
 clean: ## remove the environment and what tools leave behind
 	rm -rf $(VENV) $(VLLM_VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests training -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file for each purpose, made anew only when what it depends on has changed.
 $(VENV)/.created:

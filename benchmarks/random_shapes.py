@@ -31,10 +31,10 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation import Fused, make_arms
+from cacheblend.evaluation import Fused, make_methods
 from cacheblend.evaluation.agreement import Sample, compare, reference, summarise
 from cacheblend.evaluation.bootstrap import Values
-from cacheblend.evaluation.deviations import by_layer, fused_arms, prompt_deviations
+from cacheblend.evaluation.deviations import by_layer, fused_methods, prompt_deviations
 from cacheblend.store import MemoryStore
 
 RATIO = 0.15
@@ -48,9 +48,9 @@ CAVEAT = (
 
 
 def arms() -> list[Fused]:
-    plain = make_arms(["reuse", "blend"], selectors=SELECTORS, ratios=[RATIO])
-    gradual = make_arms(["blend"], ratios=[GRADUAL[1]], check_layers=[GRADUAL[0]])
-    return fused_arms([*plain, *gradual])
+    plain = make_methods(["reuse", "blend"], selectors=SELECTORS, ratios=[RATIO])
+    gradual = make_methods(["blend"], ratios=[GRADUAL[1]], check_layers=[GRADUAL[0]])
+    return fused_methods([*plain, *gradual])
 
 
 def build(options: argparse.Namespace) -> PreTrainedModel:

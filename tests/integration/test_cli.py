@@ -427,18 +427,18 @@ def test_the_bench_table_fits_80_columns(seconds: float) -> None:
 
 
 @pytest.fixture
-def small_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A demo of few and short passages, in a folder of its own."""
     monkeypatch.setattr("cacheblend.evaluation.demo.STYLE", Style(3, 60, dense=1.0, hard=0.4, chains=0.9))
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.usefixtures("small_story")
+@pytest.mark.usefixtures("small_demo")
 def test_demo(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shown = run("demo", "--questions", 1, "--keep", "kept", "--plot", "a.svg")
     assert shown.code == 0
-    for text in ("full recompute", "prefix caching", "full reuse", "HKVD r = 0.15", "of 7", "r = 1 is full prefill"):
+    for text in ("full recompute", "prefix caching", "full reuse", "HKVD r = 0.15", "/7 ", "r = 1 is full prefill"):
         assert text in shown.out
     assert "<svg" in Path("a.svg").read_text()
     assert run("store", "stat", "kept/store", "--json").json["chunks"] == 3
@@ -450,7 +450,7 @@ def test_demo(run: Run, tmp_path: Path) -> None:
     assert again["report"]["missed_tokens"] == 0
 
 
-@pytest.mark.usefixtures("small_story")
+@pytest.mark.usefixtures("small_demo")
 def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run("demo", "-n", 1, "--ratio", 0.4, "--json")
@@ -458,15 +458,15 @@ def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "pip install 'cacheblend[plot]'" in result.err
     assert found["plot"] is None
     assert not list(tmp_path.iterdir())
-    assert all(law["holds"] for law in found["laws"])
-    assert [arm["kind"] for arm in found["arms"]][:3] == ["full", "prefix", "reuse"]
-    hkvd = found["arms"][-1]
+    assert all(invariant["holds"] for invariant in found["invariants"])
+    assert [method["kind"] for method in found["methods"]][:3] == ["full", "prefix", "reuse"]
+    hkvd = found["methods"][-1]
     assert hkvd["title"] == "blend, HKVD r = 0.4"
     assert 0.35 < hkvd["recomputed"] < 0.45
-    for number, arm in enumerate(found["arms"]):  # nothing is said of an arm but what its answers were
+    for number, method in enumerate(found["methods"]):  # its figures are those of its answers
         cells = [(row["category"], row["cells"][number], row["answers"]) for row in found["evaluation"]["cells"]]
         right = {category: [cell["answer"] in answers] for category, cell, answers in cells}
-        assert arm["right"] == right
+        assert method["right"] == right
     assert len(found["passages"]) == 3
     assert sorted(found["questions"][0]["order"]) == [1, 2, 3]
     assert run("demo", "-n", 1, "--ratio", 0.4, "--json").json["questions"] == found["questions"]
@@ -622,13 +622,13 @@ def test_data_formats(tmp_path: Path) -> None:
         ("a.json", "{", "a.json, line 1: not JSON"),
         ("a.json", "{}", "line 1: the field 'text' is missing (found none)"),
         ("a.json", '{\n "text": "x"\n}', "one JSON object over several lines; put rows into a list"),
-        ("a.jsonl", '{"contexts": []}', "line 1: there is no field 'contexts'; it is called 'passages'"),
+        ("a.jsonl", '{"contexts": []}', "line 1: there is no field 'contexts'; rename it to 'passages'"),
         (
             "a.jsonl",
             '{"query": "?", "passages": [{"text": "x"}]}',
-            "there is no field 'query'; it is called 'question'",
+            "there is no field 'query'; rename it to 'question'",
         ),
-        ("a.json", "[]", "holds no passage"),
+        ("a.json", "[]", "has no passages"),
         ("a.json", "[7]", "row 0: expected an object, found a number"),
         ("a.json", '[{"ctxs": 1}]', "row 0, field 'ctxs': expected a list"),
         ("a.json", '[{"ctxs": ["x"]}]', "row 0, ctxs[0]: expected an object"),
@@ -638,7 +638,7 @@ def test_data_formats(tmp_path: Path) -> None:
         ("a.json", '[{"ctxs": [], "question": 1}]', "row 0, field 'question'"),
         ("a.jsonl", '{"text": "x"}\n{"text"', "line 2: not JSON"),
         ("a.jsonl", '{"text": "x", "title": 1}', "line 1, field 'title'"),
-        ("a.txt", " \n\n ", "holds no passage"),
+        ("a.txt", " \n\n ", "has no passages"),
         ("a.csv", "x", "passages come as"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Evaluation on a tiny model: what each arm does and costs, what is resumed, what the command says."""
+"""Evaluation on a tiny model: what each method does and costs, what is resumed, what the command says."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from cacheblend.data.split import split_text
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.layout import PromptLayout
-from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_arms
+from cacheblend.evaluation import Cell, Evaluation, Settings, Template, evaluate, make_methods
 from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.store import MemoryStore
 from families import tiny_model
@@ -63,15 +63,15 @@ def engine(model: Path) -> Iterator[BlendEngine]:
 
 @pytest.fixture(scope="module")
 def found(engine: BlendEngine) -> Evaluation:
-    arms = make_arms(KINDS, selectors=["hkvd", "all"], ratios=[0.3])
-    return evaluate(engine, ROWS, arms, settings=Settings(max_tokens=5))
+    methods = make_methods(KINDS, selectors=["hkvd", "all"], ratios=[0.3])
+    return evaluate(engine, ROWS, methods, settings=Settings(max_tokens=5))
 
 
-def cells_of(found: Evaluation, arm: str) -> list[Cell]:
-    return [cell for row in found.rows for cell in row.cells if cell.arm == arm]
+def cells_of(found: Evaluation, method: str) -> list[Cell]:
+    return [cell for row in found.rows for cell in row.cells if cell.method == method]
 
 
-# ---- arms -------------------------------------------------------------------------------------------------
+# ---- methods -------------------------------------------------------------------------------------------------
 
 
 def test_full_is_what_transformers_generates(engine: BlendEngine, found: Evaluation) -> None:
@@ -145,8 +145,8 @@ def _prefix(found: Evaluation, full: Cell) -> int:
 
 def test_map_reduce_asks_each_passage_and_then_the_answers(engine: BlendEngine) -> None:
     template = Template(map_question="Alone: {question}", reduce_answer="<{number}:{answer}>", chat=False)
-    (arm,) = make_arms(["map-reduce"])
-    found = evaluate(engine, ROWS[:1], [arm], settings=Settings(template, max_tokens=4))
+    (method,) = make_methods(["map-reduce"])
+    found = evaluate(engine, ROWS[:1], [method], settings=Settings(template, max_tokens=4))
     (cell,) = found.rows[0].cells
     params = SamplingParams(max_new_tokens=4)
     answers, tokens, rows = [], 0, 0
@@ -181,38 +181,38 @@ def test_map_rerank_takes_the_answer_of_the_highest_mean_log_probability(
         assert cell.ttft_s == cell.total_s  # it is known when all are there
 
 
-def test_top_k_takes_the_first_passages_for_every_arm(engine: BlendEngine) -> None:
-    arms = make_arms(["full", "reuse"])
-    found = evaluate(engine, ROWS[:1], arms, settings=Settings(top_k=(1, 3, 9), max_tokens=1))
+def test_top_k_takes_the_first_passages_for_every_method(engine: BlendEngine) -> None:
+    methods = make_methods(["full", "reuse"])
+    found = evaluate(engine, ROWS[:1], methods, settings=Settings(top_k=(1, 3, 9), max_tokens=1))
     cells = found.rows[0].cells
-    assert [(cell.arm, cell.top_k, cell.chunks) for cell in cells] == [
-        (arm, k, min(k, 3)) for k in (1, 3, 9) for arm in ("full", "reuse")
+    assert [(cell.method, cell.top_k, cell.chunks) for cell in cells] == [
+        (method, k, min(k, 3)) for k in (1, 3, 9) for method in ("full", "reuse")
     ]
     assert cells[0].prompt_tokens < cells[2].prompt_tokens == cells[4].prompt_tokens
 
 
-def test_arms_take_turns_in_going_first(engine: BlendEngine) -> None:
+def test_methods_take_turns_in_going_first(engine: BlendEngine) -> None:
     order: list[str] = []
-    plain = make_arms(["full", "reuse"])
+    plain = make_methods(["full", "reuse"])
 
     @dataclass(frozen=True)
     class Watched:
-        arm: Any
+        method: Any
 
         @property
         def label(self) -> Any:
-            return self.arm.label
+            return self.method.label
 
         def check(self, layers: int) -> None:
             pass
 
         def answer(self, asked: Any) -> Any:
             order.append(self.label.name)
-            return self.arm.answer(asked)
+            return self.method.answer(asked)
 
-    found = evaluate(engine, ROWS[:2], [Watched(arm) for arm in plain], settings=Settings(max_tokens=1))
+    found = evaluate(engine, ROWS[:2], [Watched(method) for method in plain], settings=Settings(max_tokens=1))
     assert order == ["full", "reuse", "reuse", "full"]
-    assert [cell.arm for cell in found.rows[1].cells] == ["full", "reuse"]
+    assert [cell.method for cell in found.rows[1].cells] == ["full", "reuse"]
 
 
 def test_a_stop_text_ends_an_answer(engine: BlendEngine, found: Evaluation) -> None:
@@ -220,7 +220,7 @@ def test_a_stop_text_ends_an_answer(engine: BlendEngine, found: Evaluation) -> N
     number = cells_of(found, "full").index(full)
     stop = full.answer.strip()[1]
     template = Template(stop=(stop,))
-    again = evaluate(engine, [ROWS[number]], make_arms(["full"]), settings=Settings(template, max_tokens=5))
+    again = evaluate(engine, [ROWS[number]], make_methods(["full"]), settings=Settings(template, max_tokens=5))
     assert again.rows[0].cells[0].answer == full.answer[: full.answer.index(stop)]
 
 
@@ -232,7 +232,7 @@ def test_a_system_prompt_is_an_exact_prefix_of_every_row(model: Path) -> None:
     with BlendEngine.from_pretrained(model, device="cpu") as engine:
         assert engine.builder is not None
         found = evaluate(
-            engine, ROWS, make_arms(["full", "prefix", "reuse"]), settings=Settings(template, max_tokens=1)
+            engine, ROWS, make_methods(["full", "prefix", "reuse"]), settings=Settings(template, max_tokens=1)
         )
         system = 1 + len(engine.builder.encode(template.system + "\n\n"))
     assert {cell.loaded_tokens for cell in cells_of(found, "prefix")} == {system}
@@ -242,7 +242,7 @@ def test_a_system_prompt_is_an_exact_prefix_of_every_row(model: Path) -> None:
 def test_the_anchor_system_stores_passages_behind_it(model: Path) -> None:
     template = Template(system="You answer questions from passages.", chat=False)
     with BlendEngine.from_pretrained(model, device="cpu", config=BlendConfig(anchor="system")) as engine:
-        found = evaluate(engine, ROWS, make_arms(["full", "reuse"]), settings=Settings(template, max_tokens=1))
+        found = evaluate(engine, ROWS, make_methods(["full", "reuse"]), settings=Settings(template, max_tokens=1))
     assert {cell.missed_tokens for cell in cells_of(found, "reuse")} == {0}
 
 
@@ -256,7 +256,7 @@ def test_a_small_store_is_filled_again_and_again(model: Path) -> None:
         MemoryStore(5 * needed * bytes_per_token) as store,
         BlendEngine.from_pretrained(model, device="cpu", store=store) as engine,
     ):
-        found = evaluate(engine, rows, make_arms(["full", "reuse"]), settings=Settings(max_tokens=1))
+        found = evaluate(engine, rows, make_methods(["full", "reuse"]), settings=Settings(max_tokens=1))
         assert store.stats().evictions > 0
     assert {cell.missed_tokens for cell in cells_of(found, "reuse")} == {0}
 
@@ -301,19 +301,19 @@ def test_headings_and_a_text_in_front_are_plain_text_around_the_chunks(engine: B
 def test_prompts_over_the_context_are_skipped_and_counted(engine: BlendEngine) -> None:
     long = make_row(0, passages=30)
     found = evaluate(
-        engine, [long, ROWS[1]], make_arms(["full", "reuse"]), settings=Settings(top_k=(2, None), max_tokens=2)
+        engine, [long, ROWS[1]], make_methods(["full", "reuse"]), settings=Settings(top_k=(2, None), max_tokens=2)
     )
     assert [cell.top_k for cell in found.rows[0].cells] == [2, 2]
     ((k, reason),) = found.rows[0].too_long
     assert k is None and "tokens, the model's context 256" in reason
     assert found.rows[1].too_long == []
     with pytest.raises(InvalidInputError, match=r"none of the 1 prompts fits the model's context 256"):
-        evaluate(engine, [long], make_arms(["full"]))
+        evaluate(engine, [long], make_methods(["full"]))
 
 
-def test_joined_answers_over_the_context_skip_that_arm_only(engine: BlendEngine) -> None:
+def test_joined_answers_over_the_context_skip_that_method_only(engine: BlendEngine) -> None:
     template = Template(reduce_answer="{answer}" + "and so on and on, " * 40, chat=False)
-    found = evaluate(engine, ROWS[:1], make_arms(["full", "map-reduce"]), settings=Settings(template, max_tokens=2))
+    found = evaluate(engine, ROWS[:1], make_methods(["full", "map-reduce"]), settings=Settings(template, max_tokens=2))
     full, reduce = found.rows[0].cells
     assert full.token_ids and not full.skipped
     assert "the model's context 256" in reduce.skipped and not reduce.token_ids
@@ -322,9 +322,9 @@ def test_joined_answers_over_the_context_skip_that_arm_only(engine: BlendEngine)
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        ([], Settings(), "there is no row"),
+        ([], Settings(), "there are no rows"),
         ([ROWS[0], make_row(1, passages=0)], Settings(), "row 1: it has no passage"),
-        ([make_row(0, question="", id="q7")], Settings(), r"row 0 \(id q7\): its question is empty"),
+        ([make_row(0, question="", id="q7")], Settings(), r"row 0 \(id q7\): the question is empty"),
         ([make_row(0, passages=1)], Settings(Template(chat=True)), "row 0: the tokenizer has no chat template"),
     ],
 )
@@ -332,18 +332,18 @@ def test_rows_that_cannot_be_asked(
     engine: BlendEngine, rows: list[QuestionRow], settings: Settings, message: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        evaluate(engine, rows, make_arms(["full"]), settings=settings)
+        evaluate(engine, rows, make_methods(["full"]), settings=settings)
 
 
-def test_settings_and_arms_that_cannot_be(engine: BlendEngine) -> None:
+def test_settings_and_methods_that_cannot_be(engine: BlendEngine) -> None:
     with pytest.raises(InvalidInputError, match="top_k must be at least 1, got 0"):
         Settings(top_k=(0,))
     with pytest.raises(InvalidInputError, match="max_tokens must be at least 1, got 0"):
         Settings(max_tokens=0)
     with pytest.raises(InvalidInputError, match=r"check layer 3 does not exist: the model has layers 0..2"):
-        evaluate(engine, ROWS, make_arms(["blend"], check_layers=[(3,)]))
-    with pytest.raises(InvalidInputError, match="two arms have one name: full"):
-        evaluate(engine, ROWS, make_arms(["full"]) * 2)
+        evaluate(engine, ROWS, make_methods(["blend"], check_layers=[(3,)]))
+    with pytest.raises(InvalidInputError, match="two methods have the same name: full"):
+        evaluate(engine, ROWS, make_methods(["full"]) * 2)
 
 
 # ---- resuming -----------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation import Settings, evaluate, make_arms
+from cacheblend.evaluation import Settings, evaluate, make_methods
 from cacheblend.evaluation.records import ROWS as FILE
 sys.path.insert(0, sys.argv[3])
 from test_evaluate import ROWS
@@ -365,7 +365,7 @@ def kill(stage, done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 
 with BlendEngine.from_pretrained(sys.argv[1], device="cpu") as engine:
-    evaluate(engine, ROWS, make_arms(), settings=Settings(max_tokens=3), out=Path(sys.argv[2]), progress=kill)
+    evaluate(engine, ROWS, make_methods(), settings=Settings(max_tokens=3), out=Path(sys.argv[2]), progress=kill)
 """
 
 
@@ -381,13 +381,13 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Path, engine: BlendEngine,
             answered.append((done, total))
 
     settings = Settings(max_tokens=3)
-    resumed = evaluate(engine, ROWS, make_arms(), settings=settings, out=tmp_path, progress=watch)
+    resumed = evaluate(engine, ROWS, make_methods(), settings=settings, out=tmp_path, progress=watch)
     assert (resumed.resumed, resumed.torn) == (2, True)
     assert answered == [(2, 4), (3, 4), (4, 4)]
     assert len(list(tmp_path.iterdir())) == 1
-    fresh = evaluate(engine, ROWS, make_arms(), settings=settings)
+    fresh = evaluate(engine, ROWS, make_methods(), settings=settings)
     assert [_untimed(row) for row in resumed.rows] == [_untimed(row) for row in fresh.rows]
-    again = evaluate(engine, ROWS, make_arms(), settings=settings, out=tmp_path)
+    again = evaluate(engine, ROWS, make_methods(), settings=settings, out=tmp_path)
     assert (again.resumed, again.torn, again.rows) == (4, False, resumed.rows)
 
 
@@ -398,30 +398,30 @@ def _untimed(row: Any) -> Any:
 def test_other_data_settings_or_weights_are_another_run(model: Path, engine: BlendEngine, tmp_path: Path) -> None:
     build_tiny(tmp_path / "other" / "tiny-llama", PASSAGES, SHAPE, seed=1)
     out = tmp_path / "out"
-    arms, settings = make_arms(["full"]), Settings(max_tokens=1)
-    evaluate(engine, ROWS[:1], arms, settings=settings, out=out)
-    evaluate(engine, [replace(ROWS[0], answers=("1872",))], arms, settings=settings, out=out)
-    evaluate(engine, [replace(ROWS[0], question="Why?")], arms, settings=settings, out=out)
-    evaluate(engine, ROWS[:1], arms, settings=Settings(max_tokens=2), out=out)
-    evaluate(engine, ROWS[:1], make_arms(["full", "reuse"]), settings=settings, out=out)
+    methods, settings = make_methods(["full"]), Settings(max_tokens=1)
+    evaluate(engine, ROWS[:1], methods, settings=settings, out=out)
+    evaluate(engine, [replace(ROWS[0], answers=("1872",))], methods, settings=settings, out=out)
+    evaluate(engine, [replace(ROWS[0], question="Why?")], methods, settings=settings, out=out)
+    evaluate(engine, ROWS[:1], methods, settings=Settings(max_tokens=2), out=out)
+    evaluate(engine, ROWS[:1], make_methods(["full", "reuse"]), settings=settings, out=out)
     with BlendEngine.from_pretrained(tmp_path / "other" / "tiny-llama", device="cpu") as other:
-        evaluate(other, ROWS[:1], arms, settings=settings, out=out)
+        evaluate(other, ROWS[:1], methods, settings=settings, out=out)
     assert len(list(out.iterdir())) == 6
-    assert evaluate(engine, ROWS[:1], arms, settings=settings, out=out).resumed == 1
+    assert evaluate(engine, ROWS[:1], methods, settings=settings, out=out).resumed == 1
 
 
 def test_other_code_or_libraries_are_another_run(
     engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arms, settings = make_arms(["full"]), Settings(max_tokens=1)
-    first = evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
+    methods, settings = make_methods(["full"]), Settings(max_tokens=1)
+    first = evaluate(engine, ROWS[:1], methods, settings=settings, out=tmp_path)
     assert set(first.config["libraries"]) >= {"torch", "transformers"}
     assert f"{torch.get_num_threads()} threads" in first.rows[0].machine
     monkeypatch.setattr(provenance, "code_digest", lambda parts: "changed")
-    evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
+    evaluate(engine, ROWS[:1], methods, settings=settings, out=tmp_path)
     versions = provenance.versions()
     monkeypatch.setattr(provenance, "versions", lambda: versions | {"transformers": "4.0"})
-    evaluate(engine, ROWS[:1], arms, settings=settings, out=tmp_path)
+    evaluate(engine, ROWS[:1], methods, settings=settings, out=tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -502,7 +502,7 @@ def test_the_command_reports_tables_json_and_plots(run: Run, model: Path, tmp_pa
     written = json.loads((tmp_path / "all.json").read_text())
     assert written["rows"] == len(written["cells"]) == 4
     assert {"machine", "versions", "commit"} < written.keys()
-    assert [arm["arm"] for arm in written["arms"]][:3] == ["full", "prefix", "reuse"]
+    assert [method["method"] for method in written["methods"]][:3] == ["full", "prefix", "reuse"]
     (folder,) = (tmp_path / "evaluations").iterdir()
     assert folder.name.startswith("tiny-llama-rows-")
     assert {file.name for file in folder.iterdir()} >= {"config.json", "rows.jsonl", "summary.json", "em-ttft.png"}
@@ -514,7 +514,7 @@ def test_the_command_reports_tables_json_and_plots(run: Run, model: Path, tmp_pa
 def test_help_names_every_group_of_options(run: Run) -> None:
     result = run("--help")
     assert result.code == 0
-    for part in ("Model", "Prompt", "Arms", "Scores", "Output", "--check-layers"):
+    for part in ("Model", "Prompt", "Methods", "Scores", "Output", "--check-layers"):
         assert part in result.out
 
 
@@ -522,7 +522,7 @@ def test_longbench_contexts_are_split(run: Run, model: Path, engine: BlendEngine
     context = " ".join(PASSAGES)
     (tmp_path / "lb.jsonl").write_text(json.dumps({"input": "When?", "context": context, "answers": ["1871"]}))
     result = run(
-        *("-m", model, "-d", "lb.jsonl", "--chunk-tokens", 24, "-n", 1, "--arm", "full", "--arm", "reuse"),
+        *("-m", model, "-d", "lb.jsonl", "--chunk-tokens", 24, "-n", 1, "--method", "full", "--method", "reuse"),
         *("--json", "-", "--device", "cpu"),
     )
     cells = json.loads(result.out)["cells"][0]["cells"]
@@ -536,20 +536,20 @@ def test_rows_without_gold_answers_are_still_compared(run: Run, model: Path, tmp
     data = write_rows(tmp_path / "rows.jsonl", answers=[])
     result = run("-m", model, "-d", data, "-n", 1, "--rows", 2, "--device", "cpu")
     assert result.code == 0
-    assert "no row has gold answers, so nothing is scored" in " ".join(result.err.split())
+    assert "no row has gold answers, so there are no scores" in " ".join(result.err.split())
     assert "Agreement with full recompute" in result.out and "Exact match" not in result.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scorer", "bleu"], "no scorer is called 'bleu'"),
-        (["--arm", "blnd"], "no arm is called 'blnd'"),
+        (["--scorer", "bleu"], "there is no scorer 'bleu'"),
+        (["--method", "blnd"], "there is no method 'blnd'"),
         (["--ratio", "much"], "--ratio much: expected a number"),
         (["--check-layers", "1;2"], "--check-layers 1;2: expected a number"),
         (["--selector", "hkvdd"], "no selector is called 'hkvdd'"),
-        (["--template", "none"], "there is no template [none]; there are: bare, qa, summary"),
-        (["--format", "musique"], "no format is called 'musique'"),
+        (["--template", "none"], "there is no template [none]; the file has bare, qa, summary"),
+        (["--format", "musique"], "there is no format 'musique'"),
         (["--chat"], "the tokenizer has no chat template"),
         (["--json", "nowhere/file.json"], "there is no folder"),
         (["--check-layers", "9"], "check layer 9 does not exist"),
@@ -589,7 +589,9 @@ def test_the_model_that_ships_is_called_nano(
     shipped = shutil.copytree(model, tmp_path / "package" / "model")
     monkeypatch.setattr(models, "model_path", lambda: shipped)
     data = write_rows(tmp_path / "rows.jsonl")
-    result = run("-m", "nano", "-d", data, "-n", 1, "--rows", 1, "--arm", "full", "--device", "cpu", "--scorer", "em")
+    result = run(
+        "-m", "nano", "-d", data, "-n", 1, "--rows", 1, "--method", "full", "--device", "cpu", "--scorer", "em"
+    )
     assert result.code == 0, result.err
     assert "Exact match, %, nano" in result.out
     (folder,) = (tmp_path / "evaluations").iterdir()

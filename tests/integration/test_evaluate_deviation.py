@@ -7,7 +7,7 @@ import pytest
 
 from cacheblend.data import QuestionRow, Text
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation import deviations, make_arms
+from cacheblend.evaluation import deviations, make_methods
 from command_line import Run, runner
 from tiny_folder import TinyShape, build_tiny
 
@@ -47,15 +47,15 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 def test_deviation_is_measured_reported_and_not_measured_twice(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arms = ("--selector", "all", "--selector", "hkvd", "--ratio", "0.3", "--deviation-rows", "9")
-    result = run(*arms, "--json", "all.json")
+    methods = ("--selector", "all", "--selector", "hkvd", "--ratio", "0.3", "--deviation-rows", "9")
+    result = run(*methods, "--json", "all.json")
     assert result.code == 0, result.err
     assert "Deviation from full recompute, 2 rows" in result.out
     err = " ".join(result.err.split())
-    assert "deviation: 9 rows were to be measured, 3 are there" in err
-    assert "deviation: of 1 of 3 rows nothing is loaded at a new position" in err
+    assert "deviation: 9 rows were requested, 3 are available" in err
+    assert "deviation: in 1 of 3 rows nothing is loaded at a new position" in err
     written = json.loads((tmp_path / "all.json").read_text())
-    by_name = {arm["arm"]: arm["deviation"] for arm in written["arms"]}
+    by_name = {method["method"]: method["deviation"] for method in written["methods"]}
     assert by_name["full"] is None
     for measure in ("kv", "attention"):
         reuse, everything = by_name["reuse"][measure], by_name["blend all"][measure]
@@ -73,13 +73,13 @@ def test_deviation_is_measured_reported_and_not_measured_twice(
     assert json.loads((folder / "summary.json").read_text())["deviation"] == written["deviation"]
 
     monkeypatch.setattr(deviations, "prompt_deviations", lambda *_: pytest.fail("measured again"))
-    again = json.loads(run(*arms, "--json", "-").out)
-    assert {arm["arm"]: arm["deviation"] for arm in again["arms"]} == by_name
+    again = json.loads(run(*methods, "--json", "-").out)
+    assert {method["method"]: method["deviation"] for method in again["methods"]} == by_name
 
 
 def test_without_the_option_nothing_is_measured(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deviations, "prompt_deviations", lambda *_: pytest.fail("measured"))
-    result = run("--arm", "reuse", "--rows", "1", "--json", "all.json")
+    result = run("--method", "reuse", "--rows", "1", "--json", "all.json")
     assert result.code == 0, result.err
     assert "Deviation" not in result.out and "deviation" not in json.loads((tmp_path / "all.json").read_text())
 
@@ -88,7 +88,7 @@ def test_without_the_option_nothing_is_measured(run: Run, tmp_path: Path, monkey
     ("arguments", "message"),
     [
         (("--deviation-rows", "-1"), "Invalid value for '--deviation-rows'"),
-        (("--deviation-rows", "2", "--arm", "full"), "reuse and blend, and the arms are full"),
+        (("--deviation-rows", "2", "--method", "full"), "reuse and blend, and the methods are full"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_answered(
@@ -105,11 +105,11 @@ def test_top_k_are_measured_apart_and_the_store_keeps_what_it_had(model: Path) -
     done: list[tuple[int, int]] = []
     with BlendEngine.from_pretrained(model, device="cpu") as engine:
         settings = deviations.Settings(top_k=(1, 2, None), max_tokens=1)
-        arms = make_arms(["reuse"])
+        methods = make_methods(["reuse"])
 
         def measure() -> deviations.Deviations:
             return deviations.measure_deviations(
-                engine, rows, arms, 1, settings=settings, progress=lambda *at: done.append(at)
+                engine, rows, methods, 1, settings=settings, progress=lambda *at: done.append(at)
             )
 
         found = measure()

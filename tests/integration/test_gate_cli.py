@@ -134,7 +134,7 @@ def test_no_candidate_passes(engine: BlendEngine) -> None:
     for tried in found.searched:
         assert tried.stopped
         assert tried.found is not None
-        assert tried.found.rows == gate_run.STOP_BEHIND
+        assert tried.found.rows == gate_run.STOP_AFTER
     profile = profile_of(engine, found)
     assert not profile.blend
     assert profile.config().make_selector() == AllRows()
@@ -210,7 +210,7 @@ def test_rows_that_say_nothing_are_left_out_and_counted(engine: BlendEngine) -> 
     found = run_gate(engine, [*rows(6), *rows(3), long, only_prefix, plain], [EXACT], LOW)
     assert vars(found.skipped) == {"too_long": 1, "repeated": 3, "nothing_to_blend": 2, "same_passages": 0}
     assert found.search_rows + found.confirm_rows == 6
-    with pytest.raises(InvalidInputError, match="1 are over the model's context"):
+    with pytest.raises(InvalidInputError, match="1 exceed the model's context"):
         run_gate(engine, [long], [EXACT], LOW)
     with pytest.raises(InvalidInputError, match="no candidate"):
         run_gate(engine, rows(2), [], LOW)
@@ -447,7 +447,7 @@ def test_a_setting_that_is_no_faster_is_said_to_be_that(
         (["--quality", "--shape", "tiny", "-d", "{data}"], "--model"),
         (["-m", "{model}", "-d", "{data}"], "add --quality"),
         (["--quality", "-m", "{model}", "-d", "{data}x"], "cannot be read"),
-        (["--quality", "-m", "{model}", "-d", "{data}", "--threshold", "1"], "threshold must lie between 0 and 1"),
+        (["--quality", "-m", "{model}", "-d", "{data}", "--threshold", "1"], "threshold must be between 0 and 1"),
         (["--quality", "-m", "{model}", "-d", "{data}", "--selector", "best"], "'best'"),
         (["--quality", "-m", "{model}", "-d", "{data}", "--ratio", "2"], "0..1"),
         (["--quality", "-m", "{model}", "-d", "{data}", "--template", "none-such"], "none-such"),

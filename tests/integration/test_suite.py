@@ -118,7 +118,7 @@ def test_a_prompt_over_the_context_is_left_out_of_the_measurement(engine: BlendE
 
 
 def test_labels_say_the_real_ratio(plan: MainPlan) -> None:
-    ratios = {arm.label.name: arm.label.ratio for arm in plan.arms}
+    ratios = {method.label.name: method.label.ratio for method in plan.methods}
     assert ratios["blend"] == ratios["blend hkvd @1 r=0.15"] == 0.15  # without a profile the blend is the defaults'
     assert isinstance(suites.LEAN, Hybrid) and ratios["blend lean"] == suites.LEAN.ratios[-1]
     assert 0 < (ratios["random rows"] or 0) < 1
@@ -167,7 +167,7 @@ def test_another_plan_has_a_folder_of_its_own(
 ) -> None:
     assert two_runs[0].folder is not None
     out = shutil.copytree(two_runs[0].folder.parent, tmp_path / "out")
-    other = MainPlan(plan.arms[:1], plan.config | {"arms": [repr(plan.arms[0])]})
+    other = MainPlan(plan.methods[:1], plan.config | {"methods": [repr(plan.methods[0])]})
     found = run_main(engine, Suite(1, seeds=(1,)), other, out)
     assert found.folder is not None
     assert found.folder.name != two_runs[0].folder.name
@@ -209,7 +209,7 @@ def test_without_a_setting_there_is_nothing_to_check(built: Path, engine: BlendE
     assert list(found) == ["reason"]
     assert "has no profile" in found["reason"]
     with BlendEngine.from_pretrained(profiled(built, tmp_path, engine, selector="all"), device="cpu") as opened:
-        assert "nothing is blended" in suite_gate.check_gate(opened, Suite(1), tmp_path)["reason"]
+        assert "disables blending" in suite_gate.check_gate(opened, Suite(1), tmp_path)["reason"]
 
 
 # ---- the command ------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_a_part_alone_is_judged_by_its_own_bars(built: Path, engine: BlendEngine
 @pytest.mark.parametrize(
     "given",
     [
-        ("--arm", "full"), ("--selector", "hkvd"), ("--ratio", "0.15"), ("--check-layers", "1"), ("--scorer", "em"),
+        ("--method", "full"), ("--selector", "hkvd"), ("--ratio", "0.15"), ("--check-layers", "1"), ("--scorer", "em"),
         ("--top-k", "2"), ("--template", "bare"), ("--templates", "x.toml"), ("--chat",), ("--store", "memory"),
         ("--anchor", "auto"), ("--max-tokens", "32"), ("--format", "auto"), ("--data", "x.jsonl"),
         ("--chunk-tokens", "512"),

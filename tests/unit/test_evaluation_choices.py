@@ -1,4 +1,4 @@
-"""From options to arms: every combination once, and what cannot be is said."""
+"""From options to methods: every combination once, and what cannot be is said."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ import pytest
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import Hkvd, RandomRows, Threshold
-from cacheblend.evaluation import Fused, SelectorChoice, make_arms
+from cacheblend.evaluation import Fused, SelectorChoice, make_methods
 
 
 def names(**choices: Any) -> list[str]:
-    return [arm.label.name for arm in make_arms(["blend"], **choices)]
+    return [method.label.name for method in make_methods(["blend"], **choices)]
 
 
-def test_all_arms_by_name() -> None:
-    arms = make_arms(["full", "prefix", "reuse", "blend", "map-reduce", "map-rerank", "full"])
-    assert [arm.label.kind for arm in arms] == ["full", "prefix", "reuse", "blend", "map-reduce", "map-rerank"]
-    assert arms[3].label.name == "blend hkvd @1 r=0.15"
-    assert isinstance(arms[3], Fused) and arms[3].selector == BlendConfig().make_selector()
+def test_all_methods_by_name() -> None:
+    methods = make_methods(["full", "prefix", "reuse", "blend", "map-reduce", "map-rerank", "full"])
+    assert [method.label.kind for method in methods] == ["full", "prefix", "reuse", "blend", "map-reduce", "map-rerank"]
+    assert methods[3].label.name == "blend hkvd @1 r=0.15"
+    assert isinstance(methods[3], Fused) and methods[3].selector == BlendConfig().make_selector()
 
 
 def test_blend_is_every_combination() -> None:
@@ -33,25 +33,25 @@ def test_blend_is_every_combination() -> None:
     ]
 
 
-def test_arms_of_one_family_differ_by_their_ratio() -> None:
-    arms = make_arms(["blend"], selectors=["hkvd", "none"], ratios=[0.05, 0.3])
-    assert [(arm.label.family, arm.label.ratio) for arm in arms] == [
+def test_methods_of_one_family_differ_by_their_ratio() -> None:
+    methods = make_methods(["blend"], selectors=["hkvd", "none"], ratios=[0.05, 0.3])
+    assert [(method.label.family, method.label.ratio) for method in methods] == [
         ("hkvd @1", 0.05),
         ("hkvd @1", 0.3),
         ("none", None),
     ]
 
 
-def test_falling_ratios_go_with_as_many_check_layers() -> None:
-    arms = make_arms(["blend"], ratios=[0.15, (0.45, 0.3, 0.15)], check_layers=[(1,), (1, 2, 3)])
-    assert [arm.label.name for arm in arms] == [
+def test_decreasing_ratios_go_with_as_many_check_layers() -> None:
+    methods = make_methods(["blend"], ratios=[0.15, (0.45, 0.3, 0.15)], check_layers=[(1,), (1, 2, 3)])
+    assert [method.label.name for method in methods] == [
         "blend hkvd @1 r=0.15",
         "blend hkvd @1,2,3 r=0.15",
         "blend hkvd @1,2,3 r=0.45,0.3,0.15",
     ]
-    assert isinstance(arms[2], Fused) and arms[2].selector == Hkvd((1, 2, 3), (0.45, 0.3, 0.15))
-    assert arms[2].label.ratio == 0.15
-    with pytest.raises(InvalidInputError, match=r"2 falling ratios \(0.3, 0.1\) need as many check layers"):
+    assert isinstance(methods[2], Fused) and methods[2].selector == Hkvd((1, 2, 3), (0.45, 0.3, 0.15))
+    assert methods[2].label.ratio == 0.15
+    with pytest.raises(InvalidInputError, match=r"2 decreasing ratios \(0.3, 0.1\) need as many check layers"):
         names(ratios=[(0.3, 0.1)], check_layers=[(1,), (1, 2, 3)])
 
 
@@ -66,12 +66,12 @@ def test_settings_stand_behind_the_selectors_name() -> None:
     ("choices", "message"),
     [
         ({"selectors": ["hkvdd"]}, "no selector is called 'hkvdd'"),
-        ({"selectors": ["hkvd:colour=red"]}, "'colour=red' is no setting=value; settings are measure"),
-        ({"selectors": ["hkvd:measure"]}, "'measure' is no setting=value"),
-        ({"selectors": ["hkvd:ratios=3"]}, "'ratios=3' is no setting=value"),
+        ({"selectors": ["hkvd:colour=red"]}, "'colour=red' is not of the form setting=value; settings are measure"),
+        ({"selectors": ["hkvd:measure"]}, "'measure' is not of the form setting=value"),
+        ({"selectors": ["hkvd:ratios=3"]}, "'ratios=3' is not of the form setting=value"),
         ({"selectors": ["hkvd:measure=w"]}, "measure must be one of kv, k, v, got 'w'"),
         ({"selectors": ["threshold:threshold=high"]}, "a setting has the wrong type"),
-        ({"selectors": ["profile"]}, "needs the settings of a model"),
+        ({"selectors": ["profile"]}, "needs a model's settings"),
         ({"ratios": [1.5]}, r"lies in 0..1, got 1.5"),
         ({"check_layers": [(0,)]}, "at least 1"),
     ],
@@ -81,13 +81,13 @@ def test_a_wrong_choice_is_named(choices: dict[str, Any], message: str) -> None:
         names(**choices)
 
 
-def test_unknown_arms_and_none_at_all() -> None:
-    with pytest.raises(InvalidInputError, match="no arm is called 'blnd'; there are full, prefix, reuse, blend"):
-        make_arms(["full", "blnd"])
-    with pytest.raises(InvalidInputError, match="there is no arm"):
-        make_arms([])
+def test_unknown_methods_and_none_at_all() -> None:
+    with pytest.raises(InvalidInputError, match="there is no method 'blnd'; choose from full, prefix, reuse, blend"):
+        make_methods(["full", "blnd"])
+    with pytest.raises(InvalidInputError, match="there is no method"):
+        make_methods([])
 
 
 def test_the_profile_stands_beside_the_same_settings_given_by_hand() -> None:
-    arms = make_arms(["blend"], selectors=["hkvd", "profile"], profile=BlendConfig())
-    assert [arm.label.name for arm in arms] == ["blend profile", "blend hkvd @1 r=0.15"]
+    methods = make_methods(["blend"], selectors=["hkvd", "profile"], profile=BlendConfig())
+    assert [method.label.name for method in methods] == ["blend profile", "blend hkvd @1 r=0.15"]

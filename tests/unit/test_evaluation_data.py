@@ -65,7 +65,7 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path: Path) -> None:
     both = {**CTXS, "passages": OWN["passages"]}
     assert len(read_questions(write(tmp_path, both))[0].passages) == 2
     assert len(read_questions(write(tmp_path, both), "ctxs")[0].passages) == 1
-    with pytest.raises(InvalidInputError, match="no format is called 'musique'; there are auto, cacheblend"):
+    with pytest.raises(InvalidInputError, match="there is no format 'musique'; choose from auto, cacheblend"):
         read_questions(write(tmp_path, both), "musique")
 
 
@@ -75,7 +75,7 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path: Path) -> None:
         ([{}], "auto", r"rows.json, line 1: the row is empty"),
         ([OWN, {}], "auto", r"rows.json, line 2: the row is empty"),
         ([OWN, None], "auto", r"line 2: expected an object, found null"),
-        ([{"text": "x"}], "auto", r"line 1: a row has 'passages'.*found 'text'"),
+        ([{"text": "x"}], "auto", r"line 1: a row needs 'passages'.*found 'text'"),
         ([OWN, CTXS], "auto", r"line 2: the field 'passages' is missing \(found 'question', 'ctxs', 'answers'\)"),
         ([OWN], "longbench", r"line 1: the field 'context' is missing"),
         ([{**OWN, "question": 3}], "auto", r"line 1, field 'question': expected a text, found a number"),
@@ -90,15 +90,15 @@ def test_a_format_that_is_named_is_not_guessed(tmp_path: Path) -> None:
         ([{**OWN, "category": None}], "auto", r"line 1, field 'category': expected a text, found null"),
         ([{**OWN, "id": []}], "auto", r"line 1, field 'id': expected a text or a whole number, found a list"),
         ([{**LONGBENCH, "context": " "}], "auto", r"line 1, field 'context': it is empty"),
-        ([], "auto", r"rows.json holds no row"),
+        ([], "auto", r"rows.json has no rows"),
         ([CTXS, {**CTXS, "answers": 1}], "auto", r"line 2, field 'answers': expected a list"),
-        ([BARE | {"answer": "Ann"}], "auto", r"line 1: there is no field 'answer'; it is called 'answers'"),
-        ([BARE | {"gold": "Ann"}], "auto", r"line 1: there is no field 'gold'; it is called 'answers'"),
-        ([{"question": "?", "passage": "x"}], "auto", r"no field 'passage'; it is called 'passages'"),
-        ([{"question": "?", "contexts": ["x"]}], "auto", r"no field 'contexts'; it is called 'passages'"),
-        ([{"question": "?", "contexts": ["x"]}], "ctxs", r"no field 'contexts'; it is called 'ctxs'"),
-        ([{"query": "?", "passages": OWN["passages"]}], "auto", r"no field 'query'; it is called 'question'"),
-        ([{"question": "?", "context": "x"}], "auto", r"no field 'question'; it is called 'input'"),
+        ([BARE | {"answer": "Ann"}], "auto", r"line 1: there is no field 'answer'; rename it to 'answers'"),
+        ([BARE | {"gold": "Ann"}], "auto", r"line 1: there is no field 'gold'; rename it to 'answers'"),
+        ([{"question": "?", "passage": "x"}], "auto", r"no field 'passage'; rename it to 'passages'"),
+        ([{"question": "?", "contexts": ["x"]}], "auto", r"no field 'contexts'; rename it to 'passages'"),
+        ([{"question": "?", "contexts": ["x"]}], "ctxs", r"no field 'contexts'; rename it to 'ctxs'"),
+        ([{"query": "?", "passages": OWN["passages"]}], "auto", r"no field 'query'; rename it to 'question'"),
+        ([{"question": "?", "context": "x"}], "auto", r"no field 'question'; rename it to 'input'"),
     ],
 )
 def test_a_wrong_row_is_named_by_file_row_and_field(tmp_path: Path, rows: list[Any], form: str, message: str) -> None:

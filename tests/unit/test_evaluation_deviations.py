@@ -15,13 +15,13 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation import Evaluation, RowResult, make_arms, summarise
+from cacheblend.evaluation import Evaluation, RowResult, make_methods, summarise
 from cacheblend.evaluation.deviation_file import FILE, DeviationFile
-from cacheblend.evaluation.deviation_plot import MOST_ARMS, draw_deviation
+from cacheblend.evaluation.deviation_plot import MOST_METHODS, draw_deviation
 from cacheblend.evaluation.deviations import (
     Deviations,
     by_layer,
-    fused_arms,
+    fused_methods,
     measure_deviations,
     prompt_deviations,
     with_deviations,
@@ -64,9 +64,9 @@ def test_everything_recomputed_deviates_from_nothing_and_reuse_from_layer_1_on(e
 def test_the_figures_are_those_of_inspect(engine: BlendEngine) -> None:
     found = prompt_deviations(engine, RAG, {"reuse": NoRows(), "blend": Hkvd((1,), (0.3,))})
     seen = inspect_prompt(engine, RAG, Hkvd((1,), (0.3,)))
-    for name, arm in (("reuse", seen.reuse), ("blend", seen.blend)):
-        assert np.allclose(found[name][0], seen.mean_deviation(arm), rtol=1e-4)
-        assert np.allclose(found[name][1], arm.attention_deviation, rtol=1e-4)
+    for name, method in (("reuse", seen.reuse), ("blend", seen.blend)):
+        assert np.allclose(found[name][0], seen.mean_deviation(method), rtol=1e-4)
+        assert np.allclose(found[name][1], method.attention_deviation, rtol=1e-4)
 
 
 def test_a_chunk_at_the_front_is_exact_and_says_nothing(engine: BlendEngine) -> None:
@@ -95,22 +95,22 @@ def test_means_and_intervals_by_hand() -> None:
 
 
 def test_what_cannot_be_measured(engine: BlendEngine) -> None:
-    with pytest.raises(InvalidInputError, match="reuse and blend, and the arms are full, map-reduce"):
-        fused_arms(make_arms(["full", "map-reduce"]))
+    with pytest.raises(InvalidInputError, match="reuse and blend, and the methods are full, map-reduce"):
+        fused_methods(make_methods(["full", "map-reduce"]))
     with pytest.raises(InvalidInputError, match="at least 1 row, got -3"):
-        measure_deviations(engine, [], make_arms(["reuse"]), -3)
-    assert [arm.label.name for arm in fused_arms(make_arms())] == ["reuse", "blend hkvd @1 r=0.15"]
+        measure_deviations(engine, [], make_methods(["reuse"]), -3)
+    assert [method.label.name for method in fused_methods(make_methods())] == ["reuse", "blend hkvd @1 r=0.15"]
 
 
 # ---- table, notes, plot --------------------------------------------------------------------------------------
 
 
 def summary_of(selectors: int, prompts: int = 2, asked: int = 2) -> dict[str, Any]:
-    arms = make_arms(["full", "reuse", "blend"], ratios=[0.1 + 0.01 * i for i in range(selectors)])
+    methods = make_methods(["full", "reuse", "blend"], ratios=[0.1 + 0.01 * i for i in range(selectors)])
     rows = [RowResult(number, str(number), "", [], []) for number in range(3)]
-    summary = summarise(Evaluation({"model": "$tiny"}, tuple(arm.label for arm in arms), (None,), rows))
+    summary = summarise(Evaluation({"model": "$tiny"}, tuple(method.label for method in methods), (None,), rows))
     found = [
-        {arm.label.name: np.array([[0, 0.125, 0.25], [0, 0.75, NAN]]) + i for arm in fused_arms(arms)}
+        {method.label.name: np.array([[0, 0.125, 0.25], [0, 0.75, NAN]]) + i for method in fused_methods(methods)}
         for i in range(prompts)
     ]
     return with_deviations(summary, Deviations(asked, {None: [*found, {}]}))
@@ -118,28 +118,28 @@ def summary_of(selectors: int, prompts: int = 2, asked: int = 2) -> dict[str, An
 
 def test_the_table_has_means_and_the_layer_of_the_largest() -> None:
     summary = summary_of(1, prompts=1, asked=5)
-    assert [arm["deviation"] is None for arm in summary["arms"]] == [True, False, False]
+    assert [method["deviation"] is None for method in summary["methods"]] == [True, False, False]
     console = Console(width=80, file=StringIO(), record=True)
     console.print(tables(summary)[-1])
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert "Deviation from full recompute, 1 rows" in lines
     assert "reuse 0.125 0.250, 2 0.375 0.750, 1" in lines
     assert notes(summary) == [
-        "deviation: 5 rows were to be measured, 2 are there",
-        "deviation: of 1 of 2 rows nothing is loaded at a new position, so there is nothing to measure",
+        "deviation: 5 rows were requested, 2 are available",
+        "deviation: in 1 of 2 rows nothing is loaded at a new position, so there is nothing to measure",
     ]
     json.dumps(summary, allow_nan=False)
 
 
 def test_nothing_is_shown_of_a_run_that_measured_nothing(tmp_path: Path) -> None:
     summary = summary_of(1, prompts=0)
-    assert all(arm["deviation"] is None for arm in summary["arms"])
+    assert all(method["deviation"] is None for method in summary["methods"])
     assert not any("Deviation" in str(table.title) for table in tables(summary))
     assert draw_deviation(summary, tmp_path) == []
 
 
-@pytest.mark.parametrize("selectors", [1, MOST_ARMS + 4])
-def test_the_plot_is_drawn_of_few_and_of_many_arms(tmp_path: Path, selectors: int) -> None:
+@pytest.mark.parametrize("selectors", [1, MOST_METHODS + 4])
+def test_the_plot_is_drawn_of_few_and_of_many_methods(tmp_path: Path, selectors: int) -> None:
     (file,) = draw_deviation(summary_of(selectors), tmp_path, data="a$b$.jsonl")
     assert file.name == "deviation.png" and file.stat().st_size > 10_000
 
@@ -156,7 +156,7 @@ def test_what_was_measured_is_kept(tmp_path: Path) -> None:
     assert np.array_equal(again[3, None]["reuse"], KEPT["reuse"], equal_nan=True)
 
 
-def test_of_other_arms_or_other_code_nothing_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_other_methods_or_other_code_nothing_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DeviationFile(tmp_path, ["reuse"]).add(3, None, KEPT)
     assert DeviationFile(tmp_path, ["reuse", "blend"]).found == {}
     monkeypatch.setattr(provenance, "code_digest", lambda parts: "changed")
@@ -171,7 +171,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, damage: str) -> None:
     if damage == "cut":
         del content["prompts"][0]["top_k"]
     elif damage == "ragged":
-        content["prompts"][0]["arms"]["reuse"][1] = [0.0]
+        content["prompts"][0]["methods"]["reuse"][1] = [0.0]
     file.write_text(json.dumps(content) if damage in ("cut", "ragged") else damage)
     with pytest.raises(InvalidInputError, match=r"deviations.json: damaged .* delete it"):
         DeviationFile(tmp_path, ["reuse"])

@@ -24,6 +24,15 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
         assert not log.torn
 
 
+def test_rows_of_earlier_versions_which_call_a_method_arm_are_read(tmp_path: Path) -> None:
+    with RowLog(tmp_path / "run", {}) as log:
+        log.add(row(0))
+    file = tmp_path / "run" / ROWS
+    file.write_text(file.read_text().replace('"method":', '"arm":'))
+    with RowLog(tmp_path / "run", {}) as log:
+        assert log.rows == {0: row(0)}
+
+
 def test_a_torn_last_line_is_dropped_and_written_over(tmp_path: Path) -> None:
     with RowLog(tmp_path / "run", {}) as log:
         log.add(row(0))

@@ -65,7 +65,7 @@ def test_scorers_are_made_once_each_in_order() -> None:
 
 
 def test_an_unknown_scorer_and_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidInputError, match="no scorer is called 'bleu'; there are em, f1, f1-tokens, rouge-l"):
+    with pytest.raises(InvalidInputError, match="there is no scorer 'bleu'; choose from em, f1, f1-tokens, rouge-l"):
         make_scorers(["bleu"], letters)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(scorers, "find_spec", lambda name: None if name == "rouge_score" else find_spec(name))

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cacheblend.evaluation import Cell, Evaluation, RowResult, make_arms, make_scorers, summarise, with_cells
+from cacheblend.evaluation import Cell, Evaluation, RowResult, make_methods, make_scorers, summarise, with_cells
 from cacheblend.evaluation.plots import draw
 from cacheblend.evaluation.report import notes, tables
 
-ARMS = make_arms(["full", "reuse", "blend"], ratios=[0.1, 0.3])
+METHODS = make_methods(["full", "reuse", "blend"], ratios=[0.1, 0.3])
 SCORERS = make_scorers(["em", "f1"], lambda text: [])
 
 
-def cell(arm: int, answer: str, seconds: float, compute: float, top_k: int | None = None) -> Cell:
-    name = ARMS[arm].label.name
-    return Cell(name, top_k, 4, "", answer, [len(answer)], seconds, seconds, 100, total_compute=compute, top_1=arm != 1)
+def cell(method: int, answer: str, seconds: float, compute: float, top_k: int | None = None) -> Cell:
+    name = METHODS[method].label.name
+    return Cell(
+        name, top_k, 4, "", answer, [len(answer)], seconds, seconds, 100, total_compute=compute, top_1=method != 1
+    )
 
 
 def row(number: int, gold: str | None, answers: list[str], category: str, top_k: int | None = None) -> RowResult:
@@ -26,7 +28,7 @@ def row(number: int, gold: str | None, answers: list[str], category: str, top_k:
 
 
 def evaluation(rows: list[RowResult], top_k: tuple[int | None, ...] = (None,)) -> Evaluation:
-    return Evaluation({"model": "tiny"}, tuple(arm.label for arm in ARMS), top_k, rows)
+    return Evaluation({"model": "tiny"}, tuple(method.label for method in METHODS), top_k, rows)
 
 
 ROWS = [
@@ -46,7 +48,7 @@ def rendered(summary: dict[str, object], width: int = 80) -> str:
 
 def test_quality_differences_and_categories() -> None:
     summary = summarise(evaluation(ROWS), SCORERS)
-    full, reuse, blend, _ = summary["arms"]
+    full, reuse, blend, _ = summary["methods"]
     assert full["scores"]["em"]["all"]["mean"] == pytest.approx(2 / 3)
     assert reuse["scores"]["em"]["all"]["mean"] == pytest.approx(1 / 3)
     assert blend["scores"]["em"]["all"]["n"] == 3  # the row without a gold answer counts for no scorer
@@ -59,7 +61,7 @@ def test_quality_differences_and_categories() -> None:
 
 
 def test_time_compute_and_agreement() -> None:
-    full, reuse, blend, _ = summarise(evaluation(ROWS), SCORERS)["arms"]
+    full, reuse, blend, _ = summarise(evaluation(ROWS), SCORERS)["methods"]
     assert (reuse["speedup"], full["speedup"]) == (2, 1)
     assert blend["ttft_s"]["median"] == pytest.approx(1 / 3)
     assert blend["total_compute"] == pytest.approx(1 / 4)
@@ -77,24 +79,24 @@ def test_what_was_left_out_is_said() -> None:
     missed = replace(ROWS[0], number=6, cells=[replace(c, missed_tokens=7) for c in ROWS[0].cells[1:2]])
     summary = summarise(evaluation([*ROWS, skipped, cut, missed]), SCORERS)
     assert notes(summary) == [
-        "1 of 7 rows have no gold answer and count for no scorer",
-        "1 of 7 prompts are over the model's context and were skipped",
-        "reuse: 1 rows missed passages in the store; give it more room",
-        "blend hkvd @1 r=0.3: 1 rows skipped, a prompt of its own is over the context",
+        "1 of 7 rows have no gold answers and are not scored",
+        "1 of 7 prompts exceed the model's context and were skipped",
+        "reuse: 1 rows missed passages in the store; enlarge the store",
+        "blend hkvd @1 r=0.3: 1 rows skipped: a prompt of its own exceeds the context",
     ]
-    assert [arm["rows"] for arm in summary["arms"]] == [4, 5, 4, 4]
+    assert [method["rows"] for method in summary["methods"]] == [4, 5, 4, 4]
 
 
 def test_without_any_gold_answer_agreement_is_still_reported() -> None:
     rows = [replace(row, answers=[]) for row in ROWS]
     summary = summarise(evaluation(rows), SCORERS)
-    assert summary["arms"][0]["scores"]["em"]["all"] is None
-    assert "nothing is scored" in notes(summary)[0]
+    assert summary["methods"][0]["scores"]["em"]["all"] is None
+    assert "there are no scores" in notes(summary)[0]
     text = rendered(summary)
     assert "Exact match" not in text and "Agreement with full recompute" in text
 
 
-def test_tables_name_every_arm_and_figure() -> None:
+def test_tables_name_every_method_and_figure() -> None:
     text = rendered(summarise(evaluation(ROWS), SCORERS))
     for part in (
         "Exact match",
@@ -109,9 +111,9 @@ def test_tables_name_every_arm_and_figure() -> None:
 
 
 def test_eighty_columns_show_every_figure_whole() -> None:
-    longer = {arm.label.name: arm.label.name.replace("hkvd @1", "hybrid @1,2") for arm in ARMS}
-    labels = tuple(replace(arm.label, name=longer[arm.label.name]) for arm in ARMS)
-    rows = [replace(of, cells=[replace(c, arm=longer[c.arm]) for c in of.cells]) for of in ROWS]
+    longer = {method.label.name: method.label.name.replace("hkvd @1", "hybrid @1,2") for method in METHODS}
+    labels = tuple(replace(method.label, name=longer[method.label.name]) for method in METHODS)
+    rows = [replace(of, cells=[replace(c, method=longer[c.method]) for c in of.cells]) for of in ROWS]
     text = rendered(summarise(Evaluation({"model": "tiny"}, labels, (None,), rows), SCORERS))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -133,10 +135,10 @@ def test_times_of_several_machines_are_said_to_be_mixed() -> None:
 
 
 def test_a_run_without_full_has_no_differences() -> None:
-    labels = tuple(arm.label for arm in ARMS[1:])
+    labels = tuple(method.label for method in METHODS[1:])
     rows = [replace(row, cells=row.cells[1:]) for row in ROWS]
     summary = summarise(Evaluation({"model": "tiny"}, labels, (None,), rows), SCORERS)
-    reuse = summary["arms"][0]
+    reuse = summary["methods"][0]
     assert reuse["speedup"] is None
     assert reuse["scores"]["em"]["all"]["difference"] is None
     assert reuse["agreement"]["same_answer"]["all"] is None

@@ -60,14 +60,14 @@ def test_only_named_slots_are_filled() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[short]\nsytem = 'x'", r"\[short\]: there is no field 'sytem'; there are system"),
+        ("[short]\nsytem = 'x'", r"\[short\]: there is no field 'sytem'; fields are system"),
         ("[short]\nsystem = 3", r"\[short\], field 'system': expected a text, found 3"),
         ("[short]\nchat = 'yes'", r"field 'chat': expected true or false, found 'yes'"),
         ("[short]\nstop = 'x'", r"field 'stop': expected a list of texts"),
         ("[short]\nstop = ['']", r"field 'stop': expected a list of texts, none of them empty"),
-        ("[short]\nquestion = '{context}'", r"field 'question': \{context\} means nothing there, only \{question\}"),
-        ("[other]\nsystem = 'x'", r"there is no template \[short\]; there are: other"),
-        ("short = 3", r"there is no template \[short\]; there are: none"),
+        ("[short]\nquestion = '{context}'", r"field 'question': \{context\} is unknown there, only \{question\}"),
+        ("[other]\nsystem = 'x'", r"there is no template \[short\]; the file has other"),
+        ("short = 3", r"there is no template \[short\]; the file has none"),
         ("[short", r"templates.toml: not TOML"),
     ],
 )

@@ -162,7 +162,11 @@ def test_the_grid_takes_further_settings_of_a_selector() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((12, ["best"]), "'best'"), ((12, [], [2.0]), "0..1"), ((1, ["gradual"]), "no room for the checks of gradual")],
+    [
+        ((12, ["best"]), "'best'"),
+        ((12, [], [2.0]), "0..1"),
+        ((1, ["gradual"]), "too few for the check layers of gradual"),
+    ],
 )
 def test_a_grid_that_cannot_be(arguments: tuple[int, list[str]], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):

@@ -30,7 +30,7 @@ from cacheblend.evaluation.inspection import (
 )
 from cacheblend.evaluation.inspection.facts import numbers, summary
 from cacheblend.evaluation.inspection.heat_map import heat_map
-from cacheblend.evaluation.inspection.inspection import ArmView
+from cacheblend.evaluation.inspection.inspection import MethodView
 from cacheblend.evaluation.inspection.observation import LAST_ROWS, alone_mass
 from cacheblend.evaluation.inspection.parts import Part, context_length, part_of_row, parts_of
 from cacheblend.evaluation.inspection.ranks import ranks, spearman, spearman_matrix
@@ -234,7 +234,7 @@ def test_an_exact_prefix_counts_as_full_recompute() -> None:
     ("prompt", "limit", "message"),
     [
         (Prompt.of([SYSTEM, QUESTION]), 4096, "no chunk"),
-        (Prompt.of([A, QUESTION]), 4096, "right behind its anchor"),
+        (Prompt.of([A, QUESTION]), 4096, "directly follows its anchor"),
         (RAG, len(RAG) - 1, f"{len(RAG)} tokens, inspection takes {len(RAG) - 1}.*--max-tokens"),
     ],
 )
@@ -329,10 +329,10 @@ def test_token_texts_without_a_tokenizer_and_of_broken_bytes() -> None:
 # ---- numbers and page -------------------------------------------------------------------------------------
 
 
-def arm(kv: list[list[float]], computed: list[list[bool]]) -> ArmView:
+def method(kv: list[list[float]], computed: list[list[bool]]) -> MethodView:
     attention = np.zeros((2, 3, 3))
     attention[:, 1] = [0.25, 0.5, 0]
-    return ArmView(np.array(kv), attention, np.array([0, 0.5]), Agreement(0.1, True, 0.2), np.array(computed), 0.5)
+    return MethodView(np.array(kv), attention, np.array([0, 0.5]), Agreement(0.1, True, 0.2), np.array(computed), 0.5)
 
 
 def by_hand() -> Inspection:
@@ -349,9 +349,9 @@ def by_hand() -> Inspection:
         ],
         candidates=np.array([0, 1]),
         kv_norm=np.array([1.0, 2.0]),
-        full=arm([[0, 0, 0]] * 2, [[True] * 3] * 2),
-        reuse=arm([[0, 0, 0], [16, 4, 0]], [[False, False, True]] * 2),
-        blend=arm([[0, 0, 0], [1, 4, 0]], [[True] * 3, [True, False, True]]),
+        full=method([[0, 0, 0]] * 2, [[True] * 3] * 2),
+        reuse=method([[0, 0, 0], [16, 4, 0]], [[False, False, True]] * 2),
+        blend=method([[0, 0, 0], [1, 4, 0]], [[True] * 3, [True, False, True]]),
         correlation=np.full((2, 2), np.nan),
     )
 

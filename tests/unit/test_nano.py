@@ -1,4 +1,4 @@
-"""The small world: its words, scenes, encoding, and rows."""
+"""The words, scenes, encoding and rows of the shipped model."""
 
 import random
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 
 from cacheblend.data import read_questions
 from cacheblend.nano import lexicon
-from cacheblend.nano.encoding import LABELS, Encoder, Lesson, draw_questions
 from cacheblend.nano.questions import Prompts, lines
 from cacheblend.nano.questions import draw_questions as draw_rows
 from cacheblend.nano.scenes import CATEGORIES, Scene, Style, draw_scene, spell
 from cacheblend.nano.tokenizer import SEPARATOR, SYSTEM_PROMPT, build_tokenizer, save_tokenizer
+from training.encoding import LABELS, Encoder, Probe, draw_questions
 
 STYLE = Style(passages=5, tokens=64, dense=0.5, hard=0.4, chains=0.7)
 
@@ -63,22 +63,22 @@ def test_gaps_move_positions_and_nothing_else() -> None:
     assert all(b > a for a, b in zip(apart.positions, apart.positions[1:], strict=False))
 
 
-def test_lessons_stand_where_the_text_makes_them_known() -> None:
+def test_probes_are_where_the_fact_becomes_known() -> None:
     encoder, rng = Encoder(build_tokenizer()), random.Random(0)
     names = {encoder.word(name) for names in lexicon.NAMES.values() for name in names}
     things = {encoder.word(thing) for thing in lexicon.OBJECTS}
-    taught = {Lesson.THING: things, Lesson.VERDICT: {encoder.word("yes"), encoder.word("no")}}
+    expected = {Probe.THING: things, Probe.VERDICT: {encoder.word("yes"), encoder.word("no")}}
     seen = set()
     for scene in scenes(20):
         example = encoder.example(scene, draw_questions(scene, rng, 4, {"cross": 1.0, "chain": 1.0, "comparison": 1.0}))
-        for lesson, index, token in example.lessons:
-            seen.add(lesson)
-            assert token in taught.get(lesson, names | {encoder.word(lexicon.UNKNOWN)})
-            if lesson is Lesson.CHAIN:
+        for probe, index, token in example.probes:
+            seen.add(probe)
+            assert token in expected.get(probe, names | {encoder.word(lexicon.UNKNOWN)})
+            if probe is Probe.CHAIN:
                 assert example.ids[index] in things
-            if lesson is Lesson.THING:
+            if probe is Probe.THING:
                 assert token in example.ids[:index]
-    assert seen == set(Lesson)
+    assert seen == set(Probe)
 
 
 def test_labels_mark_answers_only() -> None:

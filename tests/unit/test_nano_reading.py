@@ -1,4 +1,4 @@
-"""Reading against telling: the reader sees words alone, the teller knows what it meant."""
+"""The reader derives from the words alone the facts that the generator knows."""
 
 import random
 
@@ -21,7 +21,7 @@ def owners(scene: Scene) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("style", [HARD, Style(8, 200), Style(3, 30, direct_only=1.0), Style(1, 60, dense=1.0)])
-def test_reading_finds_what_was_told(style: Style) -> None:
+def test_reading_finds_the_facts_that_were_drawn(style: Style) -> None:
     rng, categories = random.Random(style.tokens), set[str]()
     for _ in range(150):
         drawn = draw_scene(rng, style)
@@ -43,8 +43,8 @@ def test_after_shuffling_a_pronoun_means_who_is_named_last_in_front() -> None:
         read = read_scene([drawn.passages[index] for index in order])
         before, after = owners(drawn), owners(read)
         assert after.keys() == before.keys()
-        told = {(fact.passage, fact.thing) for fact in read.facts}
-        assert told == {(order.index(fact.passage), fact.thing) for fact in drawn.facts}
+        stated = {(fact.passage, fact.thing) for fact in read.facts}
+        assert stated == {(order.index(fact.passage), fact.thing) for fact in drawn.facts}
         for thing, (owner, category) in after.items():
             if before[thing][1] in ("direct", "local", "local-hard"):
                 assert (owner, category) == before[thing]
@@ -57,11 +57,11 @@ def test_after_shuffling_a_pronoun_means_who_is_named_last_in_front() -> None:
 
 
 def named_last(scene: Scene, thing: str) -> str:
-    """Owner of a thing that a pronoun's sentence tells, by searching backwards."""
-    told = [sentence.words for passage in scene.passages for sentence in passage]
-    at = next(i for i, words in enumerate(told) if thing in words and PRONOUNS & set(words))
-    kind = next(kind for kind in lexicon.KINDS if pronouns(kind) & set(told[at]))
-    return next(word for words in reversed(told[:at]) for word in words if lexicon.KIND_OF.get(word) == kind)
+    """Owner of a thing stated with a pronoun, by searching backwards."""
+    sentences = [sentence.words for passage in scene.passages for sentence in passage]
+    at = next(i for i, words in enumerate(sentences) if thing in words and PRONOUNS & set(words))
+    kind = next(kind for kind in lexicon.KINDS if pronouns(kind) & set(sentences[at]))
+    return next(word for words in reversed(sentences[:at]) for word in words if lexicon.KIND_OF.get(word) == kind)
 
 
 def pronouns(kind: lexicon.Kind) -> set[str]:
@@ -87,7 +87,7 @@ def test_an_order_decides_who_is_meant() -> None:
     assert owners(read_scene([two, one, three]))["boot"] == (named[0], "cross")
     ahead = read_scene([four, three, one])
     assert owners(ahead)["boot"] == ("unknown", "unanswerable")
-    assert owners(ahead)["bell"] == ("unknown", UNASKED)  # told, only not so that it is asked
+    assert owners(ahead)["bell"] == ("unknown", UNASKED)  # mentioned, but not asked for
     assert owners(ahead)["axe"] == ("unknown", UNASKED)
     asked = ahead.questions(random.Random(1))
     assert asked["chain"] == asked["chain2"] == []
@@ -110,6 +110,6 @@ Later sat down.
 
 
 @pytest.mark.parametrize("text", ["", *OTHERS.strip().splitlines()])
-def test_a_sentence_of_another_world_is_refused(text: str) -> None:
+def test_a_sentence_that_is_never_drawn_is_refused(text: str) -> None:
     with pytest.raises(InvalidInputError, match="is no sentence"):
         read_scene([sentences(text)])

@@ -9,29 +9,29 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.evaluation.records import CONFIG, ROWS, Cell, RowResult
-from cacheblend.evaluation.suite import GRADUAL_RATIOS, LEAN, SWEEP_RATIOS, Suite, finished_seeds, sweep_arms
+from cacheblend.evaluation.suite import GRADUAL_RATIOS, LEAN, SWEEP_RATIOS, Suite, finished_seeds, sweep_methods
 from cacheblend.evaluation.suite_figures import BARS, at_equal_compute, figures
 from cacheblend.nano.scenes import CATEGORIES
 
-ARMS = ("full", "reuse", "blend", "blend lean", "random rows")
+METHODS = ("full", "reuse", "blend", "blend lean", "random rows")
 COMPUTE = {"full": 1.0, "reuse": 0.02, "blend": 0.24, "blend lean": 0.16, "random rows": 0.242}
 PER_CATEGORY = 10
 HELD = {"holds": True, "rows": 800}
 
 
 def make_rows(wrong: dict[tuple[str, str], int] | None = None, without: tuple[str, ...] = ()) -> list[RowResult]:
-    """All right but the first so many of (arm, category); no cell of the categories in `without`."""
+    """All right but the first so many of (method, category); no cell of the categories in `without`."""
     plain = {("reuse", "cross"): 8, ("random rows", "cross"): 7}
     wrong = plain | (wrong or {})
     rows = []
     for category in CATEGORIES:
         for number in range(PER_CATEGORY):
             cells = [
-                Cell(arm, None, 3, answer="no" if number < wrong.get((arm, category), 0) else "yes")
-                for arm in ARMS
+                Cell(method, None, 3, answer="no" if number < wrong.get((method, category), 0) else "yes")
+                for method in METHODS
                 if category not in without
             ]
-            cells = [Cell(**asdict(cell) | {"total_compute": COMPUTE[cell.arm]}) for cell in cells]
+            cells = [Cell(**asdict(cell) | {"total_compute": COMPUTE[cell.method]}) for cell in cells]
             rows.append(RowResult(len(rows), f"1-{len(rows)}", category, ["yes"], cells))
     return rows
 
@@ -104,12 +104,12 @@ def test_a_gate_that_does_not_hold_is_a_missed_bar() -> None:
 
 
 def test_equal_compute_is_read_between_neighbours_and_never_beyond() -> None:
-    def arm(family: str, compute: float | None, mean: float) -> dict[str, Any]:
+    def method(family: str, compute: float | None, mean: float) -> dict[str, Any]:
         scores = {"em": {"all": {"mean": mean}, "by_category": {"cross": {"mean": mean / 2}, "local": None}}}
         return {"kind": "blend", "family": family, "total_compute": compute, "scores": scores}
 
-    arms = [arm("a", 0.3, 0.9), arm("a", 0.1, 0.5), arm("b", 0.5, 0.7), arm("b", None, 0.0)]
-    found = at_equal_compute({"arms": arms, "categories": ["cross", "local"]}, (0.05, 0.2, 0.3))
+    methods = [method("a", 0.3, 0.9), method("a", 0.1, 0.5), method("b", 0.5, 0.7), method("b", None, 0.0)]
+    found = at_equal_compute({"methods": methods, "categories": ["cross", "local"]}, (0.05, 0.2, 0.3))
     assert found[0]["family"] == "a"
     assert found[0]["all"] == [None, pytest.approx(70), pytest.approx(90)]
     assert found[0]["by_category"]["cross"] == [None, pytest.approx(35), pytest.approx(45)]
@@ -118,7 +118,7 @@ def test_equal_compute_is_read_between_neighbours_and_never_beyond() -> None:
 
 
 def test_the_sweep_has_every_selector_at_real_ratios() -> None:
-    labels = [arm.label for arm in sweep_arms()]
+    labels = [method.label for method in sweep_methods()]
     by_family: dict[str, list[float | None]] = {}
     for label in labels:
         by_family.setdefault(label.family, []).append(label.ratio)
@@ -128,7 +128,7 @@ def test_the_sweep_has_every_selector_at_real_ratios() -> None:
     assert by_family["hkvd @1,2,3,4"] == [ratios[-1] for ratios in GRADUAL_RATIOS]
     assert set(by_family["query"]) > set(four)
     assert len({label.name for label in labels}) == len(labels)
-    assert LEAN in [getattr(arm, "selector", None) for arm in sweep_arms()]
+    assert LEAN in [getattr(method, "selector", None) for method in sweep_methods()]
 
 
 def test_parts_are_sized_by_the_rows_of_a_category() -> None:
@@ -137,7 +137,7 @@ def test_parts_are_sized_by_the_rows_of_a_category() -> None:
 
 
 def test_an_unknown_part_is_refused_by_name() -> None:
-    with pytest.raises(InvalidInputError, match="'swap'; there are main, sweep, gate"):
+    with pytest.raises(InvalidInputError, match="'swap'; choose from main, sweep, gate"):
         Suite(parts=("swap",))
 
 

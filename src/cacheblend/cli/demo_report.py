@@ -1,4 +1,4 @@
-"""What `cacheblend demo` prints: a passage, the tables, some answers, the laws, and what it does not show."""
+"""What `cacheblend demo` prints: an example, one table, some answers, the exactness invariants, and the limits."""
 
 import shlex
 from pathlib import Path
@@ -10,49 +10,51 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.cli.output import console, seconds_text, visible
-from cacheblend.evaluation.demo import CATEGORIES, Excerpt, find_example
-from cacheblend.evaluation.demo_results import is_right, telling_rows
-from cacheblend.nano.scenes import spell
+from cacheblend.core.profile import quality_settings
+from cacheblend.engines.settings import describe
+from cacheblend.evaluation.demo import CATEGORIES, Demo, DemoResult, is_right, sample_rows
+from cacheblend.evaluation.demo_example import find_example
 
 if TYPE_CHECKING:
-    from cacheblend.cli.demo import DemoResult
     from cacheblend.engines.hf import BlendEngine
-    from cacheblend.evaluation.demo import Demo
-    from cacheblend.evaluation.demo_results import Standing
 
 RIGHT, WRONG = ("✓", "green"), ("✗", "red")
-MARKED = {"blend": "bold green"}
-SHORT = {"full": "full", "prefix": "prefix", "reuse": "reuse", "blend": "blend", "hkvd": "HKVD"}
 
 
-def show(engine: "BlendEngine", told: "DemoResult") -> None:
-    """The demo in six steps."""
-    out = console()
-    for number, (heading, part) in enumerate(
+def show(engine: "BlendEngine", result: DemoResult, plot: Path | None) -> None:
+    """Prints the demo in five steps."""
+    out, warmed = console(), result.warmed
+    longest = max(cell.prompt_tokens for row in result.found.rows for cell in row.cells)
+    holds = all(ok for _, ok, _ in result.checks)
+    steps = (
+        ("Passages in which a pronoun refers to the person or firm named last", _example(result.demo)),
+        (f"{warmed.stored} passages, {warmed.tokens} tokens, stored in {seconds_text(warmed.seconds)}", None),
         (
-            ("A small world, in which a pronoun means who was named last", _passages(told)),
-            (_stored(told), None),
-            (_asked(told), _costs(told.standings, engine)),
-            ("Right answers", _categories(told.standings)),
-            ("Some of the answers", _samples(told)),
-            ("What must be exact is exact, to rounding" if _all_hold(told) else "NOT exact", _invariants(told)),
+            f"{len(result.found.rows)} questions, each over all passages in another order (at most {longest} tokens)",
+            Group(_table(result), _notes(engine, result)),
         ),
-        start=1,
-    ):
+        ("Some of the answers", _samples(result)),
+        (f"The exactness invariants {'hold, up to' if holds else 'are VIOLATED beyond'} rounding", _checks(result)),
+    )
+    for number, (heading, part) in enumerate(steps, start=1):
         out.print(Text.assemble("\n", (f"{number}. {heading}", "bold")))
         if part is not None:
             out.print(part)
-    out.print(Text(f"\n{_honest(engine)}", "dim"))
-    if told.plot is not None:
-        out.print(f"\nAll of it in one picture: {told.plot}", soft_wrap=True)
+    limits = (
+        f"The model ({model_text(engine)}) ships with cacheblend and knows this kind of text only, in which few tokens "
+        "carry what one passage needs from another. A few questions are no measurement: the demo shows the mechanism. "
+        "`cacheblend evaluate` measures it on your model and data."
+    )
+    out.print(Text(f"\n{limits}", "dim"))
+    if plot is not None:
+        out.print(f"\nAll results in one picture: {plot}", soft_wrap=True)
 
 
-def show_kept(folder: Path, demo: "Demo") -> None:
-    """Which commands take what was kept."""
+def show_kept(folder: Path, demo: Demo) -> None:
+    """Prints commands that use the folder of --keep."""
     kept = {name: shlex.quote(str(folder / name)) for name in ("model", "store", "passages.jsonl", "questions.jsonl")}
     model = f"--model {kept['model']} --dtype float32"
-    asked = find_example(demo)
-    question = f"--data {kept['passages.jsonl']} --question 'Who has the {asked.thing}?'"
+    question = f"--data {kept['passages.jsonl']} --question 'Who has the {find_example(demo).thing}?'"
     out = console()
     out.print("\nTry:")
     for command in (
@@ -66,142 +68,87 @@ def show_kept(folder: Path, demo: "Demo") -> None:
 
 
 def model_text(engine: "BlendEngine") -> str:
-    """Size of the model, and what it runs on."""
+    """Size of the model, and the device it runs on."""
     import torch
 
     parameters = sum(parameter.numel() for parameter in engine.model.parameters()) / 1e6
-    device = engine.model.device.type
-    threads = torch.get_num_threads()
+    device, threads = engine.model.device.type, torch.get_num_threads()
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "cpu" else device
     return f"{len(engine.survey.layout.layers)} layers, {parameters:.1f} M parameters; {where}"
 
 
-# ---- the parts --------------------------------------------------------------------------------------------
-
-
-def _passages(told: "DemoResult") -> Text:
-    """A pronoun, and its antecedent in a passage in front of it."""
-    example = find_example(told.demo)
-    order = " ".join(str(index + 1) for index in example.asked.order)
-    text = Text()
-    for excerpt in (example.named, example.told):
-        text.append_text(_excerpt(excerpt))
-    text.append(f"\nWith the passages in the order {order}, ")
-    text.append(example.told.word, "bold").append(f" in {example.told.title} is ")
-    text.append(example.owner, "bold green")
-    text.append(f", named last in front of it, in {example.named.title}.")
+def _example(demo: Demo) -> Text:
+    """A pronoun, and its antecedent in an earlier passage."""
+    example = find_example(demo)
+    text = Text("".join(f"{title}   ... {words} ...\n" for title, words in (example.antecedent, example.stated)))
+    text.highlight_regex(r"\[.+?\]", "bold")
+    text.append(f"\nWith the passages in the order {_order(example.asked.order)}, ").append(example.pronoun, "bold")
+    text.append(f" in {example.stated[0]} is ").append(example.owner, "bold green")
+    text.append(f", the last one named before, in {example.antecedent[0]}.")
     if example.elsewhere:
         text.append(" In another order it is ").append(example.elsewhere, "bold green").append(".")
-    text.append("\nA cache of the passage alone has seen neither.")
-    return text
+    return text.append("\nThe KV cache of the passage alone contains neither name.")
 
 
-def _excerpt(of: Excerpt) -> Text:
-    text = Text(f"{of.title}   ... {of.before} ".replace("...  ", "... "))
-    front, word, behind = of.sentence.rpartition(of.word)
-    text.append(front).append(f"[{word}]", "bold").append(f"{behind} {of.behind} ...\n")
-    return text
+def _order(order: tuple[int, ...]) -> str:
+    return " ".join(str(index + 1) for index in order)
 
 
-def _stored(told: "DemoResult") -> str:
-    warmed = told.warmed
-    return (
-        f"{warmed.stored} passages, {warmed.tokens} tokens, computed once, each alone, and stored: "
-        f"{seconds_text(warmed.seconds)}"
-    )
-
-
-def _asked(told: "DemoResult") -> str:
-    longest = max(cell.prompt_tokens for row in told.found.rows for cell in row.cells)
-    return f"{len(told.found.rows)} questions, each over all passages in another order ({longest} tokens at most)"
-
-
-def _costs(arms: "list[Standing]", engine: "BlendEngine") -> Group:
-    """A line an arm."""
-    table = _table("", "right", "first token", "faster", "computed", "again")
-    for arm in arms:
-        right, questions = arm.score
-        table.add_row(
-            arm.title,
-            f"{right} of {questions}",
-            seconds_text(arm.ttft_s),
-            f"{arm.speedup:.1f} x",
-            f"{100 * arm.compute:.0f} %",
-            "" if arm.recomputed is None else f"{100 * arm.recomputed:.0f} %",
-            style=MARKED.get(arm.kind, ""),
-        )
-    return Group(table, Text("\n".join(_notes(arms, engine)), "dim"))
-
-
-def _notes(arms: "list[Standing]", engine: "BlendEngine") -> list[str]:
-    from cacheblend.core.profile import quality_settings
-    from cacheblend.engines.settings import describe
-
-    lines = [
-        "first token: median. computed: all work until then, 100 % is a full prefill.",
-        "again: share of the loaded tokens that were recomputed.",
-        "prefix caching: in another order no stored prefix fits.",
-    ]
-    settings = engine.settings
-    if any(arm.kind == "blend" for arm in arms):
-        whose = "the model's profile" if settings.profile is not None else "the defaults"
-        lines.append(f"blend: as {whose} has it ({describe(quality_settings(settings.config))}).")
-    return lines
-
-
-def _categories(arms: "list[Standing]") -> Table:
-    """A line a category, a column an arm."""
-    table = _table("", "", *(SHORT[arm.kind] for arm in arms))
-    table.columns[1].justify = "left"
+def _table(result: DemoResult) -> Table:
+    """One column per method: right answers by category, then in all, then time and compute. Fits 80 columns."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for _ in range(2):
+        table.add_column("", no_wrap=True)
+    for method in result.methods:
+        style = "bold green" if method.kind == "blend" else ""
+        heading = method.kind.replace("hkvd", "HKVD")
+        table.add_column(heading, justify="right", no_wrap=True, style=style, header_style=style)
     for category, meaning in CATEGORIES.items():
-        cells = []
-        for arm in arms:
-            answers = arm.right[category]
-            style = "red" if 2 * sum(answers) <= len(answers) else ""
-            cells.append(Text(f"{sum(answers)}/{len(answers)}", style))
-        table.add_row(category, Text(meaning, "dim"), *cells)
+        answers = [method.right[category] for method in result.methods]
+        cells = [Text(f"{sum(each)}/{len(each)}", "red" if 2 * sum(each) <= len(each) else "") for each in answers]
+        table.add_row(category, Text(meaning, "dim"), *cells, end_section=category == list(CATEGORIES)[-1])
+    figures = {
+        ("all", "right answers"): ["{}/{}".format(*method.score) for method in result.methods],
+        ("first token", "median"): [seconds_text(method.ttft_s) for method in result.methods],
+        ("faster", ""): [f"{method.speedup:.1f} x" for method in result.methods],
+        ("computed", "of a full prefill"): [f"{100 * method.compute:.0f} %" for method in result.methods],
+        ("recomputed", "of the loaded tokens"): [
+            "" if method.recomputed is None else f"{100 * method.recomputed:.0f} %" for method in result.methods
+        ],
+    }
+    for (name, meaning), figure in figures.items():
+        table.add_row(name, Text(meaning, "dim"), *figure)
     return table
 
 
-def _samples(told: "DemoResult") -> Text:
-    """Some questions, and who answered what."""
-    asked = {str(number): each for number, each in enumerate(told.demo.asked)}
+def _notes(engine: "BlendEngine", result: DemoResult) -> Text:
+    lines = ["prefix: in another order no stored prefix matches."]
+    if any(method.kind == "blend" for method in result.methods):
+        source = "the model's profile" if engine.settings.profile is not None else "the defaults"
+        lines.append(f"blend: with {source} ({describe(quality_settings(engine.settings.config))}).")
+    lines.append(f"HKVD: the paper's selector, {result.methods[-1].title.removeprefix('blend, HKVD ')}, check layer 1.")
+    return Text("\n".join(lines), "dim")
+
+
+def _samples(result: DemoResult) -> Text:
+    """Some questions, and the answers of all methods."""
     text = Text()
-    for row in telling_rows(told.found):
-        order = " ".join(str(index + 1) for index in asked[row.id].order)
-        text.append(f"{spell(asked[row.id].question.words)} ", "italic").append(row.answers[0], "bold")
+    for row in sample_rows(result.found):
+        order = _order(result.demo.questions[row.number].order)
+        text.append(f"{result.demo.rows()[row.number].question} ", "italic").append(row.answers[0], "bold")
         text.append(f"   ({row.category}; order {order})\n", "dim")
         given: dict[tuple[bool, str], list[str]] = {}
-        for arm, cell in zip(told.standings, row.cells, strict=True):
-            given.setdefault((is_right(row, cell), cell.answer), []).append(arm.title)
-        for (right, answer), arms in given.items():
+        for method, cell in zip(result.methods, row.cells, strict=True):
+            given.setdefault((is_right(row, cell), cell.answer), []).append(method.title)
+        for (right, answer), methods in given.items():
             text.append("  ").append(*(RIGHT if right else WRONG))
-            text.append(f" {visible(answer) or '(nothing)'}").append(f"   {'; '.join(arms)}\n", "dim")
+            text.append(f" {visible(answer) or '(nothing)'}").append(f"   {'; '.join(methods)}\n", "dim")
     text.rstrip()
     return text
 
 
-def _invariants(told: "DemoResult") -> Table:
+def _checks(result: DemoResult) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    for title, ok, detail in told.laws:
+    for title, ok, detail in result.checks:
         table.add_row(Text(*RIGHT) if ok else Text(*WRONG), title, detail)
-    return table
-
-
-def _all_hold(told: "DemoResult") -> bool:
-    return all(ok for _, ok, _ in told.laws)
-
-
-def _honest(engine: "BlendEngine") -> str:
-    return (
-        f"The model ({model_text(engine)}) ships with cacheblend and knows this small world only. The text is built so "
-        "that few tokens carry what one passage needs of another, and a handful of questions is no measurement: this "
-        "shows the mechanism, on this model. For yours there is `cacheblend evaluate`."
-    )
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, caption_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cacheblend.cli.evaluate_options import (
-    Arms,
     CheckLayers,
     ChunkTokens,
     Data,
@@ -16,6 +15,7 @@ from cacheblend.cli.evaluate_options import (
     Format,
     JsonFile,
     MaxTokens,
+    Methods,
     Model,
     Out,
     Ratios,
@@ -38,7 +38,7 @@ from cacheblend.cli.output import check_folder, check_outputs, progress
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine
-    from cacheblend.evaluation import Arm, Evaluation, Settings
+    from cacheblend.evaluation import Evaluation, Method, Settings
 
 
 def evaluate(
@@ -56,7 +56,7 @@ def evaluate(
     template: TemplateName = "bare",
     chat: Chat = None,
     max_tokens: MaxTokens = 32,
-    arm: Arms = None,
+    method: Methods = None,
     selector: Selectors = None,
     ratio: Ratios = None,
     check_layers: CheckLayers = None,
@@ -70,7 +70,7 @@ def evaluate(
     out: Out = Path("evaluations"),
     json: JsonFile = None,
 ) -> None:
-    """Quality of blending on your data: answers of all arms scored, with intervals, beside their time and compute.
+    """Quality of blending on your data: answers of all methods scored, with intervals, beside their time and compute.
 
     An interrupted run goes on where it stopped when the same command is given again.
     """
@@ -92,30 +92,30 @@ def evaluate(
     from cacheblend.cli.models import layers_of, open_engine
     from cacheblend.core.config import BlendConfig
     from cacheblend.evaluation import make_scorers, summarise
-    from cacheblend.evaluation.choices import make_arms
+    from cacheblend.evaluation.choices import make_methods
     from cacheblend.evaluation.scorers import check_scorers
 
     names = tuple(scorer or ("em", "f1"))
     check_scorers(names)
     choose = partial(
-        make_arms,
-        tuple(arm or ("full", "prefix", "reuse", "blend")),
+        make_methods,
+        tuple(method or ("full", "prefix", "reuse", "blend")),
         selectors=tuple(selector or ("hkvd",)),
         ratios=[_numbers("--ratio", text, float) for text in ratio or ("0.15",)],
         check_layers=[_numbers("--check-layers", text, int) for text in check_layers or ("1",)],
     )
     # a wrong choice is said before the model is opened
-    _check_arms(choose(profile=BlendConfig()), layers_of(model), deviation=deviation_rows > 0)
+    _check_methods(choose(profile=BlendConfig()), layers_of(model), deviation=deviation_rows > 0)
     settings = _settings(template, templates, chat, top_k, max_tokens)
     quiet = str(json) == "-"
     with open_engine(model, store, {"anchor": anchor}, dtype=dtype, device=device, quiet=quiet) as engine:
-        arms = choose(profile=engine.settings.config)
+        methods = choose(profile=engine.settings.config)
         split = _split(engine, questions, chunk_tokens)
-        found = _run(engine, split, arms, settings, out, data.stem if data else "", quiet=quiet)
+        found = _run(engine, split, methods, settings, out, data.stem if data else "", quiet=quiet)
         scorers = make_scorers(names, engine.builder.encode) if engine.builder else []
         summary = summarise(found, scorers, seed=seed)
         if deviation_rows:
-            summary = _deviations(engine, split, arms, settings, deviation_rows, found, summary, quiet=quiet)
+            summary = _deviations(engine, split, methods, settings, deviation_rows, found, summary, quiet=quiet)
         assert found.folder is not None and data is not None
         write_results(engine, found, summary, names, data.name, found.folder, json)
 
@@ -152,17 +152,17 @@ def _model(model: Path | None) -> Path:
     return model
 
 
-def _check_arms(arms: "list[Arm]", layers: int | None, *, deviation: bool) -> None:
-    """Check layers, those of a model's profile are not known yet; and whether there is an arm that can deviate."""
+def _check_methods(methods: "list[Method]", layers: int | None, *, deviation: bool) -> None:
+    """Check layers, those of a model's profile are not known yet; and whether there is a method that can deviate."""
     from cacheblend.evaluation.choices import PROFILE
 
     if deviation:
-        from cacheblend.evaluation.deviations import fused_arms
+        from cacheblend.evaluation.deviations import fused_methods
 
-        fused_arms(arms)
-    for arm in arms:
-        if layers is not None and arm.label.family != PROFILE:
-            arm.check(layers)
+        fused_methods(methods)
+    for method in methods:
+        if layers is not None and method.label.family != PROFILE:
+            method.check(layers)
 
 
 def _settings(
@@ -199,7 +199,7 @@ def _split(engine: "BlendEngine", questions: "list[QuestionRow]", chunk_tokens: 
 def _run(
     engine: "BlendEngine",
     rows: "list[QuestionRow]",
-    arms: "list[Arm]",
+    methods: "list[Method]",
     settings: "Settings",
     out: Path,
     data: str,
@@ -211,7 +211,9 @@ def _run(
     if settings.template.chat is None and not settings.template.layout.is_chat(engine):
         say(f"{engine.name} has no chat template: plain prompts")
     with progress_bars(quiet=quiet) as advance:
-        found = evaluate(engine, rows, arms, settings=settings, out=out, name=f"{engine.name}-{data}", progress=advance)
+        found = evaluate(
+            engine, rows, methods, settings=settings, out=out, name=f"{engine.name}-{data}", progress=advance
+        )
     if found.resumed:
         say(f"{found.resumed} of {len(found.rows)} rows were there already")
     if found.torn:
@@ -222,7 +224,7 @@ def _run(
 def _deviations(
     engine: "BlendEngine",
     rows: "list[QuestionRow]",
-    arms: "list[Arm]",
+    methods: "list[Method]",
     settings: "Settings",
     count: int,
     found: "Evaluation",
@@ -235,6 +237,6 @@ def _deviations(
 
     with progress("measuring deviation", "prompts", quiet=quiet) as advance:
         measured = measure_deviations(
-            engine, rows, arms, count, settings=settings, folder=found.folder, progress=advance
+            engine, rows, methods, count, settings=settings, folder=found.folder, progress=advance
         )
     return with_deviations(summary, measured)

@@ -7,7 +7,7 @@ import typer
 
 from cacheblend.cli.options import MODEL, OUTPUT, PROMPT
 
-ARMS_PANEL, SCORES = "Arms", "Scores"
+METHODS_PANEL, SCORES = "Methods", "Scores"
 
 Model = Annotated[
     Path | None,
@@ -79,7 +79,7 @@ TopK = Annotated[
     list[int] | None,
     typer.Option(
         "--top-k",
-        help="Only the first so many passages of a row; several times: every arm at each. Default: all.",
+        help="Only the first so many passages of a row; several times: every method at each. Default: all.",
         rich_help_panel=PROMPT,
         show_default=False,
     ),
@@ -93,13 +93,13 @@ Templates = Annotated[
 TemplateName = Annotated[
     str, typer.Option("--template", help="Which one; shipped are bare, qa and summary.", rich_help_panel=PROMPT)
 ]
-Arms = Annotated[
+Methods = Annotated[
     list[str] | None,
     typer.Option(
-        "--arm",
+        "--method",
         "-a",
         help="full, prefix, reuse, blend, map-reduce or map-rerank; several times. Default: the first four.",
-        rich_help_panel=ARMS_PANEL,
+        rich_help_panel=METHODS_PANEL,
         show_default=False,
     ),
 ]
@@ -109,7 +109,7 @@ Selectors = Annotated[
         "--selector",
         help="Of blend, as for ask; profile: the model's own settings. Others' settings stand behind a colon: "
         "hkvd:measure=v. Several times. Default: hkvd.",
-        rich_help_panel=ARMS_PANEL,
+        rich_help_panel=METHODS_PANEL,
         show_default=False,
     ),
 ]
@@ -119,7 +119,7 @@ Ratios = Annotated[
         "--ratio",
         "-r",
         help="Of blend, 0..1; several times. Falling ones for as many check layers with commas. Default: 0.15.",
-        rich_help_panel=ARMS_PANEL,
+        rich_help_panel=METHODS_PANEL,
         show_default=False,
     ),
 ]
@@ -128,7 +128,7 @@ CheckLayers = Annotated[
     typer.Option(
         "--check-layers",
         help="Of blend: 1, or 1,2,3 for gradual filtering; several times. Default: 1.",
-        rich_help_panel=ARMS_PANEL,
+        rich_help_panel=METHODS_PANEL,
         show_default=False,
     ),
 ]

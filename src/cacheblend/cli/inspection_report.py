@@ -49,10 +49,10 @@ def lines(found: Inspection, facts: dict[str, Any]) -> list[str | Text]:
         f"\n{facts['prompt_tokens']} tokens, {loaded} of them loaded at a new position; blend recomputes {again} "
         f"({share_text(again, loaded)}) by {facts['selector']}; settings: {facts['settings']}"
     ]
-    for name, arm in (("full reuse", "reuse"), ("blend", "blend")):
-        close = facts["first_token"][arm]
+    for name, method in (("full reuse", "reuse"), ("blend", "blend")):
+        close = facts["first_token"][method]
         same = "the same as full recompute's" if close["top_1"] else "not full recompute's"
-        share = share_text(facts["compute"][arm], 1)
+        share = share_text(facts["compute"][method], 1)
         told.append(f"{name}: first token {same}, KL {close['kl']:.2g} nats; {share} of a full prefill's compute")
     return [*told, *(Text.assemble(("note:", "yellow"), f" {note}") for note in _notes(found))]
 

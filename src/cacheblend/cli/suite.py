@@ -77,7 +77,7 @@ def refuse_options(given: Iterable[str]) -> None:
 
     refused = sorted(set(given) - OPTIONS)
     if refused:
-        raise InvalidInputError(f"--suite brings its own rows, arms and settings; leave {', '.join(refused)} out")
+        raise InvalidInputError(f"--suite brings its own rows, methods and settings; leave {', '.join(refused)} out")
 
 
 def run_suite_command(options: SuiteOptions) -> bool:

@@ -1,4 +1,4 @@
-"""Passages and questions from a user's files."""
+"""Reads passages and questions from a user's files."""
 
 from cacheblend.data.files import Text
 from cacheblend.data.passages import Row, read_passages, read_row

@@ -1,4 +1,4 @@
-"""Reads a user's text and JSON; every error names the file and the place in it. Knows no format."""
+"""Reads text and JSON files; every error names the file and the place in it. Knows no format of rows."""
 
 import json
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from cacheblend.core.errors import InvalidInputError
 
 @dataclass(frozen=True)
 class Text:
-    """A passage as the file has it; `title` is for people."""
+    """A passage as in the file; `title` is for people."""
 
     text: str
     title: str
 
 
 def read_text(path: Path) -> str:
-    """The file, line ends as in Unix.
+    """The text of a file, with Unix line ends.
 
     Raises:
         InvalidInputError: it cannot be read, or is not UTF-8.
@@ -32,7 +32,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text.
+    """Parses JSON; `where` names the place for errors.
 
     Raises:
         InvalidInputError: it is not JSON.
@@ -44,19 +44,19 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, value) of each line that is not blank; lines are counted from 1.
+    """Yields (number, value) of each line that is not blank, numbered from 1.
 
     Raises:
         InvalidInputError: a line is not JSON.
     """
-    # Not splitlines(): JSON leaves U+2028 and its like unescaped inside a text.
+    # Not splitlines(): JSON strings may contain U+2028 and similar unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield number, parse_json(line, f"{path}, line {number}")
 
 
 def read_items(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """(place, number, value) of each row of a file: of a JSON list, counted from 0, or of JSON lines, from 1.
+    """Yields (place, number, value) of each row: of a JSON list, numbered from 0, or of JSON lines, from 1.
 
     Raises:
         InvalidInputError: it cannot be read, or is not JSON of either kind.
@@ -76,10 +76,10 @@ def read_items(path: Path) -> Iterator[tuple[str, int, Any]]:
 
 
 def read_list(item: dict[str, Any], field: str, where: str) -> list[Any]:
-    """The list in a row's field.
+    """The list in a field of a row.
 
     Raises:
-        InvalidInputError: the field is missing, or no list.
+        InvalidInputError: the field is missing, or is not a list.
     """
     if field not in item:
         raise InvalidInputError(f"{where}: the field {field!r} is missing (found {', '.join(map(repr, item))})")
@@ -89,10 +89,10 @@ def read_list(item: dict[str, Any], field: str, where: str) -> list[Any]:
 
 
 def read_passage(item: Any, where: str, fallback: str) -> Text:
-    """A passage of ``{"text", "title"?}``; `fallback` is the title of one that has none.
+    """A passage from ``{"text", "title"?}``; `fallback` is the title if there is none.
 
     Raises:
-        InvalidInputError: it has another form, or an empty text.
+        InvalidInputError: the item has another form, or an empty text.
     """
     if not isinstance(item, dict):
         raise InvalidInputError(f"{where}: expected an object with 'text', found {kind(item)}")
@@ -102,12 +102,12 @@ def read_passage(item: Any, where: str, fallback: str) -> Text:
         if not isinstance(item.get(field, ""), str):
             raise InvalidInputError(f"{where}, field {field!r}: expected a text, found {kind(item[field])}")
     if not item["text"].strip():
-        raise InvalidInputError(f"{where}, field 'text': it is empty; leave empty passages out")
+        raise InvalidInputError(f"{where}, field 'text': it is empty; remove empty passages")
     return Text(item["text"], item.get("title") or fallback)
 
 
 def _is_one_object(text: str) -> bool:
-    """Whether the file is one object with line breaks in it, as programs print it for people."""
+    """Whether the file is a single object over several lines."""
     first, _, more = text.strip().partition("\n")
     if not first.startswith("{") or not more:
         return False
@@ -123,6 +123,6 @@ def _is_one_object(text: str) -> bool:
 
 
 def kind(value: Any) -> str:
-    """What a JSON value is, for messages."""
+    """The type of a JSON value, for messages."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")

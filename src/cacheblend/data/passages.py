@@ -1,11 +1,11 @@
-"""Passages from a user's files, with a question where the row has one; every error names file, row and field.
+"""Reads passages, with a question where a row has one; every error names file, row and field.
 
 | ending  | form |
 |---|---|
-| .json   | a list of rows as evaluations have them: ``{"passages": [{"text", "title"?}, ...], "question"?}``, |
+| .json   | a list of rows as for evaluations: ``{"passages": [{"text", "title"?}, ...], "question"?}``, |
 |         | or ``ctxs`` in place of ``passages``; or a list of passages, ``{"text", "title"?}`` |
-| .jsonl  | the same, a row or a passage a line |
-| .txt    | one passage a paragraph, paragraphs apart by blank lines |
+| .jsonl  | the same, one row or passage per line |
+| .txt    | one passage per paragraph; blank lines separate paragraphs |
 | folder  | all ``*.txt`` in it, each as above |
 """
 
@@ -21,7 +21,7 @@ from cacheblend.data.questions import NEAR_MISSES, NEAR_MISSES_OF_PASSAGES, read
 
 JSON = (".json", ".jsonl")
 WITH_QUESTION = ("passages", "ctxs")
-"""Fields that have a row's passages."""
+"""Names of the field with the passages of a row."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ def read_passages(path: Path) -> list[Text]:
     """All passages of a file or a folder, in order, repeats included.
 
     Raises:
-        InvalidInputError: it cannot be read, has another form, or holds no passage.
+        InvalidInputError: the file cannot be read, has another form, or has no passages.
     """
     if path.is_dir():
         files = sorted(path.glob("*.txt"))
         if not files:
-            raise InvalidInputError(f"the folder {path} holds no .txt file")
+            raise InvalidInputError(f"the folder {path} has no .txt file")
         return [passage for file in files for passage in _paragraphs(file)]
     if path.suffix in JSON:
         found = [passage for row in _rows(path) for passage in row.passages]
@@ -50,28 +50,28 @@ def read_passages(path: Path) -> list[Text]:
     else:
         raise InvalidInputError(f"{path}: passages come as .json, .jsonl, .txt or a folder of .txt")
     if not found:
-        raise InvalidInputError(f"{path} holds no passage")
+        raise InvalidInputError(f"{path} has no passages")
     return found
 
 
 def read_row(path: Path, number: int) -> Row:
-    """Row `number`, counted from 0: a question and its passages; passages without questions, and texts, are one row.
+    """Row `number`, from 0. Text files, and passages without questions in JSON lines, are one row together.
 
-    In a .json list each passage without a question is a row of its own.
+    In a JSON list, each passage without a question is a row of its own.
 
     Raises:
         InvalidInputError: as for `read_passages`, or there is no such row.
     """
     rows = list(_rows(path)) if path.suffix in JSON else [Row(None, read_passages(path))]
     if not rows:
-        raise InvalidInputError(f"{path} holds no passage")
+        raise InvalidInputError(f"{path} has no passages")
     if not 0 <= number < len(rows):
         raise InvalidInputError(f"{path} has rows 0..{len(rows) - 1}, not {number}")
     return rows[number]
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    """A question a row; passages without one are a row each in a list, and one row together in lines."""
+    """Rows with questions; other passages are a row each in a list, and one row together in JSON lines."""
     together: list[Text] = []
     for where, number, item in read_items(path):
         if not isinstance(item, dict):

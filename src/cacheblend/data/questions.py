@@ -1,12 +1,12 @@
-"""Questions with their passages and gold answers, from a user's file; every error names file, row and field.
+"""Reads questions with passages and gold answers; every error names file, row and field.
 
 | format     | a row |
 |---|---|
 | cacheblend | ``{"question", "passages": [{"text", "title"?}, ...], "answers"?: [...], "category"?, "id"?}`` |
-| ctxs       | ``{"question", "ctxs": [{"title", "text"}, ...], "answers"?: [...]}``: the CacheBlend authors' inputs |
-| longbench  | ``{"input", "context", "answers": [...], "_id"?, "dataset"?}``: one context, split into passages later |
+| ctxs       | ``{"question", "ctxs": [{"title", "text"}, ...], "answers"?: [...]}``: inputs of the CacheBlend authors |
+| longbench  | ``{"input", "context", "answers": [...], "_id"?, "dataset"?}``: one context, to be split into passages |
 
-Rows stand in a JSON list, or one on each line (JSONL).
+A file holds a JSON list of rows, or one row per line (JSONL).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ NEAR_MISSES = {
     **dict.fromkeys(("answer", "gold", "golds", "gold_answer", "gold_answers"), "answers"),
     **dict.fromkeys(("questions", "query"), "question"),
 }
-"""Names that other data has for a field of ours. Passing over one would score nothing, and say nothing."""
+"""Common other names of a field. Ignoring them would silently leave rows without answers or questions."""
 NEAR_MISSES_OF_PASSAGES = dict.fromkeys(("passage", "contexts", "documents"), "passages")
 
 
@@ -30,12 +30,12 @@ class QuestionRow:
     """One row of the data.
 
     Attributes:
-        question: may be empty where the prompt's template says what is asked.
+        question: may be empty if the prompt's template states the task.
         passages: at least one.
-        answers: gold answers, any of which is right; empty where there are none.
-        category: results are also given by it; empty for none.
-        id: the file's, or the row's number.
-        is_context: the one passage is a whole text, still to be split.
+        answers: gold answers, any of which is correct; may be empty.
+        category: results are also reported by category; may be empty.
+        id: from the file, or the number of the row.
+        is_context: the only passage is a whole text that is still to be split.
     """
 
     question: str
@@ -47,28 +47,28 @@ class QuestionRow:
 
 
 def read_questions(path: Path, form: str = "auto") -> list[QuestionRow]:
-    """All rows of a file.
+    """Reads all rows of a file.
 
     Args:
-        path: a JSON list, or JSON lines.
-        form: one of `FORMATS`; ``auto`` takes it from the first row's fields.
+        path: file with a JSON list, or JSON lines.
+        form: one of `FORMATS`; ``auto`` detects it from the fields of the first row.
 
     Raises:
-        InvalidInputError: the file cannot be read, holds no row, or a row has another form or is empty.
+        InvalidInputError: the file cannot be read or has no rows, or a row has another form or is empty.
     """
     if form not in FORMATS:
-        raise InvalidInputError(f"no format is called {form!r}; there are {', '.join(FORMATS)}")
+        raise InvalidInputError(f"there is no format {form!r}; choose from {', '.join(FORMATS)}")
     rows: list[QuestionRow] = []
     for number, (where, _, item) in enumerate(read_items(path)):
         if not isinstance(item, dict):
             raise InvalidInputError(f"{where}: expected an object, found {kind(item)}")
         if not item:
-            raise InvalidInputError(f"{where}: the row is empty; leave it out")
+            raise InvalidInputError(f"{where}: the row is empty; remove it")
         if form == "auto":
             form = _detect(item, where)
         rows.append(_READERS[form](item, where, str(number)))
     if not rows:
-        raise InvalidInputError(f"{path} holds no row")
+        raise InvalidInputError(f"{path} has no rows")
     return rows
 
 
@@ -78,13 +78,13 @@ def _detect(item: dict[str, Any], where: str) -> str:
             return form
     refuse_near_misses(item, NEAR_MISSES_OF_PASSAGES, where)
     raise InvalidInputError(
-        f"{where}: a row has 'passages' (this project's format), 'ctxs' (the CacheBlend authors') or 'context' "
+        f"{where}: a row needs 'passages' (this project's format), 'ctxs' (the CacheBlend authors') or 'context' "
         f"(LongBench's); found {', '.join(map(repr, item))}"
     )
 
 
 def _of_passages(field: str) -> "_Reader":
-    """Rows that have their passages apart, in `field`."""
+    """A reader of rows whose passages are a list in `field`."""
 
     def read(item: dict[str, Any], where: str, number: str) -> QuestionRow:
         refuse_near_misses(item, NEAR_MISSES | dict.fromkeys(NEAR_MISSES_OF_PASSAGES, field), where)
@@ -103,7 +103,7 @@ def _longbench(item: dict[str, Any], where: str, number: str) -> QuestionRow:
     context = _text(item, "context", where)
     refuse_near_misses(item, NEAR_MISSES | {"question": "input"}, where)
     return QuestionRow(
-        question=_text(item, "input", where, may_be_empty=True),  # as LongBench's summaries have it
+        question=_text(item, "input", where, may_be_empty=True),  # as in LongBench's summarisation tasks
         passages=(Text(context, ""),),
         answers=_answers(item, where),
         category=_text(item, "dataset", where, default=""),
@@ -130,26 +130,26 @@ def _text(
     if not isinstance(value, str):
         raise InvalidInputError(f"{where}, field {field!r}: expected a text, found {kind(value)}")
     if default is None and not may_be_empty and not value.strip():
-        raise InvalidInputError(f"{where}, field {field!r}: it is empty; leave the row out")
+        raise InvalidInputError(f"{where}, field {field!r}: it is empty; remove the row")
     return value
 
 
 def refuse_near_misses(item: dict[str, Any], right: Mapping[str, str], where: str) -> None:
-    """Names the right field for a wrong one, unless the row has both.
+    """Rejects common other names of fields, unless the row also has the correct field.
 
     Raises:
-        InvalidInputError: the row has a wrong one.
+        InvalidInputError: the row has such a field; the message names the correct one.
     """
     for field, wanted in right.items():
         if field in item and wanted not in item:
-            raise InvalidInputError(f"{where}: there is no field {field!r}; it is called {wanted!r}")
+            raise InvalidInputError(f"{where}: there is no field {field!r}; rename it to {wanted!r}")
 
 
 def read_passages_of(item: dict[str, Any], field: str, where: str, title: str = "") -> tuple[Text, ...]:
-    """A row's passages, at least one; those without a title get `title`, with their number behind a point.
+    """The passages of a row, at least one; those without a title are titled `title` with ``.<number>`` appended.
 
     Raises:
-        InvalidInputError: the field is missing, no list or empty, or a passage has another form.
+        InvalidInputError: the field is missing, empty or not a list, or a passage has another form.
     """
     found = read_list(item, field, where)
     if not found:
@@ -165,7 +165,7 @@ def _answers(item: dict[str, Any], where: str) -> tuple[str, ...]:
         if not isinstance(answer, str):
             raise InvalidInputError(f"{where}, answers[{index}]: expected a text, found {kind(answer)}")
         if not answer.strip():
-            raise InvalidInputError(f"{where}, answers[{index}]: it is empty; leave empty answers out")
+            raise InvalidInputError(f"{where}, answers[{index}]: it is empty; remove empty answers")
     return tuple(answers)
 
 

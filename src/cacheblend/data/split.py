@@ -1,4 +1,4 @@
-"""Splits a long text into passages of a stated number of tokens, at sentence ends."""
+"""Splits a long text into passages of a given number of tokens, at sentence ends."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ CountTokens = Callable[[str], int]
 
 
 def split_contexts(rows: Sequence[QuestionRow], count: CountTokens, tokens: int) -> list[QuestionRow]:
-    """The rows, each whole context split into passages; other rows stay as they are."""
+    """The rows with every whole context split into passages; other rows are unchanged."""
     return [
         replace(row, passages=tuple(Text(part, "") for part in split_text(row.passages[0].text, count, tokens)))
         if row.is_context
@@ -26,27 +26,27 @@ def split_contexts(rows: Sequence[QuestionRow], count: CountTokens, tokens: int)
 
 
 def split_text(text: str, count: CountTokens, tokens: int) -> list[str]:
-    """Passages of at most `tokens` tokens, as many whole sentences in each as fit, white space at their ends cut off.
+    """Passages of at most `tokens` tokens, each with as many whole sentences as fit, stripped of white space.
 
-    A sentence that is too long by itself is cut between words; a word that is too long, between characters.
+    A sentence that is too long is cut between words, and a word that is too long between characters.
 
     Args:
-        text: not blank.
-        count: tokens of a text.
-        tokens: of a passage at most.
+        text: text that is not blank.
+        count: counts the tokens of a text.
+        tokens: most tokens of a passage.
 
     Raises:
         InvalidInputError: `tokens` is below `SHORTEST`.
     """
     if tokens < SHORTEST:
-        raise InvalidInputError(f"a passage needs room for at least {SHORTEST} tokens, got {tokens}")
+        raise InvalidInputError(f"a passage must allow at least {SHORTEST} tokens, got {tokens}")
     parts: list[str] = []
     held, held_tokens = "", 0
     for sentence in _sentences(text):
         for piece in _pieces(sentence, count, tokens):
             size = count(piece)
             sum_ = held_tokens + size
-            # Parts may come to a token less than the whole: near the limit the whole decides.
+            # The sum of the parts may be lower than the count of the whole, so count the whole near the limit.
             if held and (sum_ > tokens or (sum_ > NEAR * tokens and count((held + piece).strip()) > tokens)):
                 parts.append(held)
                 held, held_tokens = "", 0
@@ -55,7 +55,7 @@ def split_text(text: str, count: CountTokens, tokens: int) -> list[str]:
 
 
 def _sentences(text: str) -> Iterator[str]:
-    """All of the text; every sentence has the white space behind it."""
+    """The sentences of the text, each with the white space that follows it."""
     start = 0
     for end in _SENTENCE_END.finditer(text):
         yield text[start : end.end()]
@@ -74,7 +74,7 @@ def _pieces(sentence: str, count: CountTokens, tokens: int) -> Iterator[str]:
 
 
 def _longest_start(text: str, count: CountTokens, tokens: int) -> int:
-    """Length of the longest start of `text` that fits, behind a space where there is one; at least 1."""
+    """Length of the longest start of `text` that fits, cut after a space if it has one; at least 1."""
     fits, too_long = 1, len(text)
     while too_long - fits > 1:
         middle = (fits + too_long) // 2

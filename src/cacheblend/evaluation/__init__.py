@@ -1,22 +1,23 @@
-"""Quality of blending on a user's own data: arms, scorers, intervals, reports."""
+"""Quality of blending on a user's own data: methods, scorers, confidence intervals, reports."""
 
-from cacheblend.evaluation.choices import ARMS, SelectorChoice, make_arms
-from cacheblend.evaluation.methods import Arm, Asked, Fused, Label, Outcome
+from cacheblend.evaluation.choices import METHODS, SelectorChoice, make_methods
+from cacheblend.evaluation.methods import Asked, Fused, Label, Method, Outcome
 from cacheblend.evaluation.records import Cell, RowResult
-from cacheblend.evaluation.runner import Evaluation, Settings, evaluate
+from cacheblend.evaluation.run_config import Settings
+from cacheblend.evaluation.runner import Evaluation, evaluate
 from cacheblend.evaluation.scorers import SCORERS, Scorer, make_scorers
 from cacheblend.evaluation.summary import summarise, with_cells
 from cacheblend.evaluation.templates import Template, read_template
 
 __all__ = [
-    "ARMS",
+    "METHODS",
     "SCORERS",
-    "Arm",
     "Asked",
     "Cell",
     "Evaluation",
     "Fused",
     "Label",
+    "Method",
     "Outcome",
     "RowResult",
     "Scorer",
@@ -24,7 +25,7 @@ __all__ = [
     "Settings",
     "Template",
     "evaluate",
-    "make_arms",
+    "make_methods",
     "make_scorers",
     "read_template",
     "summarise",

@@ -1,4 +1,4 @@
-"""Agreement with full recompute on the same ids: what can be said of a model without gold answers."""
+"""Agreement with full recompute on the same token ids: a measure of quality that needs no gold answers."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from cacheblend.evaluation.compute import ComputeScale
 
 @dataclass(frozen=True)
 class Reference:
-    """Full recompute's part of a comparison.
+    """The result of full recompute that others are compared with.
 
     Attributes:
-        logits: [vocab] of the prompt's last position.
-        ttft_s: seconds to them.
-        token_ids: greedy, up to as many as were asked for.
-        score: of the answer; None without gold answers.
+        logits: [vocab] at the last position of the prompt.
+        ttft_s: seconds to the logits.
+        token_ids: greedy answer, up to the requested length.
+        score: score of the answer; None without gold answers.
     """
 
     logits: torch.Tensor
@@ -35,16 +35,16 @@ class Reference:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt by one selector, held against full recompute.
+    """One prompt with one selector, compared with full recompute.
 
     Attributes:
-        top_1: both find the same first token the likeliest.
+        top_1: the most likely first token is the same.
         kl: KL(full || other) of the first token, in nats.
-        equal_tokens: share of the greedy answer's positions in front of the first difference; None if none was drawn.
-        equal_answer: the greedy answers are the same; None likewise.
-        compute: share of a full prefill's work, see `ComputeScale`.
-        ttft_s, full_ttft_s: seconds to the first logits, of both.
-        score, full_score: of the answers, None without gold answers.
+        equal_tokens: share of the greedy answer's tokens before the first difference; None if none was generated.
+        equal_answer: the greedy answers are the same; None if none was generated.
+        compute: as a share of a full prefill, see `ComputeScale`.
+        ttft_s, full_ttft_s: seconds to the first logits, of this prefill and of full recompute.
+        score, full_score: scores of both answers; None without gold answers.
     """
 
     top_1: bool
@@ -60,20 +60,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Summary:
-    """Many samples.
+    """Figures of many samples.
 
     Attributes:
-        rows: samples.
-        agreed: of them with the same first token.
-        agreement: the share of that.
-        bound: its one-sided lower bound (Clopper-Pearson).
+        rows: number of samples.
+        agreed: number of samples with the same first token.
+        agreement: their share.
+        bound: one-sided lower bound of the agreement (Clopper-Pearson).
         kl: mean KL, in nats.
-        equal_tokens: mean share of the greedy answer in front of the first difference; None if none was drawn.
-        equal_answers: share of answers that are the same throughout.
-        compute: mean share of a full prefill's work.
-        ttft_ratio: median of full recompute's TTFT over this one's.
-        f1_rows: samples with gold answers; the three figures below are None where there are none.
-        f1, f1_difference: mean score, and mean of its difference to full recompute's.
+        equal_tokens: mean share of the greedy answer before the first difference; None if none was generated.
+        equal_answers: share of answers that are the same; None if none was generated.
+        compute: mean compute as a share of a full prefill.
+        ttft_ratio: median of TTFT of full recompute / TTFT.
+        f1_rows: number of samples with gold answers; if 0, the next three are None.
+        f1, f1_difference: mean score, and mean difference to that of full recompute.
         f1_bound: one-sided lower bound of that difference (paired bootstrap).
     """
 
@@ -92,7 +92,7 @@ class Summary:
     f1_bound: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """As a dict for JSON."""
         return asdict(self)
 
 
@@ -104,14 +104,14 @@ def reference(
     stop: Sequence[str] = (),
     score: Callable[[str], float] | None = None,
 ) -> Reference:
-    """Full recompute of a prompt.
+    """Runs full recompute on a prompt.
 
     Args:
-        engine: whose model is asked.
+        engine: engine with the model.
         prompt: checked by `engine.prompt`.
-        tokens: of a greedy answer; 0 for the first token's logits alone.
+        tokens: most tokens of a greedy answer; 0 computes only the logits of the first token.
         stop: texts that end the answer.
-        score: of the answer's text; None without gold answers.
+        score: scores the text of the answer; None without gold answers.
     """
     first = full_recompute(engine, prompt)
     text, ids = _answer(engine, prompt, first, tokens, stop)
@@ -128,7 +128,7 @@ def compare(
     stop: Sequence[str] = (),
     score: Callable[[str], float] | None = None,
 ) -> tuple[Sample, BlendReport]:
-    """One selector on a prompt, against `reference` of the same arguments. Stores nothing."""
+    """Compares a prefill with `selector` to the `reference` of the same prompt and options. Stores nothing."""
     first = fused(engine, prompt, selector)
     report = first.report
     assert report is not None
@@ -149,22 +149,22 @@ def compare(
 
 
 def equal_share(ids: Sequence[int], full: Sequence[int]) -> float:
-    """Positions in front of the first difference, as a share of the longer answer's."""
+    """Number of tokens before the first difference, as a share of the longer answer."""
     longest = max(len(ids), len(full))
     equal = next((i for i, (a, b) in enumerate(zip(ids, full, strict=False)) if a != b), min(len(ids), len(full)))
     return equal / longest if longest else 1.0
 
 
 def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0) -> Summary:
-    """Means and bounds of samples of one selector.
+    """Means and bounds over the samples of one selector.
 
     Args:
-        samples: at least one.
+        samples: at least one sample.
         confidence: of the one-sided bounds.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Raises:
-        InvalidInputError: there is no sample.
+        InvalidInputError: there are no samples.
     """
     agreed = sum(sample.top_1 for sample in samples)
     bound = lower_bound(agreed, len(samples), confidence)
@@ -192,9 +192,9 @@ def summarise(samples: Sequence[Sample], confidence: float = 0.95, seed: int = 0
 def _answer(
     engine: BlendEngine, prompt: Prompt, first: FirstToken, tokens: int, stop: Sequence[str]
 ) -> tuple[str, list[int]]:
-    """A greedy answer behind a prefill: (text, ids); nothing of 0 tokens."""
+    """A greedy answer after a prefill: (text, token ids); empty for 0 tokens."""
     if tokens < 1:
         return "", []
     limit = engine.survey.max_length
-    room = tokens if limit is None else min(tokens, limit - len(prompt) + 1)
-    return finish(engine, prompt, first, SamplingParams(max_new_tokens=room, stop=tuple(stop)))
+    available = tokens if limit is None else min(tokens, limit - len(prompt) + 1)
+    return finish(engine, prompt, first, SamplingParams(max_new_tokens=available, stop=tuple(stop)))

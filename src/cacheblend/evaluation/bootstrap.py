@@ -1,4 +1,4 @@
-"""Bootstrap intervals of means: rows are drawn with replacement, the same rows for all columns. Numpy only."""
+"""Bootstrap intervals of means: rows are drawn with replacement, the same rows for all columns. Needs only numpy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
-BLOCK = 1 << 22  # row weights held at once
+BLOCK = 1 << 22  # row weights in memory at once
 
 
 @dataclass(frozen=True)
 class Means:
-    """Of each column.
+    """Means of columns with intervals.
 
     Attributes:
-        mean: [columns]; NaN where a column has no value.
-        low, high: [columns], ends of the percentile interval.
-        count: [columns], values that the mean is of.
+        mean: [columns]; NaN if a column has no value.
+        low, high: [columns] ends of the percentile interval.
+        count: [columns] number of values.
     """
 
     mean: Values
@@ -27,15 +27,15 @@ class Means:
 
 
 def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.95, seed: int = 0) -> Means:
-    """Means of columns and their percentile intervals; one draw of rows serves all columns.
+    """Means of columns with percentile intervals; every draw of rows applies to all columns.
 
-    So a column of differences of two others has the paired interval.
+    So a column that holds the difference of two others has the paired interval.
 
     Args:
-        values: [rows, columns], NaN where a row has none.
-        resamples: draws.
-        level: of the interval, two-sided.
-        seed: of the draws.
+        values: [rows, columns]; NaN where a row has no value.
+        resamples: number of draws.
+        level: level of the two-sided interval.
+        seed: seed of the draws.
     """
     there = ~np.isnan(values)
     filled = np.where(there, values, 0.0)
@@ -52,7 +52,7 @@ def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.9
 
 
 def _draws(rows: int, resamples: int, seed: int) -> Iterator[Values]:
-    """How often each row is drawn, [some of the resamples, rows]."""
+    """How often each row is drawn, in batches of [resamples in the batch, rows]."""
     generator = np.random.default_rng(seed)
     size = max(1, BLOCK // rows)
     for start in range(0, resamples, size):

@@ -1,4 +1,4 @@
-"""Bounds of what was measured on few rows: exact ones of proportions, bootstrap ones of means."""
+"""Lower bounds of measurements on few rows: exact for proportions, bootstrap for means."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ _HALVINGS = 60
 
 
 def lower_bound(successes: int, trials: int, confidence: float) -> float:
-    """Clopper-Pearson's one-sided lower bound of a proportion: exact, never too high for any number of trials.
+    """One-sided lower bound of a proportion (Clopper-Pearson), valid for any number of trials.
 
-    It is the proportion at which so many successes or more have the probability 1 - `confidence`.
+    It is the proportion at which `successes` or more have the probability 1 - `confidence`.
 
     Raises:
         InvalidInputError: impossible counts, or a confidence outside 0..1.
@@ -40,7 +40,7 @@ def lower_bound(successes: int, trials: int, confidence: float) -> float:
 
 
 def reaches(successes: int, trials: int, threshold: float, confidence: float) -> bool:
-    """The lower bound is at or above the threshold."""
+    """Whether the lower bound is at or above the threshold."""
     _check(successes, trials, confidence)
     check_share("threshold", threshold)
     if successes == 0:
@@ -49,10 +49,10 @@ def reaches(successes: int, trials: int, threshold: float, confidence: float) ->
 
 
 def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
-    """Fewest rows of which so many may fail while the lower bound reaches the threshold: 299 for 99 % at 95 %.
+    """Fewest rows whose lower bound reaches the threshold with `errors` failures: 299 for 99 % at 95 %.
 
     Raises:
-        InvalidInputError: threshold or confidence do not lie between 0 and 1.
+        InvalidInputError: threshold or confidence is not between 0 and 1.
     """
     check_share("threshold", threshold)
     check_share("confidence", confidence)
@@ -63,7 +63,7 @@ def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
 
 
 def allowed_errors(rows: int, threshold: float, confidence: float) -> int:
-    """Most errors that so many rows may have while the lower bound reaches the threshold; -1: not even none."""
+    """Most failures with which the lower bound of `rows` rows reaches the threshold; -1 if none suffices."""
     errors = -1
     while errors + 1 < rows and reaches(rows - errors - 1, rows, threshold, confidence):
         errors += 1
@@ -71,11 +71,11 @@ def allowed_errors(rows: int, threshold: float, confidence: float) -> int:
 
 
 def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confidence: float, seed: int = 0) -> float:
-    """Bootstrap's one-sided lower bound of a mean (percentiles of resampled means).
+    """One-sided lower bound of a mean (percentile bootstrap).
 
     Args:
-        values: one a row; for paired arms their differences.
-        confidence: one-sided.
+        values: one per row; for paired methods, their differences.
+        confidence: of the one-sided bound.
         seed: of the resampling.
 
     Raises:
@@ -84,7 +84,7 @@ def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confiden
     check_share("confidence", confidence)
     found = np.asarray(values, dtype=np.float64)
     if found.size == 0:
-        raise InvalidInputError("a mean of no values has no bound")
+        raise InvalidInputError("a mean needs at least one value")
     means = bootstrap_means(found[:, None], resamples=RESAMPLES, level=2 * confidence - 1, seed=seed)
     return float(means.low[0])
 
@@ -92,7 +92,7 @@ def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confiden
 def check_share(name: str, value: float) -> None:
     """Raises `InvalidInputError` unless 0 < value < 1."""
     if not (math.isfinite(value) and 0 < value < 1):
-        raise InvalidInputError(f"{name} must lie between 0 and 1, both excluded, got {value}")
+        raise InvalidInputError(f"{name} must be between 0 and 1, both excluded, got {value}")
 
 
 def _log_coefficients(successes: int, trials: int) -> npt.NDArray[np.float64]:
@@ -109,7 +109,7 @@ def _log_factorials(count: int) -> npt.NDArray[np.float64]:
 
 
 def _tail(logs: npt.NDArray[np.float64], successes: int, trials: int, proportion: float) -> float:
-    """Probability of at least so many successes, 0 < proportion < 1; summed in logarithms."""
+    """Probability of at least `successes`, 0 < proportion < 1; summed in logarithms."""
     counts = np.arange(successes, trials + 1)
     logs = logs + counts * math.log(proportion) + (trials - counts) * math.log1p(-proportion)
     largest = float(logs.max())
@@ -119,4 +119,6 @@ def _tail(logs: npt.NDArray[np.float64], successes: int, trials: int, proportion
 def _check(successes: int, trials: int, confidence: float) -> None:
     check_share("confidence", confidence)
     if trials < 1 or not 0 <= successes <= trials:
-        raise InvalidInputError(f"{successes} of {trials} is no proportion; it needs a trial, and 0..trials successes")
+        raise InvalidInputError(
+            f"{successes} of {trials} is not a proportion: at least 1 trial and 0..trials successes are needed"
+        )

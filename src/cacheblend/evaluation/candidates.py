@@ -1,4 +1,4 @@
-"""The settings that the gate tries, from cheap to dear."""
+"""The settings that the quality gate tries, by increasing compute."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,50 +13,50 @@ RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 SELECTORS = ("hkvd", "gradual", "query", "hybrid")
 HKVD_CHECKS = (1, 2)
 GRADUAL_CHECKS = (1, 2, 3)
-GRADUAL_FACTORS = (3, 2, 1)  # of the ratio that is left in the end
+GRADUAL_FACTORS = (3, 2, 1)  # multiples of the final ratio
 WITHOUT_RATIO = {"all": 1.0, "none": 0.0}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting.
+    """A setting to try.
 
     Attributes:
-        name: for people.
-        settings: fields of `Selection`.
+        name: name of the setting, for people.
+        settings: the fields of `Selection` that affect quality.
     """
 
     name: str
     settings: Mapping[str, Any]
 
     def selector(self) -> Selector:
-        """The selector it comes to."""
+        """The selector with these settings."""
         return Selection(**self.settings).make_selector()
 
 
 def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = ()) -> list[Candidate]:
-    """Candidates by expected compute, ascending.
+    """Makes candidates, sorted by expected compute, ascending.
 
     Args:
-        layers: of the model; checks that it has no room for are left out.
-        selectors: names of `Selection`, and ``gradual`` (hkvd with falling ratios), with further settings where
-            wanted (see `SelectorChoice`); empty: `SELECTORS`.
+        layers: number of layers of the model; candidates with check layers beyond it are left out.
+        selectors: selector names of `Selection`, and ``gradual`` (hkvd with decreasing ratios), optionally with
+            further settings (see `SelectorChoice`); empty: `SELECTORS`.
         ratios: shares of loaded tokens to recompute; empty: `RATIOS`.
 
     Raises:
-        InvalidInputError: an unknown selector, a ratio outside 0..1, or a model with too few layers for any of it.
+        InvalidInputError: an unknown selector, a ratio outside 0..1, or a model with too few layers for all of them.
     """
     for ratio in ratios:
         check_ratio(ratio)
     names = selectors or SELECTORS
     found = [c for name in names for c in _of_selector(name, tuple(ratios or RATIOS), layers)]
     if not found:
-        raise InvalidInputError(f"a model of {layers} layers has no room for the checks of {', '.join(names)}")
+        raise InvalidInputError(f"a model of {layers} layers has too few for the check layers of {', '.join(names)}")
     return sorted(found, key=lambda candidate: expected_compute(candidate, layers))
 
 
 def expected_compute(candidate: Candidate, layers: int) -> float:
-    """Share of a full prefill's row-layers over rows that are all loaded; what is measured may be more."""
+    """Expected share of the row-layers of a full prefill if all rows are loaded; the measured share may be higher."""
     config = Selection(**candidate.settings)
     if config.selector in WITHOUT_RATIO:
         return WITHOUT_RATIO[config.selector]
@@ -70,28 +70,28 @@ def expected_compute(candidate: Candidate, layers: int) -> float:
 
 
 def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[Candidate]:
-    """A selector as it was asked for, at every ratio."""
+    """A selector, with its optional settings, at every ratio."""
     choice = SelectorChoice.parse(text)
-    asked = dict(choice.settings)
-    if asked["selector"] in WITHOUT_RATIO:
-        yield _candidate(choice.text, asked)
-    elif asked["selector"] == "hkvd":
+    base = dict(choice.settings)
+    if base["selector"] in WITHOUT_RATIO:
+        yield _candidate(choice.text, base)
+    elif base["selector"] == "hkvd":
         for check in HKVD_CHECKS:
             if check < layers:
                 name = choice.text.replace("hkvd", f"hkvd@{check}", 1)
                 for ratio in ratios:
-                    yield _candidate(f"{name} r={ratio:g}", asked | _at(ratio) | {"check_layers": (check,)})
-    elif asked["selector"] == "gradual":
+                    yield _candidate(f"{name} r={ratio:g}", base | _at(ratio) | {"check_layers": (check,)})
+    elif base["selector"] == "gradual":
         if GRADUAL_CHECKS[-1] < layers:
             for ratio in ratios:
-                yield _candidate(f"{choice.text} r={ratio:g}", asked | _gradual(ratio))
+                yield _candidate(f"{choice.text} r={ratio:g}", base | _gradual(ratio))
     else:
         for ratio in ratios:
-            yield _candidate(f"{choice.text} r={ratio:g}", asked | _at(ratio))
+            yield _candidate(f"{choice.text} r={ratio:g}", base | _at(ratio))
 
 
 def _candidate(name: str, settings: dict[str, Any]) -> Candidate:
-    """Checked: the settings have a selector."""
+    """A candidate whose settings are valid."""
     candidate = Candidate(name, settings)
     try:
         candidate.selector()
@@ -105,5 +105,5 @@ def _at(ratio: float) -> dict[str, Any]:
 
 
 def _gradual(ratio: float) -> dict[str, Any]:
-    falling = tuple(min(1.0, round(factor * ratio, 6)) for factor in GRADUAL_FACTORS)
-    return {"selector": "hkvd", "recompute_ratio": ratio, "check_layers": GRADUAL_CHECKS, "ratios": falling}
+    ratios = tuple(min(1.0, round(factor * ratio, 6)) for factor in GRADUAL_FACTORS)
+    return {"selector": "hkvd", "recompute_ratio": ratio, "check_layers": GRADUAL_CHECKS, "ratios": ratios}

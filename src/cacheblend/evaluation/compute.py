@@ -1,4 +1,4 @@
-"""Total compute of a prefill, as a share of a full one. Counts rows and layers, measures nothing."""
+"""Total compute of a prefill as a share of a full prefill. Counts rows and layers; measures no time."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from cacheblend.engines.hf import BlendEngine
 
 @dataclass(frozen=True)
 class ComputeScale:
-    """What row-layers of a model are worth.
+    """Converts counts of rows and layers to shares of a full prefill.
 
     Attributes:
-        layers: of the model.
-        projection: a row that only goes through a layer's query, key and value projections, as a share of one that
-            goes through the whole layer; by parameters, the mean over the layers.
+        layers: number of layers of the model.
+        projection: cost of a row that only passes a layer's query, key and value projections, as a share of a row that
+            passes the whole layer; by parameters, mean over the layers.
     """
 
     layers: int
@@ -20,21 +20,21 @@ class ComputeScale:
 
     @staticmethod
     def of(engine: BlendEngine) -> "ComputeScale":
-        """Of an engine's model."""
+        """The scale of an engine's model."""
         layers = len(engine.survey.layout.layers)
         shares = [_projection_parameters(engine, index) / _active_parameters(engine, index) for index in range(layers)]
         return ComputeScale(layers, sum(shares) / len(shares))
 
     def share(self, row_layers: int, projected_rows: int, prompt_tokens: int) -> float:
-        """Of a full prefill of `prompt_tokens` rows."""
+        """Compute as a share of a full prefill of `prompt_tokens` rows."""
         return (row_layers + self.projection * projected_rows) / (prompt_tokens * self.layers)
 
 
 def _projection_parameters(engine: BlendEngine, layer: int) -> int:
-    """Weights of what a row goes through until its layer is stopped at attention; queries are made there, too.
+    """Weights that a row passes in a layer before attention: the query, key and value projections.
 
-    A projection of its own for queries counts as it is (a gate in it is computed with it), one that is fused with
-    others as its heads times their size.
+    A separate query projection counts in full (it may include a gate, which is computed with it); a fused projection
+    counts as number of heads times head size.
     """
     config = engine.model.config.get_text_config(decoder=True)
     shape = engine.survey.layout.layers[layer]
@@ -45,7 +45,7 @@ def _projection_parameters(engine: BlendEngine, layer: int) -> int:
 
 
 def _active_parameters(engine: BlendEngine, layer: int) -> float:
-    """Parameters that one row goes through: of a layer of experts, those of the experts that a row is sent to."""
+    """Parameters that one row passes; in a mixture of experts, those of the experts that a row is routed to."""
     config = engine.model.config.get_text_config(decoder=True)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((count for count in (getattr(config, name, None) for name in names) if count), 1)

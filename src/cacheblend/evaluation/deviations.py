@@ -1,7 +1,7 @@
-"""How far arms are from full recompute inside the model: KV and attention by layer, over the rows of an evaluation.
+"""Deviation of methods from full recompute inside the model: KV and attention by layer, over rows of an evaluation.
 
-One prompt is measured as `inspection` measures it; this module knows rows, arms, means and intervals. Slow: a pass over
-a prompt is made twice, and the second time every row's attention is written out.
+`inspection` measures each prompt; this module adds rows, methods, means and intervals. It is slow: every prefill runs
+twice, the second time with explicit attention weights for every row.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,39 +27,39 @@ from cacheblend.evaluation.inspection import (
     observe_fused,
 )
 from cacheblend.evaluation.inspection.deviation import kv_norm_by_layer, relative_deviation
-from cacheblend.evaluation.methods import Arm, Fused
-from cacheblend.evaluation.runner import Settings
+from cacheblend.evaluation.methods import Fused, Method
+from cacheblend.evaluation.run_config import Settings
 
 Progress = Callable[[int, int], None]
-"""Called with (prompts measured, prompts in all)."""
+"""Called with (prompts measured, total prompts)."""
 MEASURES = ("kv", "attention")
 
 
 @dataclass(frozen=True)
 class Deviations:
-    """What `measure_deviations` found.
+    """The result of `measure_deviations`.
 
     Attributes:
-        asked: rows that were to be measured.
-        prompts: by `top_k`, a prompt each: name of the arm -> [2, layers], see `prompt_deviations`; empty for a prompt
-            of which nothing is loaded at a new position.
+        asked: number of rows requested.
+        prompts: by `top_k`, for each prompt: name of the method -> [2, layers], see `prompt_deviations`; empty if
+            nothing of the prompt is loaded at a new position.
     """
 
     asked: int
     prompts: dict[int | None, list[dict[str, Values]]]
 
 
-def fused_arms(arms: Sequence[Arm]) -> list[Fused]:
-    """Those that load KV at new positions: full reuse and the blends.
+def fused_methods(methods: Sequence[Method]) -> list[Fused]:
+    """The methods that load KV at new positions: full reuse and the blends.
 
     Raises:
-        InvalidInputError: none of them does.
+        InvalidInputError: there is no such method.
     """
-    found = [arm for arm in arms if isinstance(arm, Fused)]
+    found = [method for method in methods if isinstance(method, Fused)]
     if not found:
-        names = ", ".join(arm.label.name for arm in arms) or "none"
+        names = ", ".join(method.label.name for method in methods) or "none"
         raise InvalidInputError(
-            f"deviation is measured of reuse and blend, and the arms are {names}; add one of the two"
+            f"deviation is measured for reuse and blend, and the methods are {names}; add one of the two"
         )
     return found
 
@@ -67,34 +67,34 @@ def fused_arms(arms: Sequence[Arm]) -> list[Fused]:
 def measure_deviations(
     engine: BlendEngine,
     rows: Sequence[QuestionRow],
-    arms: Sequence[Arm],
+    methods: Sequence[Method],
     count: int,
     *,
     settings: Settings | None = None,
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Deviations:
-    """Holds every fused arm against full recompute on the first rows whose prompts fit the model's context.
+    """Compares every fused method with full recompute on the first rows whose prompts fit the model's context.
 
-    The rows' passages are stored first where the store lacks them; nothing else is stored. Time: two plain prefills a
-    prompt for full recompute, and up to as many for each arm. Memory: as `inspect_prompt`.
+    Missing passages of these rows are stored first; nothing else is stored. Time per prompt: two plain prefills for
+    full recompute, and up to as many for each method. Memory: as `inspect_prompt`.
 
     Args:
         engine: model and store.
-        rows: as `evaluate` has them.
-        arms: the others among them are left alone.
-        count: rows to take, at each `top_k`; where fewer fit, those.
-        settings: what the arms share.
-        folder: of the run, there already; a prompt that was measured for it before is not measured again.
+        rows: as for `evaluate`.
+        methods: methods that are not fused are ignored.
+        count: number of rows at each `top_k`; fewer if not so many fit.
+        settings: shared by all methods.
+        folder: existing folder of the run; prompts already measured there are not measured again.
         progress: see `Progress`.
 
     Raises:
-        InvalidInputError: no fused arm, a count below 1, or the folder's file of deviations is damaged.
+        InvalidInputError: no fused method, a count below 1, or a damaged file of deviations in the folder.
         StoreError: the store is full or cannot be written to.
     """
     if count < 1:
         raise InvalidInputError(f"deviation is measured on at least 1 row, got {count}")
-    selectors = {arm.label.name: arm.selector for arm in fused_arms(arms)}
+    selectors = {method.label.name: method.selector for method in fused_methods(methods)}
     settings = settings or Settings()
     prompts = [
         (number, k, prompt)
@@ -113,17 +113,17 @@ def measure_deviations(
 
 
 def prompt_deviations(engine: BlendEngine, prompt: Prompt, selectors: Mapping[str, Selector]) -> dict[str, Values]:
-    """One prompt by several selectors, each held against full recompute. Its chunks are stored first.
+    """One prompt with several selectors, each compared with full recompute. Its chunks are stored first.
 
     Args:
         engine: model and store.
         prompt: checked by `engine.prompt`.
-        selectors: by name.
+        selectors: the selectors by name.
 
     Returns:
-        [2, layers] for each name: relative KV deviation, mean over the loaded tokens (`relative_deviation`; loaded at
-        a new position: an exact prefix does not deviate), and forward attention deviation
-        (`attention_deviation_by_layer`). Empty if nothing of the prompt is loaded at a new position.
+        [2, layers] for each name: relative KV deviation, mean over the tokens loaded at a new position
+        (`relative_deviation`), and forward attention deviation (`attention_deviation_by_layer`). Empty if nothing of
+        the prompt is loaded at a new position.
     """
     engine.warm(prompt.chunks, system=prompt)
     loaded = engine.planner.plan(prompt, engine.store).candidate_rows
@@ -132,53 +132,53 @@ def prompt_deviations(engine: BlendEngine, prompt: Prompt, selectors: Mapping[st
     full = observe_full(engine, prompt)
     norm = kv_norm_by_layer(full.kv, loaded)
 
-    def held_against_full(seen: Observation) -> Values:
+    def deviations_from_full(seen: Observation) -> Values:
         kv = relative_deviation(kv_deviation_by_layer(full.kv, seen.kv)[:, loaded], norm).mean(axis=1)
         return np.stack([kv, attention_deviation_by_layer(full.forward, seen.forward)])
 
-    return {name: held_against_full(observe_fused(engine, prompt, of)) for name, of in selectors.items()}
+    return {name: deviations_from_full(observe_fused(engine, prompt, of)) for name, of in selectors.items()}
 
 
 def with_deviations(summary: dict[str, Any], found: Deviations) -> dict[str, Any]:
-    """The summary of `summarise`, and deviations in it; intervals as the summary's own.
+    """Adds deviations to a summary of `summarise`, with intervals as in the summary.
 
     Returns:
-        A copy with ``deviation`` in each arm (see `by_layer`; None where it was not measured), and one for all:
-        ``{"asked", "prompts": [{"top_k", "rows", "nothing_loaded"}]}``, the rows being those measured.
+        A copy with ``deviation`` in each method (see `by_layer`; None if not measured), and at the top level
+        ``{"asked", "prompts": [{"top_k", "rows", "nothing_loaded"}]}``, where ``rows`` counts the measured rows.
     """
     figures = {k: by_layer(prompts, **summary["bootstrap"]) for k, prompts in found.prompts.items()}
     counts = [
         {"top_k": k, "rows": sum(map(bool, prompts)), "nothing_loaded": sum(not prompt for prompt in prompts)}
         for k, prompts in found.prompts.items()
     ]
-    arms = [arm | {"deviation": figures[arm["top_k"]].get(arm["arm"])} for arm in summary["arms"]]
-    return summary | {"arms": arms, "deviation": {"asked": found.asked, "prompts": counts}}
+    methods = [method | {"deviation": figures[method["top_k"]].get(method["method"])} for method in summary["methods"]]
+    return summary | {"methods": methods, "deviation": {"asked": found.asked, "prompts": counts}}
 
 
 def by_layer(
     prompts: Sequence[Mapping[str, Values]], *, resamples: int = 2000, level: float = 0.95, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Means over prompts and their bootstrap intervals; one draw of prompts serves all arms and layers.
+    """Means over prompts with bootstrap intervals; every draw of prompts applies to all methods and layers.
 
     Args:
-        prompts: of `prompt_deviations`; empty ones do not count.
+        prompts: results of `prompt_deviations`; empty ones are ignored.
         resamples, level, seed: see `bootstrap_means`.
 
     Returns:
-        By name of the arm ``{"rows", "kv", "attention"}``; the latter two ``{"mean", "low", "high", "over_layers"}``,
-        lists by layer, None where no prompt says anything, and the same three of the mean over layers.
+        For each method ``{"rows", "kv", "attention"}``; the last two are ``{"mean", "low", "high", "over_layers"}``:
+        lists over layers, with None where no prompt has a value, and the same three for the mean over layers.
     """
     there = [prompt for prompt in prompts if prompt]
     if not there:
         return {}
     names = list(there[0])
-    values = np.stack([np.stack([prompt[name] for name in names]) for prompt in there])  # prompts, arms, 2, layers
+    values = np.stack([np.stack([prompt[name] for name in names]) for prompt in there])  # prompts, methods, 2, layers
     values = np.concatenate([values, _mean(values)[..., None]], axis=-1)
     means = bootstrap_means(values.reshape(len(there), -1), resamples=resamples, level=level, seed=seed)
     ends = np.stack([means.mean, means.low, means.high]).reshape(3, *values.shape[1:])
     return {
-        name: {"rows": len(there)} | {measure: _figure(ends[:, arm, at]) for at, measure in enumerate(MEASURES)}
-        for arm, name in enumerate(names)
+        name: {"rows": len(there)} | {measure: _figure(ends[:, method, at]) for at, measure in enumerate(MEASURES)}
+        for method, name in enumerate(names)
     }
 
 
@@ -188,17 +188,17 @@ def by_layer(
 def _prompts(
     engine: BlendEngine, rows: Sequence[QuestionRow], settings: Settings, top_k: int | None
 ) -> Iterator[tuple[int, Prompt]]:
-    """The prompts that fit, as `evaluate` makes them, with the numbers of their rows."""
+    """The prompts of `evaluate` that fit the context, with the numbers of their rows."""
     for number, row in enumerate(rows):
         passages = [Passage(text.text, text.title) for text in row.passages[:top_k]]
         try:
             yield number, settings.template.layout.prompt(engine, passages, row.question)
         except PromptTooLongError:
-            continue  # `evaluate` has counted it
+            continue  # counted by `evaluate`
 
 
 def _mean(values: Values) -> Values:
-    """Over the last axis, of those that are numbers; NaN where none is."""
+    """Mean over the last axis, ignoring NaN; NaN if all values are NaN."""
     there = ~np.isnan(values)
     count = there.sum(axis=-1)
     mean: Values = np.divide(
@@ -208,7 +208,7 @@ def _mean(values: Values) -> Values:
 
 
 def _figure(ends: Values) -> dict[str, Any]:
-    """From [mean, low, high; layers and, last, the mean over them]."""
+    """From [3 (mean, low, high), layers + 1], where the last column is the mean over layers."""
     plain = [[None if np.isnan(value) else float(value) for value in line] for line in ends]
     keys = ("mean", "low", "high")
     layers = {key: line[:-1] for key, line in zip(keys, plain, strict=True)}

@@ -1,12 +1,13 @@
-"""The gate: the cheapest setting that is shown to agree with full recompute, on a user's own model and prompts.
+"""The quality gate: the cheapest setting that is shown to agree with full recompute, on a user's model and prompts.
 
-rows --split by seed--> | search: every candidate, few survive | confirmation: fresh rows, only these count |
+rows --split by seed--> | search: every candidate, few remain | confirmation: fresh rows, only these count |
         all rows of a passage set on one side                      one row of each passage set
 
-The search chooses, so what it measured of the chosen looks better than it is. Therefore the chosen one is measured
-again on rows that the search has not seen, and passes by these alone. Where it fails, the next dearer one is tried on
-the same rows; how many such attempts there may be is fixed beforehand, by the number of rows, and each is held to its
-part of the error (Bonferroni), so that all of them together let a setting pass wrongly with 1 - `confidence` at most.
+The search selects the best of many candidates, so its measurements of that one are optimistic. It is therefore
+measured again on rows that the search has not seen, and these alone decide. If it fails, the next more expensive
+candidate is tried on the same rows. The number of such attempts is fixed in advance by the number of rows, and each
+attempt gets an equal share of the error probability (Bonferroni). So the probability that any setting passes wrongly
+is at most 1 - `confidence`.
 """
 
 import hashlib
@@ -58,18 +59,18 @@ Verdict = Literal["passed", "none passes", "too few rows"]
 
 @dataclass
 class GateResult:
-    """What the gate found.
+    """The result of the gate.
 
     Attributes:
-        bar: what was asked for.
-        verdict: whether a setting passed, or whether there were too few rows to know.
-        searched: all candidates on the first part of the rows, by compute; evidence of nothing.
-        confirmed: the attempts on the second part, in order.
+        bar: the requirements.
+        verdict: whether a setting passed, or whether there were too few rows to decide.
+        searched: all candidates on the first part of the rows, by compute; not evidence, see above.
+        confirmed: the attempts on the second part of the rows, in order.
         chosen: the attempt that passed.
-        search_rows, confirm_rows: rows of the two parts.
-        passage_sets: of both parts; see `gate_run`.
-        attempts: how many there could have been.
-        skipped: rows that were left out.
+        search_rows, confirm_rows: number of rows of the two parts.
+        passage_sets: number of passage sets of both parts, see `gate_run`.
+        attempts: the most attempts allowed.
+        skipped: numbers of rows that were left out.
     """
 
     bar: Bar
@@ -84,7 +85,7 @@ class GateResult:
     skipped: Skipped = field(default_factory=Skipped)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """As a dict for JSON."""
         bar = self.bar
         return {
             "verdict": self.verdict,
@@ -110,27 +111,27 @@ def run_gate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> GateResult:
-    """Finds the cheapest candidate that reaches the bar. Stores the rows' chunks, and nothing else.
+    """Finds the cheapest candidate that reaches the bar. Stores only the chunks of the rows.
 
     Args:
-        engine: its store must have room for one prompt's chunks.
-        rows: as like to the prompts of later use as can be; order does not matter.
+        engine: its store must hold the chunks of at least one prompt.
+        rows: as similar as possible to later prompts; their order does not matter.
         candidates: see `candidates.grid`.
-        bar: what is asked for; None: 99 % at 95 %.
-        seed: of the split into two parts.
-        progress: called behind each row; the total grows with each further attempt.
+        bar: the requirements; None: 99 % agreement at 95 % confidence.
+        seed: seed of the split into two parts.
+        progress: called after each row; the total grows with each further attempt.
 
     Raises:
-        InvalidInputError: no row can be asked, no candidate, or a store without room for a prompt.
+        InvalidInputError: no usable row, no candidate, or a store that cannot hold the chunks of a prompt.
     """
     bar = bar or Bar()
     if not candidates:
-        raise InvalidInputError("there is no candidate to try")
+        raise InvalidInputError("there are no candidates to try")
     sets, skipped = prepare(engine, rows, seed)
     half = len(sets) // 2
     attempts = attempts_for(len(sets) - half, bar)
     if not attempts:
-        half = len(sets)  # nothing can be shown, so all of it may be looked at
+        half = len(sets)  # nothing can be confirmed, so all rows may be used to search
     to_search, to_confirm = [row for rows in sets[:half] for row in rows], one_of_each(sets[half:], skipped)
     run = Run(engine, bar, skipped, progress, total=len(to_search) + len(to_confirm))
     searched = run.search(candidates, to_search)
@@ -164,12 +165,12 @@ def check(
     *,
     progress: Progress | None = None,
 ) -> tuple[bool, Summary]:
-    """Whether a setting reaches the bar on rows that nobody chose it by: one test, a row of every passage set.
+    """Whether a setting reaches the bar on rows that were not used to choose it: one test, one row per passage set.
 
     Args:
         engine, rows, progress: as for `run_gate`.
-        selector: that is held to the bar.
-        bar: what is asked for.
+        selector: the selector to test.
+        bar: the requirements; None takes the defaults.
 
     Raises:
         InvalidInputError: as for `run_gate`.
@@ -187,7 +188,7 @@ def check(
 
 
 def attempts_for(rows: int, bar: Bar) -> int:
-    """How many attempts so many rows can decide, at most `ATTEMPTS`; 0: too few rows for any."""
+    """Number of attempts that this many rows can decide, at most `ATTEMPTS`; 0: too few rows for any."""
     for attempts in range(ATTEMPTS, 0, -1):
         if rows >= bar.part(attempts).needed_rows:
             return attempts
@@ -195,7 +196,7 @@ def attempts_for(rows: int, bar: Bar) -> int:
 
 
 def promising(searched: Sequence[Tried], bar: Bar) -> list[Tried]:
-    """Who is worth an attempt, cheapest first: who passed the search, or else who failed least."""
+    """Candidates worth an attempt, cheapest first: all that passed the search, else the one with fewest failures."""
     passing = [tried for tried in searched if tried.passes]
     if passing:
         return passing
@@ -206,19 +207,19 @@ def promising(searched: Sequence[Tried], bar: Bar) -> list[Tried]:
 
 
 def profile_of(engine: BlendEngine, result: GateResult, data: Path | None = None) -> Profile:
-    """The model's profile: the chosen setting, or that nothing is to be blended.
+    """The model's profile: the chosen setting, or that the model is not to be blended.
 
     Args:
-        engine: that the gate ran on.
-        result: of it.
-        data: the file whose rows were asked.
+        engine: the engine that the gate ran on.
+        result: result of the gate.
+        data: file of the rows; None if there is none.
 
     Raises:
-        InvalidInputError: there were too few rows to know, so there is nothing to write.
+        InvalidInputError: there were too few rows to decide.
     """
     if result.verdict == "too few rows":
         raise InvalidInputError(
-            f"{result.passage_sets} rows with passages of their own cannot show an agreement of "
+            f"{result.passage_sets} rows with different passages cannot show an agreement of "
             f"{result.bar.threshold:g}: {2 * result.bar.needed_rows} are needed, half of them to search and half to "
             "confirm"
         )

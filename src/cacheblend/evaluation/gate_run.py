@@ -1,7 +1,7 @@
-"""The gate's work on rows: what a setting is held to, every candidate on a row, who is given up.
+"""The gate's measurements on rows: the requirements, every candidate on a row, and early stopping.
 
-Rows that have the same passages, in any order, are a passage set: they fail together more often than others do, so
-the bounds, which take rows as independent, may count one of them only.
+Rows with the same passages, in any order, form a passage set. Their failures are correlated, so the bounds, which
+assume independent rows, may count only one row of each set.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from cacheblend.evaluation.bounds import allowed_errors, check_share, needed_row
 from cacheblend.evaluation.candidates import Candidate
 from cacheblend.evaluation.scorers import Scorer, best
 
-STOP_BEHIND = 30  # rows; before them no candidate is given up
+STOP_AFTER = 30  # rows; no candidate is stopped before
 
 Progress = Callable[[int, int], None]
-"""Called with (rows done, rows in all)."""
+"""Called with (rows done, total rows)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GateRow:
     """One prompt.
 
     Attributes:
-        prompt: anything that `BlendEngine.prompt` takes.
+        prompt: anything that `BlendEngine.prompt` accepts.
         answers: gold answers; empty if there are none.
     """
 
@@ -44,15 +44,15 @@ class GateRow:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a setting is held to.
+    """Requirements on a setting.
 
     Attributes:
-        threshold: agreement of first tokens with full recompute.
-        confidence: of the one-sided bounds.
-        f1_margin: how far mean F1 may lie below full recompute's.
-        answer_tokens: of the greedy answers.
+        threshold: required agreement of first tokens with full recompute.
+        confidence: confidence of the one-sided bounds.
+        f1_margin: how far mean F1 may be below that of full recompute.
+        answer_tokens: most tokens of the greedy answers.
         stop: texts that end them.
-        scorer: of answers against gold answers; None leaves gold answers aside.
+        scorer: scores answers against gold answers; None ignores gold answers.
     """
 
     threshold: float = 0.99
@@ -71,20 +71,20 @@ class Bar:
 
     @property
     def needed_rows(self) -> int:
-        """Fewest rows that can show it, none of them failing."""
+        """Fewest rows that can show the agreement, if none fails."""
         return needed_rows(self.threshold, self.confidence)
 
     @property
     def needed_f1_rows(self) -> int:
-        """Fewest rows with gold answers that could show a loss as rare as the margin."""
+        """Fewest rows with gold answers that would show a loss as rare as the margin."""
         return needed_rows(1 - self.f1_margin, self.confidence)
 
     def part(self, attempts: int) -> "Bar":
-        """The bar of one of so many attempts."""
+        """The bar for one of several attempts (Bonferroni)."""
         return replace(self, confidence=1 - (1 - self.confidence) / attempts)
 
     def is_reached(self, found: Summary) -> bool:
-        """Agreement's bound and, where there are gold answers, F1's; what computes as much as full never does."""
+        """Whether compute is below full recompute and the bounds of agreement and, with gold answers, F1 suffice."""
         agrees = reaches(found.agreed, found.rows, self.threshold, self.confidence)
         is_as_good = found.f1_bound is None or found.f1_bound >= -self.f1_margin
         return agrees and is_as_good and found.compute < 1
@@ -92,13 +92,13 @@ class Bar:
 
 @dataclass
 class Skipped:
-    """Rows that were left out.
+    """Numbers of rows that were left out.
 
     Attributes:
-        too_long: over the model's context.
-        repeated: the same token ids as an earlier row.
-        nothing_to_blend: all that is loaded is an exact prefix, so every setting agrees.
-        same_passages: of the confirmation, with the passages of another row that is confirmed on.
+        too_long: prompts that exceed the model's context.
+        repeated: rows with the same token ids as an earlier row.
+        nothing_to_blend: rows where all loaded tokens are an exact prefix, so that every setting agrees.
+        same_passages: rows of the confirmation with the same passages as another row of the confirmation.
     """
 
     too_long: int = 0
@@ -109,13 +109,13 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate on one part of the rows.
+    """A candidate measured on one part of the rows.
 
     Attributes:
-        candidate: of the grid.
-        found: on the rows that it saw; None if it saw none.
+        candidate: the candidate.
+        found: its figures on the rows measured; None if there were none.
         passes: it reached the bar of this part.
-        stopped: given up early, since it could not any more.
+        stopped: stopped early, because it could no longer reach the bar.
     """
 
     candidate: Candidate
@@ -124,14 +124,14 @@ class Tried:
     stopped: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """As a dict for JSON."""
         measured = None if self.found is None else self.found.to_dict()
         return asdict(self.candidate) | {"passes": self.passes, "stopped": self.stopped, "measured": measured}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A row whose prompt can be asked."""
+    """A row with a usable prompt."""
 
     prompt: Prompt
     answers: tuple[str, ...]
@@ -139,7 +139,7 @@ class Asked:
 
 @dataclass
 class Run:
-    """One gate under way."""
+    """One run of the gate."""
 
     engine: BlendEngine
     bar: Bar
@@ -149,7 +149,7 @@ class Run:
     done: int = 0
 
     def search(self, candidates: Sequence[Candidate], rows: Sequence[Asked]) -> list[Tried]:
-        """All candidates row by row, so that full recompute runs once a row; hopeless ones are given up."""
+        """All candidates row by row, so that full recompute runs once per row; hopeless candidates are stopped."""
         selectors = [candidate.selector() for candidate in candidates]
         samples: list[list[Sample]] = [[] for _ in candidates]
         live = list(range(len(candidates)))
@@ -157,7 +157,7 @@ class Run:
             if not live:
                 break
             found = self.measure(row, [selectors[i] for i in live], with_answers=False)
-            for i, sample in zip(live, found, strict=False):  # none of a row without anything to blend
+            for i, sample in zip(live, found, strict=False):  # `found` is empty if the row has nothing to blend
                 samples[i].append(sample)
             live = [i for i in live if not self._is_hopeless(samples[i])]
         tried = [
@@ -167,7 +167,7 @@ class Run:
         return sorted(tried, key=lambda one: one.found.compute if one.found else 0.0)
 
     def confirm(self, candidate: Candidate, rows: Sequence[Asked], bar: Bar) -> Tried:
-        """One attempt; given up when too many rows have failed for any number of further ones."""
+        """One attempt; stopped as soon as too many rows have failed to reach the bar."""
         selector, allowed = candidate.selector(), allowed_errors(len(rows), bar.threshold, bar.confidence)
         samples: list[Sample] = []
         for row in rows:
@@ -177,9 +177,9 @@ class Run:
         return self._tried(candidate, samples, bar, stopped=False)
 
     def measure(self, row: Asked, selectors: Sequence[Selector], *, with_answers: bool) -> list[Sample]:
-        """A sample a selector; none if nothing can be blended in the row.
+        """One sample per selector; none if nothing can be blended in the row.
 
-        Answers are drawn where there are gold ones, and elsewhere if `with_answers`.
+        Answers are generated for rows with gold answers, and for all rows if `with_answers`.
         """
         engine, prompt, bar = self.engine, row.prompt, self.bar
         engine.warm(prompt.chunks, system=prompt)
@@ -195,8 +195,8 @@ class Run:
                 sample, report = compare(engine, prompt, selector, full, tokens=tokens, stop=bar.stop, score=score)
                 if report.missed_tokens:
                     raise InvalidInputError(
-                        f"the store held too little of a prompt of {len(prompt)} tokens ({report.missed_tokens} were "
-                        "missed), so that full recompute would be compared with itself; give a larger store"
+                        f"the store is too small for a prompt of {len(prompt)} tokens ({report.missed_tokens} were "
+                        "missed), so full recompute would be compared with itself; give a larger store"
                     )
                 samples.append(sample)
         else:
@@ -206,9 +206,9 @@ class Run:
         return samples
 
     def _is_hopeless(self, samples: Sequence[Sample]) -> bool:
-        """Even the upper bound of its agreement lies below the threshold."""
+        """Whether even the upper bound of the agreement is below the threshold."""
         failed = sum(not sample.top_1 for sample in samples)
-        enough = len(samples) >= STOP_BEHIND
+        enough = len(samples) >= STOP_AFTER
         return enough and reaches(failed, len(samples), 1 - self.bar.threshold, self.bar.confidence)
 
     def _tried(self, candidate: Candidate, samples: Sequence[Sample], bar: Bar, *, stopped: bool) -> Tried:
@@ -219,7 +219,7 @@ class Run:
 
 
 def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[list[list[Asked]], Skipped]:
-    """The rows that can be asked, by passage set, both in an order that the seed draws; and how many cannot."""
+    """The usable rows by passage set, both in an order drawn with the seed; and the numbers of rows left out."""
     skipped = Skipped()
     asked: dict[bytes, Asked] = {}
     for row in rows:
@@ -242,26 +242,26 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
     for i in draw.permutation(len(kept)):
         passages = frozenset(chunk.token_ids.tobytes() for chunk in kept[i].prompt.chunks)
         sets.setdefault(passages, []).append(kept[i])
-    found = list(sets.values())  # by their first row, so that large sets come early: drawn once more
+    found = list(sets.values())  # ordered by first row, which puts large sets early; so shuffle again
     return [found[i] for i in draw.permutation(len(found))], skipped
 
 
 def one_of_each(sets: Sequence[list[Asked]], skipped: Skipped) -> list[Asked]:
-    """A row of every passage set; the others are counted."""
+    """One row of every passage set; the others are counted in `skipped`."""
     skipped.same_passages += sum(len(rows) - 1 for rows in sets)
     return [rows[0] for rows in sets]
 
 
 def nothing_left(skipped: Skipped) -> str:
-    """What a user is told when no row is left."""
+    """The message for data without a usable row."""
     return (
-        f"no row can be asked: {skipped.too_long} are over the model's context, "
+        f"there is no usable row: {skipped.too_long} exceed the model's context, "
         f"{skipped.nothing_to_blend} have nothing to blend; give other data"
     )
 
 
 def _has_loaded_rows(engine: BlendEngine, prompt: Prompt) -> bool:
-    """Whether stored chunks leave rows to choose from: a lone chunk right behind its anchor is an exact prefix."""
+    """Whether stored chunks leave rows to select from: a lone chunk directly after its anchor is an exact prefix."""
     if len(prompt.chunks) != 1:
         return bool(prompt.chunks)
     front = [segment.token_ids for segment in takewhile(lambda segment: not segment.is_chunk, prompt.segments)]

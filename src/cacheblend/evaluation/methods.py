@@ -1,4 +1,4 @@
-"""The arms of an evaluation: ways to an answer, each timed and counted. Knows the engine, neither files nor scores."""
+"""The methods that an evaluation compares: each answers a question, timed and counted. Knows no files or scores."""
 
 import time
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from cacheblend.evaluation.templates import Template
 
 @dataclass(frozen=True)
 class Label:
-    """What an arm is, for reports.
+    """Name and settings of a method, for reports.
 
     Attributes:
-        name: unique in a run.
+        name: unique within a run.
         kind: ``full``, ``prefix``, ``reuse``, ``blend``, ``map-reduce`` or ``map-rerank``.
-        family: arms that differ by their ratio only have one family: they are a curve.
-        selector: as it was asked for; empty where nothing is selected.
-        ratio: recompute ratio behind the last check layer; None where there is none.
-        check_layers: of the selector.
+        family: the same for methods that differ only in their ratio; plots draw a family as one curve.
+        selector: as requested; empty if the method selects nothing.
+        ratio: recompute ratio after the last check layer; None if the method has none.
+        check_layers: check layers of the selector.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Label:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question to be answered from passages.
+    """A question to answer from passages.
 
     Attributes:
-        engine: with the passages in its store.
-        template: of the prompts.
-        question: as the data has it.
+        engine: holds the passages in its store.
+        template: layout of the prompts.
+        question: as in the data.
         passages: in order.
-        prompt: of all of them, within the model's context.
-        max_tokens: of each answer.
+        prompt: made of all passages; fits the model's context.
+        max_tokens: most tokens of each answer.
     """
 
     engine: BlendEngine
@@ -58,24 +58,24 @@ class Asked:
     max_tokens: int
 
     def params(self, prompt: Prompt) -> SamplingParams:
-        """Greedy, `max_tokens` at most or what the context has room for."""
+        """Greedy sampling, up to `max_tokens` or what fits the context after `prompt`."""
         limit = self.engine.survey.max_length
-        room = self.max_tokens if limit is None else limit - len(prompt) + 1
-        return SamplingParams(max_new_tokens=min(self.max_tokens, room), stop=self.template.stop)
+        available = self.max_tokens if limit is None else limit - len(prompt) + 1
+        return SamplingParams(max_new_tokens=min(self.max_tokens, available), stop=self.template.stop)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an arm came to.
+    """The answer of a method, and its cost.
 
     Attributes:
         text, token_ids: the answer.
-        ttft_s: until the first token of that answer can be drawn; with map arms, behind all that stands before it.
-        total_s: until its last token.
-        prompt_tokens: of all prompts that were read.
-        row_layers, projected_rows: computed until the first token; see `BlendReport`.
-        loaded_tokens, recomputed_tokens, missed_tokens: of the passages; see `BlendReport`.
-        logits: [vocab] of the first token; None where the prompt is not that of the other arms.
+        ttft_s: seconds until the first token of the answer can be sampled; map methods include their earlier prompts.
+        total_s: seconds until the last token of the answer.
+        prompt_tokens: tokens of all prompts that were processed.
+        row_layers, projected_rows: work until the first token, see `BlendReport`.
+        loaded_tokens, recomputed_tokens, missed_tokens: tokens of the passages, see `BlendReport`.
+        logits: [vocab] of the first token; None if the method's prompt differs from that of the other methods.
     """
 
     text: str
@@ -91,81 +91,81 @@ class Outcome:
     logits: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
-class Arm(Protocol):
-    """A way to an answer: a frozen dataclass. It stores nothing and leaves the engine as it was."""
+class Method(Protocol):
+    """A way to answer a question: a frozen dataclass. It stores nothing and does not change the engine."""
 
     @property
     def label(self) -> Label:
-        """What it is called."""
+        """Its name and settings."""
         ...
 
     def check(self, layers: int) -> None:
-        """Raises `InvalidInputError` if a model of so many layers cannot be asked like this."""
+        """Raises `InvalidInputError` if the method does not work with a model of this many layers."""
         ...
 
     def answer(self, asked: Asked) -> Outcome:
-        """Answers, and says what it cost.
+        """Answers the question; returns answer and cost.
 
         Raises:
-            PromptTooLongError: a prompt of its own making is over the model's context.
+            PromptTooLongError: a prompt that the method itself makes exceeds the model's context.
         """
         ...
 
 
 class _AnyModel:
     def check(self, layers: int) -> None:
-        """See `Arm`."""
+        """See `Method`."""
 
 
 @dataclass(frozen=True)
 class FullRecompute(_AnyModel):
-    """Everything is computed: transformers' own forward."""
+    """Computes everything, with transformers' own forward pass."""
 
     label: Label = Label("full", "full", "full")
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Arm`."""
+        """See `Method`."""
         started = time.perf_counter()
         return _finish(asked, full_recompute(asked.engine, asked.prompt), started)
 
 
 @dataclass(frozen=True)
 class PrefixCaching(_AnyModel):
-    """Only an exact prefix is loaded."""
+    """Loads the exact prefix only, and computes the rest."""
 
     label: Label = Label("prefix", "prefix", "prefix")
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Arm`."""
+        """See `Method`."""
         started = time.perf_counter()
         return _finish(asked, prefix_caching(asked.engine, asked.prompt), started)
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Through the fused path; full reuse and the blends differ by their selector."""
+    """A fused prefill: full reuse and every blend, which differ in their selector."""
 
     label: Label
     selector: Selector
 
     def check(self, layers: int) -> None:
-        """See `Arm`."""
+        """See `Method`."""
         check_selector(self.selector, layers)
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Arm`."""
+        """See `Method`."""
         started = time.perf_counter()
         return _finish(asked, fused(asked.engine, asked.prompt, self.selector), started)
 
 
 @dataclass(frozen=True)
 class MapReduce(_AnyModel):
-    """Each passage is asked alone, the answers are joined and asked once more. Nothing is loaded."""
+    """Asks each passage alone, then asks again over the joined answers. Loads nothing."""
 
     label: Label = Label("map-reduce", "map-reduce", "map-reduce")
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Arm`."""
+        """See `Method`."""
         started = time.perf_counter()
         parts = _ask_alone(asked)
         text = asked.template.reduce_text([part.text for part in parts], asked.question)
@@ -186,12 +186,12 @@ class MapReduce(_AnyModel):
 
 @dataclass(frozen=True)
 class MapRerank(_AnyModel):
-    """Each passage is asked alone; the answer of the highest mean log-probability of its tokens wins."""
+    """Asks each passage alone; takes the answer whose tokens have the highest mean log-probability."""
 
     label: Label = Label("map-rerank", "map-rerank", "map-rerank")
 
     def answer(self, asked: Asked) -> Outcome:
-        """See `Arm`. Which answer wins is known when all are there, so its first token comes with its last."""
+        """See `Method`. The best answer is known only after all of them, so its first and last token come together."""
         started = time.perf_counter()
         parts = _ask_alone(asked)
         best = max(parts, key=lambda part: part.mean_log_probability)
@@ -219,7 +219,7 @@ class _Decoded:
 
     @property
     def rows(self) -> int:
-        """Rows computed: the prompt's, and those of all drawn tokens but the last."""
+        """Rows computed: the prompt, and all sampled tokens but the last."""
         return self.prompt_tokens + len(self.token_ids) - 1
 
 

@@ -1,8 +1,8 @@
-"""What an evaluation leaves behind: a cell for each row and arm, in a folder that an interrupted run goes on from.
+"""Records of an evaluation: a cell for each row and method, in a folder from which an interrupted run resumes.
 
 <out>/<name>-<hash of config>/
-  config.json    what was asked of what; another model, data file, setting, code or library has another hash
-  rows.jsonl     a line a row, written as soon as all its arms have answered
+  config.json    the config; another model, data file, setting, code or library gives another hash
+  rows.jsonl     one line per row, written as soon as all methods have answered
 """
 
 import fcntl
@@ -19,26 +19,27 @@ from typing import IO, Any
 from cacheblend.core.errors import InvalidInputError
 
 CONFIG, ROWS = "config.json", "rows.jsonl"
+_RENAMED = {"arm": "method"}  # keys of cells in files of earlier versions
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row, answered by one arm.
+    """One row answered by one method.
 
     Attributes:
-        arm: its name.
-        top_k: passages that were retrieved at most; None: all of the row.
+        method: name of the method.
+        top_k: most passages retrieved; None: all of the row.
         chunks: passages in the prompt.
-        skipped: why the arm gave no answer; empty where it did, and only then the rest counts.
-        answer, token_ids: what it gave.
-        ttft_s, total_s: seconds to its first and last token.
+        skipped: reason why the method gave no answer; if not empty, the remaining fields are meaningless.
+        answer, token_ids: the answer.
+        ttft_s, total_s: seconds to the first and to the last token.
         prompt_tokens, row_layers, projected_rows, loaded_tokens, recomputed_tokens, missed_tokens: see `Outcome`.
-        total_compute: as a share of a full prefill of the row's prompt.
-        top_1: the first token's likeliest is that of full recompute; None where they cannot be compared.
-        kl: KL(full || arm) of the first token, in nats; None where they cannot be compared.
+        total_compute: compute as a share of a full prefill of the row's prompt.
+        top_1: the most likely first token is that of full recompute; None if they cannot be compared.
+        kl: KL(full || method) of the first token, in nats; None if they cannot be compared.
     """
 
-    arm: str
+    method: str
     top_k: int | None
     chunks: int
     skipped: str = ""
@@ -59,14 +60,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class RowResult:
-    """One row, answered by all arms.
+    """One row answered by all methods.
 
     Attributes:
-        number: of the row, from 0.
-        id, category, answers: of the row.
-        cells: one for each arm and `top_k`.
-        too_long: prompts over the model's context, which were skipped: `top_k` and the reason.
-        machine: on which its times were taken, with the number of threads.
+        number: index of the row, from 0.
+        id, category, answers: as in the data.
+        cells: one for each method and `top_k`.
+        too_long: prompts skipped because they exceed the model's context: (`top_k`, reason).
+        machine: machine and number of threads that the times were measured on.
     """
 
     number: int
@@ -79,21 +80,21 @@ class RowResult:
 
     @staticmethod
     def of_dict(fields: dict[str, Any]) -> "RowResult":
-        """From `asdict`'s form."""
+        """From the form of `asdict`; files of earlier versions call the method ``arm``."""
         row = RowResult(**fields)
-        cells = [Cell(**cell) for cell in fields["cells"]]
+        cells = [Cell(**{_RENAMED.get(key, key): value for key, value in cell.items()}) for cell in fields["cells"]]
         return replace(row, cells=cells, too_long=[(k, reason) for k, reason in fields["too_long"]])
 
 
 class RowLog:
-    """The rows that are done; on disk as soon as they are added, where there is a folder. Close it, or use `with`.
+    """The finished rows; written to the folder, if any, as soon as they are added. Close it, or use `with`.
 
     Args:
-        folder: made if it is not there; None keeps the rows in memory.
-        config: what the folder is for.
+        folder: created if missing; None keeps the rows in memory.
+        config: the config of the run.
 
     Raises:
-        InvalidInputError: a row in the folder is damaged, or another process is writing to it.
+        InvalidInputError: a row in the folder is damaged, or another process writes to it.
     """
 
     def __init__(self, folder: Path | None, config: Mapping[str, Any]) -> None:
@@ -112,14 +113,14 @@ class RowLog:
                 raise
 
     def add(self, row: RowResult) -> None:
-        """Keeps a row; behind this call, killing the process does not lose it."""
+        """Adds a row; after this call, killing the process does not lose it."""
         self.rows[row.number] = row
         if self._file is not None:
             self._file.write(json.dumps(asdict(row), ensure_ascii=False).encode() + b"\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Closes the file and releases its lock."""
         if self._file is not None:
             self._file.close()
 
@@ -134,7 +135,7 @@ class RowLog:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidInputError(f"{folder} is being written by another process; wait for it") from error
+            raise InvalidInputError(f"{folder} is being written by another process; wait until it ends") from error
 
     def _read(self, path: Path) -> None:
         assert self._file is not None
@@ -149,7 +150,7 @@ class RowLog:
                 row = RowResult.of_dict(json.loads(line))
             except (ValueError, TypeError, KeyError) as error:
                 raise InvalidInputError(
-                    f"{path}, line {number}: damaged ({error}); delete that line, and its row is evaluated again"
+                    f"{path}, line {number}: damaged ({error}); delete that line to evaluate its row again"
                 ) from error
             self.rows[row.number] = row
 
@@ -162,7 +163,7 @@ def folder_name(name: str, config: Mapping[str, Any]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or as it was before."""
+    """Writes a file atomically: on failure, it keeps its previous content."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         fresh.write_text(text, encoding="utf-8")

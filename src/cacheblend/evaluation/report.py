@@ -1,7 +1,4 @@
-"""A summary for people: tables of quality by scorer, of cost, of agreement; 80 columns show them whole.
-
-Knows nothing but the summary.
-"""
+"""A summary as tables: quality by scorer, cost, agreement. They fit 80 columns. Knows only the summary."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +12,17 @@ Figure = dict[str, Any]
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    """Of each scorer that has something to score, over all rows and by category; then cost, agreement, deviation."""
-    scored = [name for name in summary["scorers"] if any(arm["scores"][name]["all"] for arm in summary["arms"])]
+    """Quality tables of every scorer with scores, over all rows and by category; then cost, agreement, deviation."""
+    scored = [
+        name for name in summary["scorers"] if any(method["scores"][name]["all"] for method in summary["methods"])
+    ]
     out = []
     for name in scored:
         out.append(_quality(summary, name))
         if summary["categories"]:
             out.append(_by_category(summary, name))
-    compared = any(arm["agreement"]["same_answer"]["all"] for arm in _others(summary))
-    measured = any(arm.get("deviation") for arm in summary["arms"])
+    compared = any(method["agreement"]["same_answer"]["all"] for method in _others(summary))
+    measured = any(method.get("deviation") for method in summary["methods"])
     return [
         *out,
         _cost(summary),
@@ -33,40 +32,42 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
-    """What a reader must know beside the tables: what was left out, and why."""
+    """What the tables do not show: what was skipped, and why."""
     rows, missing = summary["rows"], summary["answers_missing"]
     lines = []
     if missing == rows and summary["scorers"]:
-        lines.append("no row has gold answers, so nothing is scored; agreement with full recompute needs none")
+        lines.append("no row has gold answers, so there are no scores; agreement with full recompute needs none")
     elif missing and summary["scorers"]:
-        lines.append(f"{missing} of {rows} rows have no gold answer and count for no scorer")
+        lines.append(f"{missing} of {rows} rows have no gold answers and are not scored")
     for at in summary["too_long"]:
         if at["rows"]:
             of = "" if at["top_k"] is None else f" with {at['top_k']} passages"
-            lines.append(f"{at['rows']} of {rows} prompts{of} are over the model's context and were skipped")
+            lines.append(f"{at['rows']} of {rows} prompts{of} exceed the model's context and were skipped")
     if len(summary["machines"]) > 1:
         where = "; ".join(f"{machine}: {count} rows" for machine, count in summary["machines"].items())
-        lines.append(f"times are mixed, from different machines or threads ({where}); quality is not affected")
-    for arm in summary["arms"]:
-        if arm["skipped"]:
-            lines.append(f"{_name(arm)}: {arm['skipped']} rows skipped, a prompt of its own is over the context")
-        if arm["with_misses"]:
-            lines.append(f"{_name(arm)}: {arm['with_misses']} rows missed passages in the store; give it more room")
+        lines.append(f"times come from different machines or numbers of threads ({where}); quality is not affected")
+    for method in summary["methods"]:
+        if method["skipped"]:
+            lines.append(f"{_name(method)}: {method['skipped']} rows skipped: a prompt of its own exceeds the context")
+        if method["with_misses"]:
+            lines.append(
+                f"{_name(method)}: {method['with_misses']} rows missed passages in the store; enlarge the store"
+            )
     return lines + _deviation_notes(summary)
 
 
 def _quality(summary: dict[str, Any], scorer: str) -> Table:
     level = summary["bootstrap"]["level"]
     out = _table(f"{TITLES.get(scorer, scorer)}, %, {summary['model']}; intervals: {level:.0%}")
-    out.add_column("arm", no_wrap=True)
+    out.add_column("method", no_wrap=True)
     for column in ("rows", "mean", "minus full"):
         out.add_column(column, justify="right", no_wrap=True)
 
-    def cells(arm: Figure) -> list[str]:
-        figure = arm["scores"][scorer]["all"]
+    def cells(method: Figure) -> list[str]:
+        figure = method["scores"][scorer]["all"]
         if figure is None:
             return ["0"]
-        difference = "" if arm["kind"] == "full" else _interval(figure["difference"], sign="+")
+        difference = "" if method["kind"] == "full" else _interval(figure["difference"], sign="+")
         return [str(figure["n"]), _interval(figure), difference]
 
     _fill(out, summary, cells)
@@ -75,12 +76,12 @@ def _quality(summary: dict[str, Any], scorer: str) -> Table:
 
 def _by_category(summary: dict[str, Any], scorer: str) -> Table:
     out = _table(f"{TITLES.get(scorer, scorer)} by category, %")
-    out.add_column("arm", no_wrap=True)
+    out.add_column("method", no_wrap=True)
     for name in summary["categories"]:
         out.add_column(Text(name), justify="right", overflow="fold", min_width=5)
 
-    def cells(arm: Figure) -> list[str]:
-        figures = (arm["scores"][scorer]["by_category"].get(name) for name in summary["categories"])
+    def cells(method: Figure) -> list[str]:
+        figures = (method["scores"][scorer]["by_category"].get(name) for name in summary["categories"])
         return ["" if figure is None else f"{100 * figure['mean']:.1f}" for figure in figures]
 
     _fill(out, summary, cells)
@@ -89,63 +90,63 @@ def _by_category(summary: dict[str, Any], scorer: str) -> Table:
 
 def _cost(summary: dict[str, Any]) -> Table:
     out = _table(f"Cost, {summary['model']}, {summary['rows']} rows")
-    out.add_column("arm", no_wrap=True)
+    out.add_column("method", no_wrap=True)
     for column in ("TTFT, s", "gain", "compute, %"):
         out.add_column(column, justify="right", no_wrap=True)
 
-    def cells(arm: Figure) -> list[str]:
+    def cells(method: Figure) -> list[str]:
         return [
-            _number(arm["ttft_s"]["median"], ".3f"),
-            _number(arm["speedup"], ".2f"),
-            _number(arm["total_compute"], ".1f", 100),
+            _number(method["ttft_s"]["median"], ".3f"),
+            _number(method["speedup"], ".2f"),
+            _number(method["total_compute"], ".1f", 100),
         ]
 
     _fill(out, summary, cells)
-    out.caption = "TTFT: median; gain: median of full / arm, row by row; compute: % of a full prefill"
+    out.caption = "TTFT: median; gain: median over rows of full / method; compute: % of a full prefill"
     return out
 
 
 def _agreement(summary: dict[str, Any]) -> Table:
     out = _table(f"Agreement with full recompute, %, {summary['rows']} rows")
-    out.add_column("arm", no_wrap=True)
+    out.add_column("method", no_wrap=True)
     for column in ("1st token", "KL", "tokens", "answer"):
         out.add_column(column, justify="right", no_wrap=True)
 
-    def cells(arm: Figure) -> list[str]:
-        close = arm["agreement"]
+    def cells(method: Figure) -> list[str]:
+        close = method["agreement"]
         shares = [close[name]["all"] for name in ("equal_tokens", "same_answer")]
         means = ["" if share is None else f"{100 * share['mean']:.1f}" for share in shares]
         return [_interval(close["top_1"]["all"]), _number(close["kl"]["mean"], ".2g"), *means]
 
-    _fill(out, summary | {"arms": _others(summary)}, cells)
+    _fill(out, summary | {"methods": _others(summary)}, cells)
     out.caption = (
-        "1st token, answer: % of rows with the same; tokens: % of a greedy answer in front "
-        "of the first difference; KL: of the first token, mean, nats"
+        "1st token, answer: % of rows where it is the same; tokens: % of a greedy answer before "
+        "the first difference; KL: of the first token, mean, nats"
     )
     return out
 
 
 def _deviation(summary: dict[str, Any]) -> Table:
-    counts = sorted({arm["deviation"]["rows"] for arm in summary["arms"] if arm.get("deviation")})
+    counts = sorted({method["deviation"]["rows"] for method in summary["methods"] if method.get("deviation")})
     out = _table(f"Deviation from full recompute, {' or '.join(map(str, counts))} rows")
-    out.add_column("arm", no_wrap=True)
+    out.add_column("method", no_wrap=True)
     for column in ("KV", "at most", "attention", "at most"):
         out.add_column(column, justify="right", no_wrap=True)
 
-    def cells(arm: Figure) -> list[str]:
-        figures = [arm["deviation"][measure] for measure in ("kv", "attention")]
+    def cells(method: Figure) -> list[str]:
+        figures = [method["deviation"][measure] for measure in ("kv", "attention")]
         return [text for of in figures for text in (_number(of["over_layers"]["mean"], ".3f"), _largest(of["mean"]))]
 
-    _fill(out, summary | {"arms": [arm for arm in summary["arms"] if arm.get("deviation")]}, cells)
+    _fill(out, summary | {"methods": [method for method in summary["methods"] if method.get("deviation")]}, cells)
     out.caption = (
-        "KV of the loaded tokens; the question's attention to its context; both relative to full recompute's, "
-        "mean over layers, and the layer where it is largest; 0 is exact"
+        "KV of the loaded tokens; the question's attention to its context; both relative to full recompute: "
+        "mean over layers, and the largest value with its layer; 0 is exact"
     )
     return out
 
 
 def _largest(layers: list[float | None]) -> str:
-    """The largest of a list by layer, and which layer it is."""
+    """The largest value of a list over layers, with its layer."""
     known = [(value, layer) for layer, value in enumerate(layers) if value is not None]
     if not known:
         return ""
@@ -159,29 +160,29 @@ def _deviation_notes(summary: dict[str, Any]) -> list[str]:
         of = "" if at["top_k"] is None else f" with {at['top_k']} passages"
         taken = at["rows"] + at["nothing_loaded"]
         if taken < summary["deviation"]["asked"]:
-            lines.append(f"deviation: {summary['deviation']['asked']} rows were to be measured, {taken}{of} are there")
+            lines.append(f"deviation: {summary['deviation']['asked']} rows were requested, {taken}{of} are available")
         if at["nothing_loaded"]:
             lines.append(
-                f"deviation: of {at['nothing_loaded']} of {taken} rows{of} nothing is loaded at a new position, so "
+                f"deviation: in {at['nothing_loaded']} of {taken} rows{of} nothing is loaded at a new position, so "
                 "there is nothing to measure"
             )
     return lines
 
 
 def _others(summary: dict[str, Any]) -> list[Figure]:
-    return [arm for arm in summary["arms"] if arm["kind"] != "full"]
+    return [method for method in summary["methods"] if method["kind"] != "full"]
 
 
 def _fill(out: Table, summary: dict[str, Any], cells: Callable[[Figure], list[str]]) -> None:
-    """A line an arm; numbers of passages apart from each other."""
-    several = len({arm["top_k"] for arm in summary["arms"]}) > 1
+    """Adds one line per method; a section for each number of passages."""
+    several = len({method["top_k"] for method in summary["methods"]}) > 1
     last: Any = object()
-    for arm in summary["arms"]:
-        if several and arm["top_k"] != last:
+    for method in summary["methods"]:
+        if several and method["top_k"] != last:
             out.add_section()
-            out.add_row(Text("all passages" if arm["top_k"] is None else f"{arm['top_k']} passages", "dim"))
-        last = arm["top_k"]
-        out.add_row(Text(arm["arm"]), *cells(arm), style="bold" if arm["kind"] == "full" else "")
+            out.add_row(Text("all passages" if method["top_k"] is None else f"{method['top_k']} passages", "dim"))
+        last = method["top_k"]
+        out.add_row(Text(method["method"]), *cells(method), style="bold" if method["kind"] == "full" else "")
 
 
 def _table(title: str) -> Table:
@@ -196,8 +197,8 @@ def _table(title: str) -> Table:
     )
 
 
-def _name(arm: dict[str, Any]) -> str:
-    return arm["arm"] if arm["top_k"] is None else f"{arm['arm']}, {arm['top_k']} passages"
+def _name(method: dict[str, Any]) -> str:
+    return method["method"] if method["top_k"] is None else f"{method['method']}, {method['top_k']} passages"
 
 
 def _interval(figure: Figure | None, sign: str = "") -> str:

@@ -1,20 +1,19 @@
-"""What makes one run another one: all that shapes its cells. Knows nothing of how they are reported."""
+"""Settings of a run, and the config that identifies it: all that affects its cells. Knows nothing of reports."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import cacheblend
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.data import QuestionRow
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation.methods import Arm
-
-if TYPE_CHECKING:
-    from cacheblend.evaluation.runner import Settings
+from cacheblend.evaluation.methods import Method
+from cacheblend.evaluation.templates import Template
 
 CODE = (
     *("core", "store", "engines"),
@@ -23,21 +22,45 @@ CODE = (
         for name in ("methods", "choices", "compute", "run_config", "records", "runner", "templates")
     ),
 )
-"""The source that makes cells. What only reports them is not in it: rows may be reported anew by later code."""
+"""The source files that affect cells. Reports are not among them: later code may report the same rows again."""
 LIBRARIES = ("python", "torch", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all methods of a run share.
+
+    Attributes:
+        template: layout of the prompts.
+        top_k: numbers of passages; every method runs with the first so many passages of each row. None: all of them.
+        max_tokens: most tokens of an answer.
+
+    Raises:
+        InvalidInputError: `max_tokens` or a `top_k` below 1, or no `top_k` at all.
+    """
+
+    template: Template = field(default_factory=Template)
+    top_k: tuple[int | None, ...] = (None,)
+    max_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidInputError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not self.top_k or any(k is not None and k < 1 for k in self.top_k):
+            raise InvalidInputError(f"top_k must be at least 1, got {', '.join(map(str, self.top_k)) or 'none'}")
 
 
 def describe(
     engine: BlendEngine,
     rows: Sequence[QuestionRow],
-    arms: Sequence[Arm],
-    settings: "Settings",
+    methods: Sequence[Method],
+    settings: Settings,
     prompts: Iterable[Prompt],
 ) -> dict[str, Any]:
-    """The run's config, plain JSON; its hash is in the folder's name.
+    """The config of a run, as plain JSON; its hash is part of the folder's name.
 
-    The prompts' ids stand for tokenizer, chat template and template. The machine is not in it: it shapes times only,
-    and is kept with each row.
+    The prompts' token ids cover tokenizer, chat template and template. The machine is not included: it affects times
+    only, and is written with each row.
     """
     data, asked = hashlib.sha256(), hashlib.sha256()
     for row in rows:
@@ -61,7 +84,7 @@ def describe(
         "template": asdict(settings.template),
         "top_k": settings.top_k,
         "max_tokens": settings.max_tokens,
-        "arms": [repr(arm) for arm in arms],
+        "methods": [repr(method) for method in methods],
     }
     plain: dict[str, Any] = json.loads(json.dumps(described))
     return plain

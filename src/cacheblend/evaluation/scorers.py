@@ -1,4 +1,4 @@
-"""Scores of an answer against gold answers, 0..1. Knows texts only."""
+"""Scores of an answer against gold answers, 0..1. Knows only texts."""
 
 import re
 import string
@@ -20,17 +20,17 @@ class Scorer(Hashable, Protocol):
 
     @property
     def name(self) -> str:
-        """For options and reports."""
+        """The name, for options and reports."""
         ...
 
     def score(self, answer: str, gold: str) -> float:
-        """Of one answer against one gold answer, 0..1."""
+        """Score of an answer against one gold answer, 0..1."""
         ...
 
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """1 if both are the same text, normalised as SQuAD's (Rajpurkar et al. 2016)."""
+    """1 if both texts are equal after normalisation as in SQuAD (Rajpurkar et al. 2016)."""
 
     name: str = "em"
 
@@ -41,7 +41,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class WordF1:
-    """F1 of the normalised texts' words, as LongBench's `qa_f1_score`."""
+    """F1 over the words of the normalised texts, as `qa_f1_score` of LongBench."""
 
     name: str = "f1"
 
@@ -52,11 +52,12 @@ class WordF1:
 
 @dataclass(frozen=True)
 class TokenF1:
-    """F1 of the normalised texts' token ids, as the CacheBlend authors': the first line of the answer counts, and one
-    that begins with yes or no is just that.
+    """F1 over the token ids of the normalised texts, as the CacheBlend authors compute it.
+
+    Only the first line of the answer counts; if it begins with yes or no, it is reduced to that word.
 
     Attributes:
-        encode: a text's ids, without special tokens.
+        encode: gives the token ids of a text, without special tokens.
     """
 
     encode: Encode
@@ -74,7 +75,7 @@ class TokenF1:
 
 @dataclass(frozen=True)
 class RougeL:
-    """F-measure of the longest common subsequence of words, stemmed (`rouge-score`)."""
+    """F-measure of the longest common subsequence of stemmed words (package `rouge-score`)."""
 
     rouge: Any
     name: str = "rouge-l"
@@ -88,11 +89,11 @@ SCORERS = ("em", "f1", "f1-tokens", "rouge-l")
 
 
 def make_scorers(names: Sequence[str], encode: Encode) -> list[Scorer]:
-    """The named scorers.
+    """Makes the named scorers.
 
     Args:
-        names: of `SCORERS`.
-        encode: a text's token ids, without special tokens (`PromptBuilder.encode`).
+        names: names in `SCORERS`.
+        encode: gives the token ids of a text, without special tokens (`PromptBuilder.encode`).
 
     Raises:
         InvalidInputError: an unknown name, or a package that is not installed.
@@ -108,33 +109,33 @@ def make_scorers(names: Sequence[str], encode: Encode) -> list[Scorer]:
 
 
 def check_scorers(names: Sequence[str]) -> None:
-    """Raises `InvalidInputError` for an unknown name, or a package that is not installed; imports nothing."""
+    """Raises `InvalidInputError` for an unknown name or a missing package; imports nothing."""
     for name in names:
         if name not in SCORERS:
-            raise InvalidInputError(f"no scorer is called {name!r}; there are {', '.join(SCORERS)}")
+            raise InvalidInputError(f"there is no scorer {name!r}; choose from {', '.join(SCORERS)}")
     if "rouge-l" in names and find_spec("rouge_score") is None:
         raise InvalidInputError(f"the scorer rouge-l needs the package rouge-score: {INSTALL}")
 
 
 def best(scorer: Scorer, answer: str, golds: Sequence[str]) -> float:
-    """The best score over the gold answers, at least one."""
+    """The best score over one or more gold answers."""
     return max(_score(scorer, answer, gold) for gold in golds)
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation (ASCII), articles and superfluous white space."""
+    """Lower case, without ASCII punctuation, articles and repeated white space."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
-@lru_cache(maxsize=1 << 16)  # arms often give the same answer
+@lru_cache(maxsize=1 << 16)  # several methods often give the same answer
 def _score(scorer: Any, answer: str, gold: str) -> float:
     found: float = scorer.score(answer, gold)
     return found
 
 
 def _f1(found: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
-    if not found or not wanted:  # nothing is right where nothing is wanted
+    if not found or not wanted:  # an empty answer is correct if the gold answer is empty
         return float(not found and not wanted)
     same = sum((Counter(found) & Counter(wanted)).values())
     return 2 * same / (len(found) + len(wanted))

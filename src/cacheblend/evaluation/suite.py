@@ -1,11 +1,11 @@
-"""The suite on the model that ships: what is run, on which draws, and where its rows lie.
+"""The suite on the model that ships: its parts, their random draws, and where results are written.
 
-<out>/suite-nano-<hash>/         the main part: every category by the arms that the bars are about
-  seed-<seed>-<hash>/              rows of a seed; seeds may run side by side, and a report is on all that are finished
+<out>/suite-nano-<hash>/         the main part: every category by the methods that have bars
+  seed-<seed>-<hash>/              rows of a seed; seeds may run in parallel, and a report covers all finished ones
 <out>/suite-nano-sweep-<hash>/   the sweep: fewer rows by every selector at several ratios
 <out>/suite-nano-gate-<hash>.json    the profile's setting on fresh data, see `suite_gate`
 
-Nothing was trained, tuned or gated on these draws (`cacheblend.nano.questions.RESERVED`).
+These draws are used for no training, tuning or gating (`cacheblend.nano.questions.RESERVED`).
 """
 
 import json
@@ -19,10 +19,11 @@ from cacheblend.core.select.question_selectors import Hybrid
 from cacheblend.core.select.selectors import RandomRows, Selector
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.evaluation.choices import make_arms
-from cacheblend.evaluation.methods import Arm, Fused, Label
+from cacheblend.evaluation.choices import make_methods
+from cacheblend.evaluation.methods import Fused, Label, Method
 from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
-from cacheblend.evaluation.runner import Evaluation, Progress, Settings, evaluate
+from cacheblend.evaluation.run_config import Settings
+from cacheblend.evaluation.runner import Evaluation, Progress, evaluate
 from cacheblend.nano.questions import draw_questions
 from cacheblend.nano.scenes import CATEGORIES
 
@@ -32,26 +33,26 @@ SETTINGS = Settings(max_tokens=8)
 
 BLEND, LEAN_BLEND, RANDOM_ROWS = "blend", "blend lean", "random rows"
 LEAN: Selector = Hybrid((4,), (0.05,), early=0.28, words=1.0)
-"""The selector that does best on cross at a total compute of 17 % or less. Chosen on other draws (seeds from 50 on)
-than those reported, before the suite was run; that it costs no more is one of the suite's bars."""
+"""The selector with the best result on cross at a total compute of 17 % or less. Chosen before the suite was run, on
+other draws (seeds from 50 on) than those reported; its compute is one of the suite's bars."""
 
 SWEEP_RATIOS = (0.05, 0.1, 0.15, 0.3)
 WORDS = "question_words=1"
 GRADUAL_RATIOS = ((0.3, 0.2, 0.1, 0.03), (0.6, 0.4, 0.2, 0.06), (0.9, 0.6, 0.3, 0.09))
-"""Of gradual filtering at layers 1 to 4: what kept most of the answers on tuning draws (docs/log.md)."""
-CALIBRATION_ROWS = 16  # of as many scenes
-SPARE = 0.0025  # of a full prefill: random rows cost so much more, or other prompts might make them the cheaper ones
+"""Gradual filtering at layers 1 to 4: the ratios that preserved most answers on tuning draws (docs/log.md)."""
+CALIBRATION_ROWS = 16  # each of a different scene
+SPARE = 0.0025  # share of a full prefill added to random rows, so that they are not cheaper on other prompts
 RATIO_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What is run.
+    """What to run.
 
     Attributes:
-        per_category: questions of each category and seed; the other parts are sized by it.
-        seeds: of the main part's draws.
-        parts: of `PARTS`.
+        per_category: questions of each category and seed; the sizes of the other parts follow from it.
+        seeds: seeds of the draws of the main part.
+        parts: names in `PARTS`.
     """
 
     per_category: int = 334
@@ -61,7 +62,7 @@ class Suite:
     def __post_init__(self) -> None:
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown or not self.parts:
-            raise InvalidInputError(f"the suite has no part {', '.join(unknown)!r}; there are {', '.join(PARTS)}")
+            raise InvalidInputError(f"the suite has no part {', '.join(unknown)!r}; choose from {', '.join(PARTS)}")
         if self.per_category < 1:
             raise InvalidInputError(f"rows of a category must be at least 1, got {self.per_category}")
 
@@ -72,37 +73,37 @@ class Suite:
 
     @property
     def gate_rows(self) -> int:
-        """Rows that the profile's setting is held to its threshold on."""
+        """Rows on which the profile's setting is checked against its threshold."""
         return max(20, round(2.4 * self.per_category))
 
 
 @dataclass(frozen=True)
 class MainPlan:
-    """What the main part compares.
+    """The methods of the main part.
 
     Attributes:
-        arms: in order.
-        config: all that shapes it, but the seeds.
+        methods: in order.
+        config: all that affects the results, except the seeds.
     """
 
-    arms: list[Arm]
+    methods: list[Method]
     config: dict[str, Any]
 
 
 def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
-    """Full recompute, full reuse, the profile's blend, the paper's, a lean one, and random rows as dear as the blend.
+    """Full recompute, full reuse, blends (profile, paper, lean), and random rows at the compute of the profile's blend.
 
-    Where there is no profile, the blend is the defaults'. Measures `CALIBRATION_ROWS` prompts some ten times.
+    Without a profile, the defaults take its place. Measures `CALIBRATION_ROWS` prompts about ten times.
 
     Raises:
         InvalidInputError: as `evaluate`.
     """
     selector = engine.settings.selector()
     ratio, config = equal_compute_ratio(engine, selector)
-    arms = [
-        *make_arms(("full", "reuse")),  # prefix caching finds nothing in front of the first passage: it is full
+    methods = [
+        *make_methods(("full", "reuse")),  # nothing precedes the first passage, so prefix caching equals full recompute
         _fused(BLEND, selector, "profile"),
-        *make_arms(("blend",)),
+        *make_methods(("blend",)),
         _fused(LEAN_BLEND, LEAN, "lean"),
         _fused(RANDOM_ROWS, RandomRows(ratio), "random"),
     ]
@@ -110,17 +111,17 @@ def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
         "suite": "nano",
         "model": engine.name,
         "per_category": suite.per_category,
-        "arms": [repr(arm) for arm in arms],
-        "calibration": config,  # its data and prompts stand for the generator of questions and the prompts' layout
+        "methods": [repr(method) for method in methods],
+        "calibration": config,  # its data and prompts also identify the question generator and the layout
     }
-    return MainPlan(arms, shaping)
+    return MainPlan(methods, shaping)
 
 
 def equal_compute_ratio(engine: BlendEngine, selector: Selector) -> tuple[float, dict[str, Any]]:
-    """The smallest ratio at which random rows cost as much as `selector` and `SPARE`, by what prefills really did.
+    """The smallest ratio at which random rows take the measured compute of `selector` plus `SPARE`.
 
     Returns:
-        The ratio, 1 where no ratio is dear enough; and the config of the measurement.
+        The ratio, 1 if no ratio takes enough; and the config of the measurement.
     """
     drawn = draw_questions(CALIBRATION_SEED, -(-CALIBRATION_ROWS // len(CATEGORIES)), per_scene=1)[:CALIBRATION_ROWS]
     share, config = measured_share(engine, drawn, selector)
@@ -133,7 +134,7 @@ def equal_compute_ratio(engine: BlendEngine, selector: Selector) -> tuple[float,
 
 
 def measured_share(engine: BlendEngine, rows: list[QuestionRow], selector: Selector) -> tuple[float, dict[str, Any]]:
-    """Mean total compute of a selector's prefills (prompts over the context are left out), and how it was measured."""
+    """Mean total compute of a selector's prefills (of prompts that fit the context), and the config of the run."""
     found = evaluate(engine, rows, [_fused("measured", selector, "measured")], settings=Settings(max_tokens=1))
     shares = [cell.total_compute for row in found.rows for cell in row.cells if not cell.skipped]
     return sum(shares) / len(shares), found.config
@@ -142,24 +143,24 @@ def measured_share(engine: BlendEngine, rows: list[QuestionRow], selector: Selec
 def run_main(
     engine: BlendEngine, suite: Suite, plan: MainPlan, out: Path, progress: Progress | None = None
 ) -> Evaluation:
-    """The suite's seeds, one after the other, and what other runs have finished of the same plan, all together.
+    """Runs the suite's seeds in turn; includes the seeds that other runs of the same plan have finished.
 
     Args:
-        engine: on the shipped model.
-        suite: what is run.
+        engine: engine with the shipped model.
+        suite: what to run.
         plan: see `plan_main`.
-        out: where the folders of results are.
+        out: parent of the folders of results.
         progress: see `evaluate`.
 
     Raises:
-        InvalidInputError: as `evaluate`; another run's row is damaged.
+        InvalidInputError: as `evaluate`, or a row of another run is damaged.
     """
     folder = out / folder_name("suite-nano", plan.config)
     parts = {}
     for seed in dict.fromkeys(suite.seeds):
         rows = draw_questions(seed, suite.per_category)
         name = f"seed-{seed}"
-        parts[seed] = evaluate(engine, rows, plan.arms, settings=SETTINGS, out=folder, name=name, progress=progress)
+        parts[seed] = evaluate(engine, rows, plan.methods, settings=SETTINGS, out=folder, name=name, progress=progress)
     others = {seed: rows for seed, rows in finished_seeds(folder).items() if seed not in parts}
     by_seed = {seed: part.rows for seed, part in parts.items()} | others
     return replace(
@@ -173,31 +174,33 @@ def run_main(
 
 
 def run_sweep(engine: BlendEngine, suite: Suite, out: Path, progress: Progress | None = None) -> Evaluation:
-    """Quality against ratio and against total compute, selector by selector; arguments as for `run_main`."""
+    """Runs every selector at several ratios; arguments as for `run_main`."""
     rows = draw_questions(SWEEP_SEED, suite.sweep_per_category)
-    return evaluate(engine, rows, sweep_arms(), settings=SETTINGS, out=out, name="suite-nano-sweep", progress=progress)
+    return evaluate(
+        engine, rows, sweep_methods(), settings=SETTINGS, out=out, name="suite-nano-sweep", progress=progress
+    )
 
 
-def sweep_arms() -> list[Arm]:
-    """Full recompute, full reuse, and each selector at several ratios; among them `LEAN`, and what the profile has."""
+def sweep_methods() -> list[Method]:
+    """Full recompute, full reuse, and each selector at several ratios; includes `LEAN` and the profile's setting."""
     return [
-        *make_arms(("full", "reuse")),
-        *make_arms(("blend",), selectors=["hkvd"], ratios=SWEEP_RATIOS, check_layers=[(1,), (2,)]),
-        *make_arms(("blend",), selectors=["hkvd"], ratios=GRADUAL_RATIOS, check_layers=[(1, 2, 3, 4)]),
-        *make_arms(("blend",), selectors=["query", f"query:{WORDS}"], ratios=[*SWEEP_RATIOS, 0.2]),
-        *make_arms(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(2,), (4,)]),
-        *make_arms(
+        *make_methods(("full", "reuse")),
+        *make_methods(("blend",), selectors=["hkvd"], ratios=SWEEP_RATIOS, check_layers=[(1,), (2,)]),
+        *make_methods(("blend",), selectors=["hkvd"], ratios=GRADUAL_RATIOS, check_layers=[(1, 2, 3, 4)]),
+        *make_methods(("blend",), selectors=["query", f"query:{WORDS}"], ratios=[*SWEEP_RATIOS, 0.2]),
+        *make_methods(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(2,), (4,)]),
+        *make_methods(
             ("blend",),
             selectors=[f"hybrid:early_ratio=0.28,{WORDS}", f"hybrid:early_ratio=0.4,{WORDS}"],
             ratios=[0.05, 0.12, 0.2],
             check_layers=[(4,)],
         ),
-        *make_arms(("blend",), selectors=["head", "random"], ratios=SWEEP_RATIOS),
+        *make_methods(("blend",), selectors=["head", "random"], ratios=SWEEP_RATIOS),
     ]
 
 
 def finished_seeds(folder: Path) -> dict[int, list[RowResult]]:
-    """Rows by seed, of the seeds in a main part's folder that have all of theirs.
+    """Rows by seed, for every seed in the folder of a main part that is complete.
 
     Raises:
         InvalidInputError: a row is damaged.
@@ -212,7 +215,7 @@ def finished_seeds(folder: Path) -> dict[int, list[RowResult]]:
 
 
 def _finished(folder: Path) -> list[RowResult] | None:
-    """The rows of a run's folder, which another process may be writing; None while one is still to come."""
+    """All rows of a run's folder, which another process may be writing; None while rows are missing."""
     if not (folder / CONFIG).is_file() or not (folder / ROWS).is_file():
         return None
     try:
@@ -224,8 +227,8 @@ def _finished(folder: Path) -> list[RowResult] | None:
     return [rows[number] for number in sorted(rows)] if len(rows) == wanted else None
 
 
-def _fused(name: str, selector: Selector, family: str) -> Arm:
-    """An arm whose label says the ratio behind the last check layer, where the selector has one."""
+def _fused(name: str, selector: Selector, family: str) -> Method:
+    """A fused method whose label has the ratio after the last check layer, if the selector has one."""
     ratios = getattr(selector, "ratios", None)
     ratio = ratios[-1] if ratios else getattr(selector, "ratio", None)
     return Fused(Label(name, "blend", family, family, ratio, selector.check_layers), selector)

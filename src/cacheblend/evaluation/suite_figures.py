@@ -1,6 +1,6 @@
-"""The suite's figures and the bars they are held to. From cells to numbers; runs nothing.
+"""The suite's figures and the bars that they must reach, computed from cells; runs nothing.
 
-Points of exact match and per cent of a full prefill's compute. A figure whose category has no cell is None.
+Units: points of exact match, and per cent of the compute of a full prefill. A figure without cells is None.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from cacheblend.evaluation.suite import BLEND, LEAN_BLEND, RANDOM_ROWS
 from cacheblend.nano.questions import CONTROLS
 from cacheblend.nano.scenes import CATEGORIES
 
-UNBARRED = ("chain2",)  # two hops: reported, no bar
+UNBARRED = ("chain2",)  # two hops: reported without a bar
 BARRED = tuple(name for name in CATEGORIES if name not in UNBARRED)
 
 BARS: dict[str, tuple[Literal["least", "most"], float]] = {
@@ -33,7 +33,7 @@ BARS: dict[str, tuple[Literal["least", "most"], float]] = {
     "lean_loss": ("most", 2),
     "gate_holds": ("least", True),
 }
-"""What the project promises of the shipped model; ``gate_holds`` alone is True or False."""
+"""What the project guarantees for the shipped model; only ``gate_holds`` is True or False."""
 
 NOT_RUN = "this part was not run"
 EQUAL_SHARES = (0.15, 0.2, 0.25, 0.3)  # of a full prefill
@@ -41,12 +41,12 @@ EQUAL_SHARES = (0.15, 0.2, 0.25, 0.3)  # of a full prefill
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95 % bootstrap interval; of a difference the paired one.
+    """A mean with its 95 % bootstrap interval, paired for differences.
 
     Attributes:
-        value, low, high: points or per cent.
-        n: rows.
-        category: whose it is, where it is the worst of several.
+        value, low, high: in points or per cent.
+        n: number of rows.
+        category: the category, if the figure is that of the worst of several.
     """
 
     value: float
@@ -57,17 +57,17 @@ class Estimate:
 
 
 def figures(rows: Sequence[RowResult], gate: dict[str, Any] | None = None, *, seed: int = 0) -> dict[str, Any]:
-    """All figures, and beside them the bars.
+    """All figures and bars.
 
     Args:
-        rows: of the main part; empty if it was not run.
-        gate: see `suite_gate.check_gate`; None if it was not run.
-        seed: of the bootstrap.
+        rows: rows of the main part; empty if it was not run.
+        gate: result of `suite_gate.check_gate`; None if it was not run.
+        seed: seed of the bootstrap.
 
     Returns:
         ``figures``: key -> number, True, False or None. ``bars``: key -> ``{"value", "bar", "at", "ok", "low",
-        "high", "n"}``, ``at`` being ``least`` or ``most``; with ``category`` where a figure is the worst category's,
-        and a ``reason`` where the value is None.
+        "high", "n"}``, where ``at`` is ``least`` or ``most``; also ``category`` if the figure is that of the worst
+        category, and ``reason`` if the value is None.
     """
     found = _estimates(_Cells(rows, seed))
     gate = gate or {"reason": NOT_RUN}
@@ -77,31 +77,31 @@ def figures(rows: Sequence[RowResult], gate: dict[str, Any] | None = None, *, se
     entries["gate_holds"]["n"] = gate.get("rows", 0)
     for key, entry in entries.items():
         if entry["value"] is None:
-            of_main = "no cell of what it is about" if rows else NOT_RUN
+            of_main = "there are no cells for it" if rows else NOT_RUN
             entry["reason"] = gate["reason"] if key == "gate_holds" else of_main
     return {"figures": values, "bars": entries}
 
 
 def at_equal_compute(summary: dict[str, Any], shares: Sequence[float] = EQUAL_SHARES) -> list[dict[str, Any]]:
-    """Exact match of the sweep's selectors at the same total compute, on the line between measured neighbours.
+    """Exact match of the sweep's selectors at equal total compute, interpolated linearly between measurements.
 
     Args:
-        summary: of the sweep.
-        shares: of a full prefill.
+        summary: summary of the sweep.
+        shares: total compute as shares of a full prefill.
 
     Returns:
-        For each selector ``{"family", "all", "by_category"}``, with a percentage for each share; None where the share
-        lies outside of what was measured.
+        For each selector ``{"family", "all", "by_category"}``, with a percentage for each share; None for shares
+        outside the measured range.
     """
     families: dict[str, list[dict[str, Any]]] = {}
-    for arm in summary["arms"]:
-        if arm["kind"] == "blend" and arm["total_compute"] is not None:
-            families.setdefault(arm["family"], []).append(arm)
+    for method in summary["methods"]:
+        if method["kind"] == "blend" and method["total_compute"] is not None:
+            families.setdefault(method["family"], []).append(method)
     found = []
-    for family, arms in families.items():
-        arms.sort(key=lambda arm: float(arm["total_compute"]))
-        scores = [arm["scores"]["em"] for arm in arms]
-        xs = [float(arm["total_compute"]) for arm in arms]
+    for family, methods in families.items():
+        methods.sort(key=lambda method: float(method["total_compute"]))
+        scores = [method["scores"]["em"] for method in methods]
+        xs = [float(method["total_compute"]) for method in methods]
         by_category = {
             name: _between(xs, [one["by_category"].get(name) for one in scores], shares)
             for name in summary["categories"]
@@ -116,32 +116,32 @@ def at_equal_compute(summary: dict[str, Any], shares: Sequence[float] = EQUAL_SH
 
 
 class _Cells:
-    """Cells by category and arm, and what is estimated of them."""
+    """Cells by category and method, and estimates from them."""
 
     def __init__(self, rows: Sequence[RowResult], seed: int) -> None:
         self._rows, self._seed = rows, seed
-        self._cells = [{cell.arm: cell for cell in row.cells if not cell.skipped} for row in rows]
+        self._cells = [{cell.method: cell for cell in row.cells if not cell.skipped} for row in rows]
 
-    def score(self, arm: str, category: str) -> Estimate | None:
-        """Exact match."""
-        return self._mean([arm], lambda row, cells: _exact(row, cells[0]), (category,))
+    def score(self, method: str, category: str) -> Estimate | None:
+        """Exact match of a method in a category."""
+        return self._mean([method], lambda row, cells: _exact(row, cells[0]), (category,))
 
-    def lead(self, ahead: str, behind: str, *categories: str) -> Estimate | None:
-        """Exact match of one arm less that of another, row by row, over the named categories together."""
-        return self._mean([ahead, behind], lambda row, cells: _exact(row, cells[0]) - _exact(row, cells[1]), categories)
+    def lead(self, first: str, second: str, *categories: str) -> Estimate | None:
+        """Exact match of `first` minus that of `second`, paired by row, over all named categories."""
+        return self._mean([first, second], lambda row, cells: _exact(row, cells[0]) - _exact(row, cells[1]), categories)
 
-    def compute(self, arm: str) -> Estimate | None:
-        """Total compute, all categories together."""
-        return self._mean([arm], lambda row, cells: 100 * cells[0].total_compute, CATEGORIES)
+    def compute(self, method: str) -> Estimate | None:
+        """Total compute of a method over all categories."""
+        return self._mean([method], lambda row, cells: 100 * cells[0].total_compute, CATEGORIES)
 
     def _mean(
-        self, arms: Sequence[str], value: Callable[[RowResult, list[Cell]], float], wanted: Sequence[str]
+        self, methods: Sequence[str], value: Callable[[RowResult, list[Cell]], float], wanted: Sequence[str]
     ) -> Estimate | None:
-        """Over the rows with a cell of all these arms; None where a wanted category has no such row."""
+        """Mean over rows that have cells of all these methods; None if a category has no such row."""
         values, seen = [], set()
         for row, cells in zip(self._rows, self._cells, strict=True):
-            if row.category in wanted and all(arm in cells for arm in arms):
-                values.append(value(row, [cells[arm] for arm in arms]))
+            if row.category in wanted and all(method in cells for method in methods):
+                values.append(value(row, [cells[method] for method in methods]))
                 seen.add(row.category)
         if len(seen) < len(wanted):
             return None
@@ -170,7 +170,7 @@ def _estimates(cells: _Cells) -> dict[str, Estimate | None]:
 def _worst(
     choose: Callable[..., Estimate], names: Iterable[str], estimate: Callable[[str], Estimate | None]
 ) -> Estimate | None:
-    """The worst category's; None where one of them is unknown."""
+    """The estimate of the worst category; None if one of them is unknown."""
     found = {name: estimate(name) for name in names}
     known = [replace(one, category=name) for name, one in found.items() if one is not None]
     return choose(known, key=lambda one: one.value) if len(known) == len(found) else None

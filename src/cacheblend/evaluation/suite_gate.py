@@ -1,4 +1,4 @@
-"""The suite's check of the gate: the profile's setting on data that neither gate nor suite has seen. Kept in a file."""
+"""The suite's check of the gate: the profile's setting on data used by neither gate nor suite; written to a file."""
 
 import hashlib
 import json
@@ -19,37 +19,37 @@ from cacheblend.nano.questions import draw_questions, lines
 from cacheblend.nano.scenes import CATEGORIES
 
 GATED = tuple(name for name in CATEGORIES if name != "chain2")
-"""What the shipped profile was measured on, so what it may be held to: a gate's verdict is on data of its kind."""
+"""The categories that the shipped profile was gated on; the gate's verdict only covers such data."""
 
 CODE = (
     *("core", "store", "engines"),
     *(f"evaluation/{name}.py" for name in ("agreement", "bounds", "compute", "gate", "gate_run", "scorers")),
 )
-"""The source that decides the verdict."""
+"""The source files that affect the verdict."""
 
 
 def check_gate(engine: BlendEngine, suite: Suite, out: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Whether the profile's setting holds its threshold, and F1 within its margin; a row a scene, so all independent.
+    """Whether the profile's setting reaches its threshold, and F1 its margin; rows are independent, one per scene.
 
-    A result that lies in `out` already is taken from there.
+    A result already in `out` is read from there.
 
     Args:
-        engine: on the shipped model.
-        suite: how many rows; as many of each category, so a few more.
-        out: where the result is kept.
-        progress: called with rows done, and in all.
+        engine: engine with the shipped model.
+        suite: gives the number of rows, rounded up to the same number of each category.
+        out: folder for the result.
+        progress: called with rows done, and their total.
 
     Returns:
-        ``holds``, what it was held to, and what was measured; only a ``reason`` where there is no setting to check.
+        ``holds``, the requirements, and the figures; only a ``reason`` if there is no setting to check.
 
     Raises:
-        InvalidInputError: as `cacheblend.evaluation.gate.check`, or the kept result is damaged.
+        InvalidInputError: as `cacheblend.evaluation.gate.check`, or the file of a result is damaged.
     """
     profile = engine.settings.profile
     if profile is None:
-        return {"reason": f"no gate's setting to check: {engine.settings.source}"}
+        return {"reason": f"there is no gated setting to check: {engine.settings.source}"}
     if not profile.blend:
-        return {"reason": "the profile says that nothing is blended, so there is no setting to check"}
+        return {"reason": "the profile disables blending, so there is no setting to check"}
     bar = Bar(scorer=WordF1())
     if profile.measured.threshold:
         bar = replace(bar, threshold=profile.measured.threshold, confidence=profile.measured.confidence)
@@ -68,7 +68,7 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, progress: Progress 
 
 
 def _describe(engine: BlendEngine, bar: Bar, rows: list[QuestionRow]) -> dict[str, Any]:
-    """All that shapes the result."""
+    """All that affects the result."""
     versions = provenance.versions()
     described = {
         "code": provenance.code_digest(CODE),
@@ -98,5 +98,5 @@ def _read(file: Path) -> dict[str, Any]:
         if not isinstance(found["holds"], bool) or not isinstance(found["rows"], int):
             raise ValueError("a field has the wrong type")
     except (ValueError, TypeError, KeyError) as error:
-        raise InvalidInputError(f"{file}: damaged ({error}); delete it, and the gate is checked again") from error
+        raise InvalidInputError(f"{file}: damaged ({error}); delete it to check the gate again") from error
     return found

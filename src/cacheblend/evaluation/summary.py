@@ -1,4 +1,4 @@
-"""From the cells of an evaluation to figures: quality with intervals, differences to full, time, compute, agreement."""
+"""Figures of an evaluation: quality with intervals, differences to full recompute, time, compute, agreement."""
 
 import statistics
 from collections import Counter
@@ -17,8 +17,8 @@ from cacheblend.evaluation.runner import Evaluation
 from cacheblend.evaluation.scorers import Scorer, best
 
 AGREEMENT = ("top_1", "equal_tokens", "same_answer")
-"""Measures that need no gold answer: the likeliest first token is that of full; the share of the greedy answers'
-positions in front of their first difference; all tokens of the answer are those of full."""
+"""Measures that need no gold answers, all against full recompute: the most likely first token is the same; the share of
+the greedy answers' tokens before their first difference; the whole answer is the same."""
 
 Measure = Callable[[RowResult, Cell, Cell | None], float | None]
 
@@ -26,18 +26,19 @@ Measure = Callable[[RowResult, Cell, Cell | None], float | None]
 def summarise(
     found: Evaluation, scorers: Sequence[Scorer] = (), *, resamples: int = 2000, level: float = 0.95, seed: int = 0
 ) -> dict[str, Any]:
-    """All figures, as they are written to JSON.
+    """All figures, in the form in which they are written to JSON.
 
-    A row counts for a scorer if it has gold answers; `answers_missing` counts the others. Intervals are percentiles
-    over `resamples` draws of rows, the same draws for all arms, within each category and over all rows.
+    Scorers use the rows with gold answers; `answers_missing` counts the others. Intervals are percentile bootstrap
+    intervals: `resamples` draws of rows, the same for all methods, within each category and over all rows.
 
     Returns:
-        ``arms``: a list, each arm at each `top_k`: its label; ``rows``, ``skipped``; ``ttft_s``, ``speedup``,
+        ``methods``: a list with each method at each `top_k`: its label; ``rows``, ``skipped``; ``ttft_s``, ``speedup``,
         ``total_compute``, tokens; ``scores`` by scorer and ``agreement`` by measure, each ``{"all": figure,
-        "by_category": {category: figure}}``; a figure is ``{"n", "mean", "low", "high", "difference"}``, the
-        difference to full being ``{"n", "mean", "low", "high"}``, or None. ``machines``: rows by where they were timed.
+        "by_category": {category: figure}}``. A figure is ``{"n", "mean", "low", "high", "difference"}`` or None; the
+        difference to full recompute is ``{"n", "mean", "low", "high"}`` or None. ``machines``: number of rows timed
+        on each machine.
     """
-    columns = [_Column(label, k) for k, label in product(found.top_k, found.arms)]
+    columns = [_Column(label, k) for k, label in product(found.top_k, found.methods)]
     table = _Table(found.rows, columns)
     measures = {scorer.name: _measure_of(scorer) for scorer in scorers} | {name: _MEASURES[name] for name in AGREEMENT}
     figures = _figures(table, measures, resamples=resamples, level=level, seed=seed)
@@ -53,24 +54,26 @@ def summarise(
         "scorers": [scorer.name for scorer in scorers],
         "bootstrap": {"resamples": resamples, "level": level, "seed": seed},
         "config": found.config,
-        "arms": [_arm(table, index, figures, [scorer.name for scorer in scorers]) for index in range(len(columns))],
+        "methods": [
+            _method(table, index, figures, [scorer.name for scorer in scorers]) for index in range(len(columns))
+        ],
     }
 
 
 @dataclass(frozen=True)
 class _Column:
-    """One arm at one `top_k`."""
+    """One method at one `top_k`."""
 
     label: Label
     top_k: int | None
 
 
 class _Table:
-    """Cells by row and column, None where there is none."""
+    """Cells by row and column; None where a method has no answer."""
 
     def __init__(self, rows: Sequence[RowResult], columns: Sequence[_Column]) -> None:
         self.rows, self.columns = rows, columns
-        by_key = [{(cell.arm, cell.top_k): cell for cell in row.cells if not cell.skipped} for row in rows]
+        by_key = [{(cell.method, cell.top_k): cell for cell in row.cells if not cell.skipped} for row in rows]
         self.cells = [[of.get((column.label.name, column.top_k)) for column in columns] for of in by_key]
         self.full = [
             next((i for i, c in enumerate(columns) if c.label.kind == "full" and c.top_k == column.top_k), None)
@@ -83,7 +86,7 @@ class _Table:
         return None if at is None else self.cells[row][at]
 
     def values(self, measure: Measure) -> Values:
-        """[rows, columns], NaN where the measure says nothing."""
+        """[rows, columns]; NaN where the measure is undefined."""
         found = np.full((len(self.rows), len(self.columns)), np.nan)
         for row, column in product(range(len(self.rows)), range(len(self.columns))):
             cell = self.cells[row][column]
@@ -93,14 +96,14 @@ class _Table:
         return found
 
     def differences(self, values: Values) -> Values:
-        """Each column less that of full at the same `top_k`, NaN where one of them is."""
+        """Each column minus the column of full recompute at the same `top_k`; NaN where either is NaN."""
         full = [values[:, at] if at is not None else np.full(len(values), np.nan) for at in self.full]
         found: Values = values - np.stack(full, axis=1)
         return found
 
 
 _Figures = dict[str, list[dict[str, Any]]]
-"""By measure, for each column ``{"all", "by_category"}``."""
+"""For each measure a list over columns of ``{"all", "by_category"}``."""
 
 
 def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, level: float, seed: int) -> _Figures:
@@ -128,7 +131,7 @@ def _figures(table: _Table, measures: dict[str, Measure], *, resamples: int, lev
     return found
 
 
-def _arm(table: _Table, column: int, figures: _Figures, scorers: Sequence[str]) -> dict[str, Any]:
+def _method(table: _Table, column: int, figures: _Figures, scorers: Sequence[str]) -> dict[str, Any]:
     at = table.columns[column]
     rows = [row for row in range(len(table.rows)) if table.cells[row][column] is not None]
     cells = [cell for row in rows if (cell := table.cells[row][column]) is not None]
@@ -138,9 +141,11 @@ def _arm(table: _Table, column: int, figures: _Figures, scorers: Sequence[str]) 
         if (full := table.full_cell(row, column)) is not None and cell.ttft_s > 0
     ]
     kl = [cell.kl for cell in cells if cell.kl is not None]
-    skipped = sum(cell.arm == at.label.name and cell.top_k == at.top_k for row in table.rows for cell in _skipped(row))
+    skipped = sum(
+        cell.method == at.label.name and cell.top_k == at.top_k for row in table.rows for cell in _skipped(row)
+    )
     return {
-        "arm": at.label.name,
+        "method": at.label.name,
         **{key: value for key, value in asdict(at.label).items() if key != "name"},
         "top_k": at.top_k,
         "rows": len(cells),
@@ -187,7 +192,7 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def with_cells(summary: dict[str, Any], found: Evaluation, scorers: Sequence[Scorer]) -> dict[str, Any]:
-    """The summary, and every cell with its scores beside it."""
+    """The summary with every cell and its scores added, under ``cells``."""
     rows = []
     for row in found.rows:
         fields = asdict(row)

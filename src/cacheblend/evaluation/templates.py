@@ -1,4 +1,4 @@
-"""Prompt templates from a TOML file: layouts, the instructions of the map arms, and where an answer ends."""
+"""Prompt templates from a TOML file: layout, instructions of the map methods, stop texts of answers."""
 
 import re
 import tomllib
@@ -23,13 +23,13 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class Template:
-    """How the prompts of an evaluation are laid out; the first fields are those of `PromptLayout`.
+    """Layout of the prompts of an evaluation; extends the fields of `PromptLayout`.
 
     Attributes:
         system, before, heading, separator, question, chat: see `PromptLayout`.
-        map_question: the last text where a passage is asked alone; empty: as `question`.
-        reduce_answer: one of the answers that are joined, ``{number}`` and ``{answer}``.
-        reduce_question: the last text where the joined ``{answers}`` are asked once more.
+        map_question: last text of a prompt with a single passage; empty: the same as `question`.
+        reduce_answer: form of each joined answer, with ``{number}`` and ``{answer}``.
+        reduce_question: last text of the prompt over the joined ``{answers}``.
         stop: texts that end an answer.
     """
 
@@ -46,22 +46,22 @@ class Template:
 
     @property
     def layout(self) -> PromptLayout:
-        """Of a prompt with its passages."""
+        """Layout of a prompt with all passages."""
         return PromptLayout(self.system, self.before, self.heading, self.separator, self.question, self.chat)
 
     @property
     def map_layout(self) -> PromptLayout:
-        """Of one passage asked alone."""
+        """Layout of a prompt with a single passage."""
         question = self.map_question or self.question
         return PromptLayout(self.system, self.before, self.heading, self.separator, question, self.chat)
 
     @property
     def reduce_layout(self) -> PromptLayout:
-        """Of a prompt without passages, whose last text is `reduce_text`'s."""
+        """Layout of a prompt without passages, whose last text is made by `reduce_text`."""
         return PromptLayout(self.system, separator=self.separator, chat=self.chat)
 
     def reduce_text(self, answers: Sequence[str], question: str) -> str:
-        """The answers of single passages, joined, and the question once more."""
+        """The joined answers of single passages, followed by the question."""
         joined = (
             fill(self.reduce_answer, {"number": str(number), "answer": answer.strip()})
             for number, answer in enumerate(answers, start=1)
@@ -70,14 +70,14 @@ class Template:
 
 
 def read_template(name: str = DEFAULT, path: Path | None = None) -> Template:
-    """A template of a file, or of those that ship.
+    """Reads a template from a file, or from the shipped ones.
 
     Args:
-        name: of the template.
-        path: a TOML file, a table each template; None: the shipped ones.
+        name: name of the template.
+        path: a TOML file with one table per template; None: the shipped templates.
 
     Raises:
-        InvalidInputError: the file cannot be read, has no such template, or the template a field it must not have.
+        InvalidInputError: the file cannot be read, it has no such template, or the template has an invalid field.
     """
     where = "the shipped templates" if path is None else str(path)
     try:
@@ -89,7 +89,7 @@ def read_template(name: str = DEFAULT, path: Path | None = None) -> Template:
         raise InvalidInputError(f"{where}: not TOML: {error}") from error
     if not isinstance(found.get(name), dict):
         names = ", ".join(key for key, value in found.items() if isinstance(value, dict))
-        raise InvalidInputError(f"{where}: there is no template [{name}]; there are: {names or 'none'}")
+        raise InvalidInputError(f"{where}: there is no template [{name}]; the file has {names or 'none'}")
     return _template(found[name], f"{where}, [{name}]")
 
 
@@ -97,7 +97,7 @@ def _template(table: dict[str, Any], where: str) -> Template:
     known = {field.name: field for field in fields(Template)}
     for key, value in table.items():
         if key not in known:
-            raise InvalidInputError(f"{where}: there is no field {key!r}; there are {', '.join(known)}")
+            raise InvalidInputError(f"{where}: there is no field {key!r}; fields are {', '.join(known)}")
         if key == "chat":
             good, wanted = isinstance(value, bool), "true or false"
         elif key == "stop":
@@ -110,5 +110,5 @@ def _template(table: dict[str, Any], where: str) -> Template:
         unknown = set(re.findall(r"\{([a-z_]+)\}", value)) - _ALLOWED[key] if key in _ALLOWED else set()
         if unknown:
             allowed = ", ".join(f"{{{slot}}}" for slot in sorted(_ALLOWED[key]))
-            raise InvalidInputError(f"{where}, field {key!r}: {{{unknown.pop()}}} means nothing there, only {allowed}")
+            raise InvalidInputError(f"{where}, field {key!r}: {{{unknown.pop()}}} is unknown there, only {allowed}")
     return Template(**{**table, "stop": tuple(table.get("stop", ()))})

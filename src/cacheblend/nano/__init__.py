@@ -1,6 +1,7 @@
-"""A small model that ships, and the small world it was trained on: passages in which answers need other passages.
+"""A small model that ships, and the generator of the passages and questions that it was trained on.
 
-It shows, on any laptop, what blending does to answers. What it is and is not: `model/README.md`.
+It shows on any laptop what blending does to answers: many answers need more than one passage. The model card is
+`model/README.md`; `training/` in the repository trains it.
 """
 
 from importlib.resources import files
@@ -8,5 +9,5 @@ from pathlib import Path
 
 
 def model_path() -> Path:
-    """The model's folder: what `AutoModelForCausalLM.from_pretrained` and `--model` take."""
+    """Folder of the model, as `AutoModelForCausalLM.from_pretrained` and `--model` take it."""
     return Path(str(files("cacheblend.nano"))) / "model"

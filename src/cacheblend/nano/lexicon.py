@@ -1,4 +1,4 @@
-"""The small world's words. Names say what they name by their ending; every word is one token of the tokenizer."""
+"""The words of all passages and questions. A name's ending gives its kind; every word is one token."""
 
 import random
 from typing import Literal
@@ -28,19 +28,19 @@ whistle
 """
 OBJECTS = tuple(_OBJECTS.split())
 
-# "The boot belongs to Vaden.": how a thing comes to its owner, the owner last.
+# "The boot belongs to Vaden.": phrases with the owner last.
 GIVEN = tuple(
     words.split()
     for words in ("belongs to", "went to", "came to", "passed to", "was given to", "was sold to", "now belongs to")
 )
-# "He took the boot.": the owner first.
+# "He took the boot.": verbs with the owner first.
 TAKING = ("took", "bought", "found", "kept", "won")
-# "The boot lies with the harp.": where one thing is, the other is too.
+# "The boot lies with the harp.": both things have the same owner.
 BESIDE = tuple(words.split() for words in ("lies with", "stays with", "is kept with", "goes with"))
 
 OBJECT_CASE: dict[Kind, tuple[str, ...]] = {"man": ("him",), "woman": ("her",), "firm": ("the", "firm")}
 SUBJECT_CASE: dict[Kind, tuple[str, ...]] = {"man": ("He",), "woman": ("She",), "firm": ("The", "firm")}
-# What may stand behind an anaphor, so that it does not end its sentence.
+# May follow a pronoun, so that it is not the last word of its sentence.
 TAILS = tuple(words.split() for words in ("again", "that day", "in the morning", "for a while", "as before"))
 
 ADVERBS = ("Later", "Then", "Today", "Meanwhile", "Once")

@@ -1,6 +1,6 @@
-"""Questions of the small world as rows for evaluations: `python -m cacheblend.nano.questions --out FILE`.
+"""Draws questions with their passages as evaluation rows: `python -m cacheblend.nano.questions --out FILE`.
 
-Draws of other seeds than the training's; every scene is asked at most one question of each category.
+Seeds differ from those of training. Of each scene, at most one question of each category is asked.
 """
 
 import argparse
@@ -13,21 +13,21 @@ from pathlib import Path
 from cacheblend.data import QuestionRow, Text
 from cacheblend.nano.scenes import CATEGORIES, Style, draw_scene, spell
 
-SEED_OFFSET = 1_000_000  # the training draws from small seeds
+SEED_OFFSET = 1_000_000  # training uses small seeds
 RESERVED = frozenset([1, 2, 3, 4, 800, 900])
-"""Seeds of the suite: what is tuned or gated on their rows is not shown by it."""
+"""Seeds of the suite. Nothing may be tuned or gated on their rows, or the suite would not be a test of it."""
 CONTROLS = ("direct", "local")
-"""What needs no other passage: of these, only things that no other passage names are asked for."""
+"""Categories whose answers need no other passage. Only things that no other sentence mentions are asked for."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The kind of prompts that are drawn.
+    """What prompts are drawn.
 
     Attributes:
-        passages: fewest and most.
-        tokens: fewest and most of a passage, short ones as often as long ones (log-uniform).
-        longest: tokens of all passages together.
+        passages: fewest and most per prompt.
+        tokens: fewest and most per passage, drawn log-uniformly.
+        longest: most tokens of all passages together.
     """
 
     passages: tuple[int, int] = (4, 8)
@@ -35,7 +35,7 @@ class Prompts:
     longest: int = 1900
 
     def style(self, rng: random.Random) -> Style:
-        """One draw."""
+        """Draws the style of one prompt."""
         count = rng.randint(*self.passages)
         shortest, longest = self.tokens
         tokens = min(round(shortest * (longest / shortest) ** rng.random()), self.longest // count)
@@ -50,14 +50,14 @@ def draw_questions(
     *,
     per_scene: int | None = None,
 ) -> list[QuestionRow]:
-    """Rows, `per_category` of each category, those of one scene next to each other.
+    """Draws `per_category` rows of each category; rows of the same scene follow each other.
 
     Args:
-        seed: of the draws; those of `RESERVED` are the suite's.
-        per_category: rows.
-        categories: to ask.
-        prompts: their kind.
-        per_scene: rows of one scene at most; 1: no two rows share a passage. None: one of each category.
+        seed: of the random generator; `RESERVED` holds those of the suite.
+        per_category: rows of each category.
+        categories: the categories to ask.
+        prompts: sizes of the prompts; None takes the defaults.
+        per_scene: most rows of one scene; 1 means that no two rows share a passage. None: one of each category.
     """
     rng, prompts = random.Random(SEED_OFFSET + seed), prompts or Prompts()
     left = dict.fromkeys(categories, per_category)
@@ -65,12 +65,12 @@ def draw_questions(
     while any(left.values()):
         scene = draw_scene(rng, prompts.style(rng))
         passages = tuple(Text(text, f"passage {number}") for number, text in enumerate(scene.texts(), start=1))
-        beside, of_scene = scene.named_beside(), 0
+        chained_to, of_scene = scene.chained_to(), 0
         for category, found in sorted(scene.questions(rng, categories).items(), key=lambda each: -left[each[0]]):
             if per_scene is not None and of_scene == per_scene:
                 break
             if category in CONTROLS:
-                found = [question for question in found if beside.isdisjoint(question.owners)]
+                found = [question for question in found if chained_to.isdisjoint(question.owners)]
             if left[category] and found:
                 left[category] -= 1
                 of_scene += 1
@@ -81,7 +81,7 @@ def draw_questions(
 
 
 def lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
-    """Rows in this project's own format, one JSON object a line."""
+    """Rows in this project's own format, one JSON object per line."""
     for row in rows:
         yield json.dumps(
             {
@@ -95,16 +95,18 @@ def lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
 
 
 def main() -> None:
-    """The command."""
+    """Entry point of the command."""
     parser = argparse.ArgumentParser(prog="python -m cacheblend.nano.questions", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a .jsonl file")
-    parser.add_argument("--seed", type=int, default=50, help="default: 50; the suite's own are refused")
+    parser.add_argument("--seed", type=int, default=50, help="default: 50; seeds of the suite are refused")
     parser.add_argument("--per-category", type=int, default=100)
-    parser.add_argument("--category", choices=CATEGORIES, action="append", help="several; default: all")
-    parser.add_argument("--per-scene", type=int, help="rows of one scene at most; 1 for the quality gate")
+    parser.add_argument("--category", choices=CATEGORIES, action="append", help="may be repeated; default: all")
+    parser.add_argument("--per-scene", type=int, help="most rows of one scene; 1 for the quality gate")
     options = parser.parse_args()
     if options.seed in RESERVED:
-        parser.error(f"the seed {options.seed} is the suite's ({', '.join(map(str, sorted(RESERVED)))}); take another")
+        parser.error(
+            f"the seed {options.seed} belongs to the suite ({', '.join(map(str, sorted(RESERVED)))}); choose another"
+        )
     categories = options.category or CATEGORIES
     rows = draw_questions(options.seed, options.per_category, categories, per_scene=options.per_scene)
     options.out.write_text("".join(f"{line}\n" for line in lines(rows)), encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Reads passages in the order in which they stand: who is meant, and so who has what, from their words alone.
+"""Resolves pronouns and owners from the words of passages alone, in any order of the passages.
 
-`scenes` knows both since it makes them up; the same passages in another order mean something else.
+`scenes` knows the facts of the scenes that it draws. With the same passages in another order, pronouns refer to other
+people, so the facts are different: this module derives them.
 """
 
 from collections.abc import Sequence
@@ -12,49 +13,49 @@ from cacheblend.nano.lexicon import Kind
 from cacheblend.nano.scenes import Fact, Scene, Sentence, spell
 
 UNASKED = "unasked"
-"""Category of a thing beside another whose owner is told later, or is unknown: `draw_scene` tells none. It counts as
-told, but its owner is not worked out, and nothing is asked of it."""
+"""Category of a thing whose sentence refers to another thing with an owner that is unknown or stated later.
+`draw_scene` draws no such sentence. The thing counts as mentioned, but has no owner and is not asked for."""
 
 _FILLERS = frozenset(map(tuple, lexicon.FILLERS))
-_STATED = ("direct", "local", "local-hard", "cross", "cross-hard")  # what another thing's owner may be told by
+_STATED = ("direct", "local", "local-hard", "cross", "cross-hard")  # facts that determine the owner of another thing
 Known = dict[int, tuple[str, str]]
-"""As `Sentence.knows`."""
+"""See `Sentence.knows`."""
 
 
 def read_scene(passages: Sequence[Sequence[Sentence]]) -> Scene:
-    """The scene that these passages make in this order.
+    """The scene formed by these passages in this order.
 
-    In the order of `draw_scene` it is the scene that was drawn, but that `unmentioned` has every thing that no sentence
-    gives an owner, not four of them.
+    In the order of `draw_scene` the result equals the drawn scene, except that `unmentioned` holds all things without
+    a sentence of their own instead of four.
 
     Args:
-        passages: their sentences; only the words are looked at.
+        passages: their sentences; only the words are read.
 
     Raises:
-        InvalidInputError: a sentence that is none of the small world's.
+        InvalidInputError: a sentence that `draw_scene` cannot draw.
     """
     return _Reader().read(passages)
 
 
 class _Reader:
-    """Goes through the sentences in order, and keeps who was named last and which facts are out."""
+    """Reads the sentences in order; keeps the last named owner of each kind, and the facts so far."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Fact] = {}  # by thing
-        self.last: dict[Kind, tuple[str, int]] = {}  # who was named last, and in which passage
-        self.hanging: dict[str, str] = {}  # things beside others that were not told of before
+        self.last: dict[Kind, tuple[str, int]] = {}  # the last named owner, and the passage
+        self.unresolved: dict[str, str] = {}  # thing -> the other thing that it refers to, not mentioned so far
         self.passage = 0
 
     def read(self, passages: Sequence[Sequence[Sentence]]) -> Scene:
-        told = []
+        read = []
         for number, passage in enumerate(passages):
             self.passage = number
-            told.append([Sentence(list(sentence.words), self._sentence(sentence.words)) for sentence in passage])
-        for thing, other in self.hanging.items():
+            read.append([Sentence(list(sentence.words), self._sentence(sentence.words)) for sentence in passage])
+        for thing, other in self.unresolved.items():
             if other in self.facts:
                 self.facts[thing] = replace(self.facts[thing], category=UNASKED)
         unmentioned = tuple(thing for thing in lexicon.OBJECTS if thing not in self.facts)
-        return Scene(told, list(self.facts.values()), unmentioned)
+        return Scene(read, list(self.facts.values()), unmentioned)
 
     def _sentence(self, words: Sequence[str]) -> Known:
         known: Known | None
@@ -67,14 +68,14 @@ class _Reader:
         else:
             known = self._taken(words)
         if known is None:
-            raise InvalidInputError(f"{spell(words)!r} is no sentence that draw_scene tells")
+            raise InvalidInputError(f"{spell(words)!r} is no sentence that draw_scene draws")
         return known
 
     def _deed(self, words: Sequence[str]) -> Known | None:
         """ "Later Vaden sat down." """
         if words[1] not in lexicon.KIND_OF:
             return None
-        self._name(words[1])
+        self._record_name(words[1])
         return {}
 
     def _given(self, words: Sequence[str]) -> Known | None:
@@ -82,12 +83,12 @@ class _Reader:
         at = 2 + _phrase_length(lexicon.GIVEN, words[2:])
         thing, who = words[1], tuple(words[at:-1])
         if at > 2 and len(who) == 1 and who[0] in lexicon.KIND_OF:
-            self._name(who[0])
-            return {at: self._tell(thing, who[0], "direct")}
+            self._record_name(who[0])
+            return {at: self._record_fact(thing, who[0], "direct")}
         for kind, case in lexicon.OBJECT_CASE.items():
             tail = who[len(case) :]
             if at > 2 and who[: len(case)] == case and (not tail or list(tail) in lexicon.TAILS):
-                return {at + len(case) - 1: self._tell(thing, *self._meant(kind, hard=bool(tail)))}
+                return {at + len(case) - 1: self._record_fact(thing, *self._resolve(kind, hard=bool(tail)))}
         return None
 
     def _taken(self, words: Sequence[str]) -> Known | None:
@@ -95,8 +96,8 @@ class _Reader:
         for kind, case in lexicon.SUBJECT_CASE.items():
             at = len(case)  # of the verb
             verb, thing = tuple(words[at : at + 2]), "".join(words[at + 2 : at + 3])
-            if tuple(words[:at]) == case and verb in _TAKEN and thing in lexicon.OBJECTS:
-                known = self._tell(thing, *self._meant(kind, hard=True))
+            if tuple(words[:at]) == case and verb in _TAKING and thing in lexicon.OBJECTS:
+                known = self._record_fact(thing, *self._resolve(kind, hard=True))
                 return {at - 1: ("", known[1]), at + 2: known}
         return None
 
@@ -107,32 +108,32 @@ class _Reader:
             return None
         fact = self.facts.get(other)
         if fact is None:
-            self.hanging[thing] = other
-            known = self._tell(thing, lexicon.UNKNOWN, "unanswerable")
+            self.unresolved[thing] = other
+            known = self._record_fact(thing, lexicon.UNKNOWN, "unanswerable")
         elif fact.category not in _STATED:
-            known = self._tell(thing, lexicon.UNKNOWN, UNASKED)
+            known = self._record_fact(thing, lexicon.UNKNOWN, UNASKED)
         else:
-            known = self._tell(thing, fact.owner, "chain2" if fact.category.startswith("cross") else "chain")
+            known = self._record_fact(thing, fact.owner, "chain2" if fact.category.startswith("cross") else "chain")
         return {len(words) - 2: known}
 
-    def _name(self, name: str) -> None:
+    def _record_name(self, name: str) -> None:
         self.last[lexicon.KIND_OF[name]] = (name, self.passage)
 
-    def _meant(self, kind: Kind, *, hard: bool) -> tuple[str, str]:
-        """Whom a pronoun of that kind means here, and the category of a question for what it has."""
+    def _resolve(self, kind: Kind, *, hard: bool) -> tuple[str, str]:
+        """The owner that a pronoun of this kind refers to here, and the category of a question for the thing."""
         if kind not in self.last:
             return lexicon.UNKNOWN, "unanswerable"
         owner, passage = self.last[kind]
         return owner, ("local" if passage == self.passage else "cross") + ("-hard" if hard else "")
 
-    def _tell(self, thing: str, owner: str, category: str) -> tuple[str, str]:
+    def _record_fact(self, thing: str, owner: str, category: str) -> tuple[str, str]:
         self.facts[thing] = Fact(thing, owner, category, self.passage)
         return thing, owner
 
 
-_TAKEN = frozenset((verb, "the") for verb in lexicon.TAKING)
+_TAKING = frozenset((verb, "the") for verb in lexicon.TAKING)
 
 
 def _phrase_length(phrases: Sequence[Sequence[str]], words: Sequence[str]) -> int:
-    """Words of the phrase that these begin with; 0 where they begin with none."""
+    """Length of the phrase that `words` begins with; 0 if it begins with none."""
     return next((len(phrase) for phrase in phrases if list(words[: len(phrase)]) == list(phrase)), 0)

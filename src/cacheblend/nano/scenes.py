@@ -1,18 +1,18 @@
-"""Passages and questions of the small world, drawn at random and never the same twice.
+"""Random passages about who has which thing, and questions about them.
 
-Each passage tells who has which thing. A pronoun means the person (or firm) of its kind who was named last, wherever
-in the prompt that was: what it stands for may be known in its own passage, in an earlier one, or nowhere.
+A pronoun refers to the last named person (or firm) of its kind, anywhere earlier in the prompt: its antecedent may be
+in the same passage, in an earlier one, or nowhere.
 
-| category | the question's answer needs |
+| category | what the answer needs |
 |---|---|
 | direct | one sentence: "The boot belongs to Vaden." |
 | local | a pronoun's antecedent in the same passage: "Later Vaden sat down. The boot belongs to him." |
-| cross | the antecedent in an earlier passage; the pronoun ends its sentence |
-| cross-hard | the same with the pronoun elsewhere: "He took the boot." |
-| chain | "The boot lies with the harp.", the harp's owner stated in an earlier passage |
-| chain2 | the same, the harp's owner being himself a pronoun's antecedent in a passage before that one |
+| cross | the antecedent in an earlier passage; the pronoun is the last word of its sentence |
+| cross-hard | the same, with the pronoun elsewhere in its sentence: "He took the boot." |
+| chain | "The boot lies with the harp.", with the owner of the harp stated in an earlier passage |
+| chain2 | the same, with the owner of the harp given by a pronoun whose antecedent is in yet another passage |
 | comparison | the owners of two things in two passages, and whether they are the same |
-| unanswerable | what no passage tells: "unknown" |
+| unanswerable | nothing: no passage states the owner, and the answer is "unknown" |
 """
 
 import random
@@ -23,8 +23,7 @@ from cacheblend.nano import lexicon
 from cacheblend.nano.lexicon import Kind
 
 CATEGORIES = ("direct", "local", "cross", "cross-hard", "chain", "chain2", "comparison", "unanswerable")
-_TOLD = ("direct", "local", "local-hard", "cross", "cross-hard")  # what another thing's owner may be told by
-_RESERVED = 4  # things that no passage mentions, to ask for in vain
+_RESERVED = 4  # things that no passage mentions, for unanswerable questions
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,12 @@ class Style:
     """How passages are drawn.
 
     Attributes:
-        passages: how many.
-        tokens: of each passage at most; fillers make it that long.
-        dense: share of passages crowded with facts; the others hold few among much filler.
-        hard: share of pronouns that do not end their sentence.
-        chains: chance of a chain, twice in a crowded passage.
-        direct_only: chance of a passage of nothing but stated facts.
+        passages: number of passages.
+        tokens: most tokens of each passage; filler sentences fill it up.
+        dense: share of passages crowded with facts; the others hold few facts and much filler.
+        hard: share of pronouns that are not the last word of their sentence.
+        chains: probability of a chain; a crowded passage has two chances.
+        direct_only: probability that a passage holds stated facts only.
     """
 
     passages: int = 6
@@ -50,13 +49,13 @@ class Style:
 
 @dataclass(frozen=True)
 class Fact:
-    """Who has a thing, and where one learns it.
+    """The owner of a thing, and where it is stated.
 
     Attributes:
         thing: a word of `lexicon.OBJECTS`.
         owner: a name, or ``unknown``.
-        category: of the question for it; ``local-hard`` is not asked in evaluations.
-        passage: its index.
+        category: of the question for the thing; ``local-hard`` is not asked in evaluations.
+        passage: index of the passage that states it.
     """
 
     thing: str
@@ -67,11 +66,11 @@ class Fact:
 
 @dataclass
 class Sentence:
-    """Words with their full stop.
+    """One sentence.
 
     Attributes:
-        words: in order.
-        knows: index of a word -> (thing, owner): what the text up to that word says; either may be empty.
+        words: in order, the full stop included.
+        knows: index of a word -> (thing, owner), the fact known from that word on; either may be empty.
     """
 
     words: list[str]
@@ -80,7 +79,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer, and the category that it is scored under."""
+    """A question, its answer, its category, and the owners that the answer depends on by thing."""
 
     words: tuple[str, ...]
     answer: tuple[str, ...]
@@ -90,18 +89,18 @@ class Question:
 
 @dataclass
 class Scene:
-    """Passages in order, and all that can be asked of them."""
+    """Passages in order, their facts, and things that no passage mentions."""
 
     passages: list[list[Sentence]]
     facts: list[Fact]
     unmentioned: tuple[str, ...]
 
     def texts(self) -> list[str]:
-        """The passages as a reader sees them."""
+        """The passages as texts."""
         return [spell(word for sentence in passage for word in sentence.words) for passage in self.passages]
 
     def questions(self, rng: random.Random, categories: Sequence[str] = CATEGORIES) -> dict[str, list[Question]]:
-        """All questions by category, in random order."""
+        """All questions by category, each list in random order."""
         found: dict[str, list[Question]] = {category: [] for category in categories}
         for fact in self.facts:
             if fact.category in found:
@@ -114,21 +113,21 @@ class Scene:
             rng.shuffle(questions)
         return found
 
-    def named_beside(self) -> set[str]:
-        """Things that another one is told to be with, so that more than their own sentence bears on them."""
+    def chained_to(self) -> set[str]:
+        """Things that a chain refers to; another sentence than their own depends on them."""
         words = (sentence.words for passage in self.passages for sentence in passage)
         return {each[-2] for each in words if each[-4:-2] == ["with", "the"]}
 
     def _comparisons(self, rng: random.Random) -> list[Question]:
-        """Of two facts of two passages, as often the same owner as not."""
-        told = [fact for fact in self.facts if fact.category in ("direct", "local", "cross")]
-        across = [fact for fact in told if fact.category == "cross"]
+        """Comparisons of two facts of different passages; the owners are equal with probability 0.5."""
+        stated = [fact for fact in self.facts if fact.category in ("direct", "local", "cross")]
+        across = [fact for fact in stated if fact.category == "cross"]
         found = []
         for one in rng.sample(across, min(len(across), 12)):
             same = rng.random() < 0.5
             others = [
                 other
-                for other in told
+                for other in stated
                 if other.passage != one.passage
                 and (other.owner == one.owner) == same
                 and lexicon.KIND_OF[other.owner] == lexicon.KIND_OF[one.owner]
@@ -141,7 +140,7 @@ class Scene:
 
 
 def spell(words: Iterable[str]) -> str:
-    """Words to text: punctuation stands at the word before it."""
+    """Joins words to a text, without spaces before punctuation."""
     text = ""
     for word in words:
         text += word if not text or word in ".?:" else f" {word}"
@@ -149,12 +148,12 @@ def spell(words: Iterable[str]) -> str:
 
 
 def draw_scene(rng: random.Random, style: Style) -> Scene:
-    """One scene; the same for the same generator and style."""
-    return _Teller(rng, style).tell()
+    """Draws a scene; equal states of the generator give equal scenes."""
+    return _Generator(rng, style).scene()
 
 
-class _Teller:
-    """Draws a scene passage by passage, and keeps who was named last and which facts are out."""
+class _Generator:
+    """Draws a scene passage by passage; keeps the last named owner of each kind, and the facts so far."""
 
     def __init__(self, rng: random.Random, style: Style) -> None:
         self.rng, self.style = rng, style
@@ -163,38 +162,38 @@ class _Teller:
         self.unmentioned = tuple(things[:_RESERVED])
         self.things = things[_RESERVED:]
         self.facts: list[Fact] = []
-        self.last: dict[Kind, tuple[str, int]] = {}  # who was named last, and in which passage
+        self.last: dict[Kind, tuple[str, int]] = {}  # the last named owner, and the passage
         self.passage = 0
 
-    def tell(self) -> Scene:
+    def scene(self) -> Scene:
         passages = []
         for number in range(self.style.passages):
             self.passage = number
-            passages.append(self._tell_passage())
+            passages.append(self._draw_passage())
         return Scene(passages, self.facts, self.unmentioned)
 
-    def _tell_passage(self) -> list[Sentence]:
-        """Facts in the planned order, as many as fit; fillers between them, until the passage is full."""
-        room, sentences = self.style.tokens, list[Sentence]()
+    def _draw_passage(self) -> list[Sentence]:
+        """Facts in the planned order, as many as fit, with filler sentences until the passage is full."""
+        capacity, sentences = self.style.tokens, list[Sentence]()
         for what, kind in self._plan():
             state = (list(self.things), list(self.facts), dict(self.last))
             sentence = self._sentence(what, kind)
             if sentence is None:
                 continue
-            if len(sentence.words) > room:
+            if len(sentence.words) > capacity:
                 self.things, self.facts, self.last = state
                 continue
-            room -= len(sentence.words)
+            capacity -= len(sentence.words)
             sentences.append(sentence)
-        while room >= 5:
+        while capacity >= 5:
             words = [*self.rng.choice(lexicon.FILLERS), "."]
-            if len(words) <= room:
-                room -= len(words)
+            if len(words) <= capacity:
+                capacity -= len(words)
                 sentences.insert(self.rng.randint(0, len(sentences)), Sentence(words))
         return sentences
 
     def _plan(self) -> list[tuple[str, Kind]]:
-        """Kinds of sentences: mostly pronouns that reach back first, then names, then pronouns of those."""
+        """Types of sentences: mostly pronouns with earlier antecedents, then names, then pronouns for these names."""
         rng, style = self.rng, self.style
         kinds = list(lexicon.KINDS)
         if rng.random() < style.direct_only:
@@ -215,7 +214,7 @@ class _Teller:
         return plan
 
     def _sentence(self, what: str, kind: Kind) -> Sentence | None:
-        """None where there is nothing to say."""
+        """A sentence of the given type; None if none can be drawn."""
         if what == "deed":
             name = self._name(kind)
             return Sentence([self.rng.choice(lexicon.ADVERBS), name, *self.rng.choice(lexicon.DEEDS[kind]), "."])
@@ -230,13 +229,13 @@ class _Teller:
         self.last[kind] = (name, self.passage)
         return name
 
-    def _tell(self, owner: str, category: str) -> str:
+    def _add_fact(self, owner: str, category: str) -> str:
         thing = self.things.pop()
         self.facts.append(Fact(thing, owner, category, self.passage))
         return thing
 
     def _direct(self, name: str) -> Sentence:
-        thing = self._tell(name, "direct")
+        thing = self._add_fact(name, "direct")
         words = ["The", thing, *self.rng.choice(lexicon.GIVEN), name, "."]
         return Sentence(words, {len(words) - 2: (thing, name)})
 
@@ -244,12 +243,12 @@ class _Teller:
         owner, passage = self.last.get(kind, (lexicon.UNKNOWN, self.passage))
         category = "unanswerable" if owner == lexicon.UNKNOWN else "local" if passage == self.passage else "cross"
         if self.rng.random() >= self.style.hard:
-            return self._given(self._tell(owner, category), owner, kind, ())
+            return self._given(self._add_fact(owner, category), owner, kind, ())
         category = {"local": "local-hard", "cross": "cross-hard"}.get(category, category)
         if self.rng.random() < 0.5:
-            return self._given(self._tell(owner, category), owner, kind, self.rng.choice(lexicon.TAILS))
+            return self._given(self._add_fact(owner, category), owner, kind, self.rng.choice(lexicon.TAILS))
         subject = lexicon.SUBJECT_CASE[kind]
-        thing = self._tell(owner, category)
+        thing = self._add_fact(owner, category)
         tail = self.rng.choice(lexicon.TAILS) if self.rng.random() < 0.5 else []
         words = [*subject, self.rng.choice(lexicon.TAKING), "the", thing, *tail, "."]
         return Sentence(words, {len(subject) - 1: ("", owner), len(subject) + 2: (thing, owner)})
@@ -259,19 +258,19 @@ class _Teller:
         return Sentence([*words, *tail, "."], {len(words) - 1: (thing, owner)})
 
     def _chain(self) -> Sentence | None:
-        """One thing beside another: of an earlier passage, or (seldom) of none."""
+        """A thing that lies with another one of an earlier passage, or, rarely, with an unmentioned one."""
         rng = self.rng
-        told = [
+        stated = [
             f for f in self.facts if f.passage < self.passage and f.category not in ("unanswerable", "chain", "chain2")
         ]
-        if not told or rng.random() < 0.05:
+        if not stated or rng.random() < 0.05:
             other, owner, category = rng.choice(self.unmentioned), lexicon.UNKNOWN, "unanswerable"
         else:
-            stated = [fact for fact in told if fact.category == "direct"]
-            fact = rng.choice(stated if stated and rng.random() < 0.5 else told)
+            direct = [fact for fact in stated if fact.category == "direct"]
+            fact = rng.choice(direct if direct and rng.random() < 0.5 else stated)
             across = fact.category in ("cross", "cross-hard")
             other, owner, category = fact.thing, fact.owner, "chain2" if across else "chain"
-        thing = self._tell(owner, category)
+        thing = self._add_fact(owner, category)
         words = ["The", thing, *rng.choice(lexicon.BESIDE), "the", other, "."]
         return Sentence(words, {len(words) - 2: (thing, owner)})
 

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE, so that it takes any text; every word of the small world is one token."""
+"""The model's tokenizer: byte-level BPE, which takes any text; every word of `lexicon` is one token."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from cacheblend.nano import lexicon
 
 BOS, END, USER, ASSISTANT, SYSTEM, PAD = "<s>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>"
-SEPARATOR = "\n\n"  # between passages, and in front of the question
-SYSTEM_PROMPT = "Answer from the passages."  # the one that training has seen
+SEPARATOR = "\n\n"  # between passages, and before the question
+SYSTEM_PROMPT = "Answer from the passages."  # the only one seen in training
 MAX_POSITIONS = 2048
 
 CHAT_TEMPLATE = """\
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> Tokenizer:
-    """Trained on the lexicon; the same every time."""
+    """A tokenizer trained on the lexicon; always the same."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,7 +47,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(folder: Path) -> Any:
-    """Writes transformers' tokenizer files into a folder, and returns the tokenizer."""
+    """Writes the tokenizer files of transformers to a folder; returns transformers' tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(

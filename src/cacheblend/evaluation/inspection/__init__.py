@@ -1,4 +1,4 @@
-"""What blending does to one prompt, measured and drawn."""
+"""Measures and draws what blending does to one prompt."""
 
 from cacheblend.evaluation.inspection.deviation import attention_deviation_by_layer, kv_deviation_by_layer
 from cacheblend.evaluation.inspection.inspection import Inspection

@@ -1,4 +1,4 @@
-"""An inspection's figures of attention. Needs matplotlib."""
+"""Figures of attention. Needs matplotlib."""
 
 from typing import Any
 
@@ -8,28 +8,28 @@ from cacheblend.evaluation.inspection.deviation import Array
 from cacheblend.evaluation.inspection.figure_style import (
     COLOURS,
     MANY_PARTS,
-    arms_of,
     label_of,
+    methods_of,
     new_figure,
     whole_numbers,
 )
 from cacheblend.evaluation.inspection.inspection import Inspection
 
-MOST_NUMBERS = 10  # parts up to which cells carry their number
+MOST_NUMBERS = 10  # largest number of parts for which cells show their values
 
 
 def attention_by_chunk(of: Inspection, layers: list[int]) -> Any:
-    """Matrices over parts for the three arms, and the cross-chunk share by layer."""
+    """Attention matrices over parts for the three methods, and the cross-chunk share by layer."""
     from matplotlib.colors import PowerNorm
 
     side = max(2.6, min(4.4, 0.42 * len(of.parts)))
     figure = new_figure(3 * side + 3.2, side + 5.2)
     upper, lower = figure.subfigures(2, 1, height_ratios=(side + 2.0, 3.2))
-    matrices = {name: 100 * arm.attention[layers].mean(axis=0) for name, arm in arms_of(of).items()}
+    matrices = {name: 100 * method.attention[layers].mean(axis=0) for name, method in methods_of(of).items()}
     scale = PowerNorm(0.5, 0, max(matrix.max() for matrix in matrices.values()))
     axes = upper.subplots(1, 3, sharey=True)
     for one, (name, matrix) in zip(axes, matrices.items(), strict=True):
-        cross = 100 * float(of.cross_chunk(arms_of(of)[name])[layers].mean())
+        cross = 100 * float(of.cross_chunk(methods_of(of)[name])[layers].mean())
         image = one.imshow(matrix, cmap="viridis", norm=scale)
         one.set_title(f"{name}" + (f": {cross:.1f} % to other chunks" if np.isfinite(cross) else ""))
         one.set_xlabel("attended to")
@@ -39,22 +39,22 @@ def attention_by_chunk(of: Inspection, layers: list[int]) -> Any:
             _numbers(one, matrix, scale)
     axes[0].set_ylabel("attending tokens")
     upper.colorbar(image, ax=list(axes), fraction=0.02, pad=0.01, label="share of attention, %")
-    upper.suptitle("Where attention goes (mean over heads, tokens and layers); framed: from chunk to chunk")
+    upper.suptitle("Attention between parts (mean over heads, tokens and layers); framed: from chunk to chunk")
     _cross_chunk_by_layer(lower.subplots(), of, layers)
     return figure
 
 
 def _cross_chunk_by_layer(axes: Any, of: Inspection, layers: list[int]) -> None:
-    for name, arm in arms_of(of).items():
-        axes.plot(layers, 100 * of.cross_chunk(arm)[layers], "o-", color=COLOURS[name], label=name)
+    for name, method in methods_of(of).items():
+        axes.plot(layers, 100 * of.cross_chunk(method)[layers], "o-", color=COLOURS[name], label=name)
     axes.set(xlabel="layer", ylabel="attention to other chunks, %", ylim=(0, None))
     whole_numbers(axes.xaxis)
-    axes.set_title("Attention that chunks give to other chunks: full reuse has none of it")
+    axes.set_title("Attention from chunks to other chunks: full reuse has none")
     axes.legend()
 
 
 def attention_by_layer(of: Inspection, layers: list[int]) -> Any:
-    """Forward attention deviation, a line a ratio."""
+    """Forward attention deviation, one line per ratio."""
     from matplotlib import colormaps
 
     figure = new_figure(8, 4.8)
@@ -62,15 +62,15 @@ def attention_by_layer(of: Inspection, layers: list[int]) -> Any:
     name, points = next(iter(of.curves.items()), ("", []))
     drawn = of.reuse.attention_deviation, of.blend.attention_deviation
     inner = [p for p in points if p.ratio < 1 and not any(_same(p.attention_deviation, values) for values in drawn)]
-    _plot_arm(axes, of, layers, "full reuse")
+    _plot_method(axes, of, layers, "full reuse")
     for place, point in enumerate(inner):
         colour = colormaps["viridis"](0.15 + 0.75 * place / max(1, len(inner) - 1))
         label = f"{name}, r = {point.ratio:g}"
         axes.plot(layers, point.attention_deviation[layers], "-", color=colour, linewidth=1.4, label=label)
-    _plot_arm(axes, of, layers, "blend")
-    axes.set(xlabel="layer", ylabel="attention deviation / norm of full recompute's", ylim=(0, None))
+    _plot_method(axes, of, layers, "blend")
+    axes.set(xlabel="layer", ylabel="attention deviation / norm in full recompute", ylim=(0, None))
     whole_numbers(axes.xaxis)
-    axes.set_title("How far the question's attention to the context is from full recompute's")
+    axes.set_title("Deviation of the question's attention to the context from full recompute")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
 
@@ -79,13 +79,13 @@ def _same(first: Array, second: Array) -> bool:
     return bool(np.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True))
 
 
-def _plot_arm(axes: Any, of: Inspection, layers: list[int], name: str) -> None:
-    values = arms_of(of)[name].attention_deviation[layers]
+def _plot_method(axes: Any, of: Inspection, layers: list[int], name: str) -> None:
+    values = methods_of(of)[name].attention_deviation[layers]
     axes.plot(layers, values, "o-", color=COLOURS[name], linewidth=2.2, label=name)
 
 
 def attention_by_ratio(of: Inspection, layers: list[int]) -> Any:
-    """Attention deviation against recompute ratio, a line a selector."""
+    """Attention deviation over recompute ratio, one line per selector."""
     figure = new_figure(7.5, 4.8)
     axes = figure.subplots()
     for place, (name, points) in enumerate(of.curves.items()):
@@ -96,7 +96,7 @@ def attention_by_ratio(of: Inspection, layers: list[int]) -> Any:
     axes.axhline(reuse, color=COLOURS["full reuse"], linewidth=1.2, linestyle=":", label="full reuse")
     axes.set(xlabel="loaded tokens recomputed, %", ylabel="attention deviation, mean over layers")
     axes.set(xlim=(-2, 102), ylim=(0, None))
-    axes.set_title("How fast recomputing brings the question's attention back")
+    axes.set_title("Deviation of the question's attention by recompute ratio")
     axes.legend()
     return figure
 
@@ -106,7 +106,7 @@ def _mean(values: Array) -> float:
 
 
 def _name_parts(axes: Any, of: Inspection) -> None:
-    """Whole names beside the rows, short ones under the columns."""
+    """Full names at the rows, short names under the columns."""
     number, short = 0, []
     for part in of.parts:
         number += part.is_chunk
@@ -118,7 +118,7 @@ def _name_parts(axes: Any, of: Inspection) -> None:
 
 
 def _frame_cross_chunk(axes: Any, of: Inspection) -> None:
-    """A frame around every cell in which one chunk attends to another in front of it."""
+    """Frames every cell in which a chunk attends to a preceding chunk."""
     from matplotlib.patches import Rectangle
 
     chunks = [index for index, part in enumerate(of.parts) if part.is_chunk]

@@ -1,4 +1,4 @@
-"""How far two passes over one prompt are apart, by layer: in their KV, and in what the question attends to."""
+"""Deviation between two passes over one prompt, by layer: of their KV, and of the question's attention."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ def kv_deviation_by_layer(fresh: Sequence[LayerKV], other: Sequence[LayerKV]) ->
     """KV deviation per token and layer.
 
     Args:
-        fresh: full recompute's KV cache, a layer each, [kv_heads, tokens, head_dim] (`Observation.kv`).
-        other: another pass's, of the same shapes.
+        fresh: KV cache of full recompute, for each layer [kv_heads, tokens, head_dim] (`Observation.kv`).
+        other: KV cache of another pass, of the same shapes.
 
     Returns:
         [layers, tokens] squared L2 distance over keys and values.
@@ -27,7 +27,7 @@ def kv_deviation_by_layer(fresh: Sequence[LayerKV], other: Sequence[LayerKV]) ->
 
 
 def kv_norm_by_layer(fresh: Sequence[LayerKV], rows: npt.NDArray[np.int64]) -> Array:
-    """[layers] root mean square, over these rows, of the norm of their keys and values."""
+    """[layers] root mean square over these rows of the norm of their keys and values."""
     norms = []
     for keys, values in fresh:
         at = torch.from_numpy(rows).to(keys.device)
@@ -38,11 +38,11 @@ def kv_norm_by_layer(fresh: Sequence[LayerKV], rows: npt.NDArray[np.int64]) -> A
 
 
 def relative_deviation(deviation: Array, norm: Array) -> Array:
-    """Roots of squared deviations, over their layer's norm: 0 is exact, 1 is as far off as the KV itself is large.
+    """Square roots of deviations divided by the norm of their layer: 0 is exact, 1 is as large as the KV itself.
 
     Args:
-        deviation: [layers, tokens] of `kv_deviation_by_layer`.
-        norm: [layers] of `kv_norm_by_layer`.
+        deviation: [layers, tokens] from `kv_deviation_by_layer`.
+        norm: [layers] from `kv_norm_by_layer`.
 
     Returns:
         [layers, tokens].
@@ -52,15 +52,15 @@ def relative_deviation(deviation: Array, norm: Array) -> Array:
 
 
 def attention_deviation_by_layer(full: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> Array:
-    """Forward attention deviation: how far the question's attention to its context is from full recompute's.
+    """Forward attention deviation: deviation of the question's attention to its context from full recompute.
 
     Args:
-        full: full recompute's forward attention, a layer each, [heads, rows, context] (`Observation.forward`).
-        other: another pass's, of the same shapes.
+        full: forward attention of full recompute, for each layer [heads, rows, context] (`Observation.forward`).
+        other: forward attention of another pass, of the same shapes.
 
     Returns:
-        [layers] norm of the difference over heads, rows and context, relative to the norm of full recompute's; NaN
-        where full recompute looks at nothing there (a sliding window that begins behind the context).
+        [layers] norm of the difference over heads, rows and context, divided by the norm in full recompute; NaN if
+        full recompute does not attend to the context (a sliding window that begins after it).
     """
     deviation = []
     for mine, theirs in zip(full, other, strict=True):

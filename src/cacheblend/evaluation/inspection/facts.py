@@ -1,4 +1,4 @@
-"""An inspection as JSON: a summary by layer, and all numbers by token."""
+"""An inspection as JSON: a summary by layer, and all values by token."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.evaluation.inspection.inspection import ArmView, CurvePoint, Inspection
+from cacheblend.evaluation.inspection.inspection import CurvePoint, Inspection, MethodView
 
-DIGITS = 5  # significant ones
+DIGITS = 5  # significant digits
 
 
 def summary(of: Inspection, layers: Sequence[int] | None = None) -> dict[str, Any]:
-    """What the terminal shows. Numbers that are not defined are None.
+    """The figures shown on the terminal. Undefined values are None.
 
     Args:
         of: the inspection.
-        layers: only these; None takes all.
+        layers: layers to include; None takes all.
     """
     return {
         "model": of.model,
@@ -25,8 +25,10 @@ def summary(of: Inspection, layers: Sequence[int] | None = None) -> dict[str, An
         "prompt_tokens": len(of.tokens),
         "loaded_tokens": len(of.candidates),
         "recomputed_tokens": len(of.recomputed),
-        "compute": _plain({name: arm.compute for name, arm in _arms(of).items()}),
-        "first_token": {name: _plain(arm.agreement.to_dict()) for name, arm in _arms(of).items() if arm is not of.full},
+        "compute": _plain({name: method.compute for name, method in _methods(of).items()}),
+        "first_token": {
+            name: _plain(method.agreement.to_dict()) for name, method in _methods(of).items() if method is not of.full
+        },
         "layers": _by_layer(of, layers),
         "attention_deviation_by_ratio": {
             name: [_point(point) for point in points] for name, points in of.curves.items()
@@ -35,9 +37,9 @@ def summary(of: Inspection, layers: Sequence[int] | None = None) -> dict[str, An
 
 
 def numbers(of: Inspection) -> dict[str, Any]:
-    """All of it; arrays as nested lists, their shapes as `Inspection` documents them.
+    """All values; arrays as nested lists with the shapes documented in `Inspection`.
 
-    ``kv_deviation`` is squared; its root over the layer's ``kv_norm`` is the relative deviation of the figures.
+    ``kv_deviation`` is squared; its root divided by the layer's ``kv_norm`` is the relative deviation in the figures.
     """
     return {
         **summary(of),
@@ -46,15 +48,17 @@ def numbers(of: Inspection) -> dict[str, Any]:
         "parts": [{"label": part.label, "is_chunk": part.is_chunk, "runs": list(part.runs)} for part in of.parts],
         "recomputed": of.recomputed.tolist(),
         "kv_norm": _plain(of.kv_norm),
-        "kv_deviation": {name: _plain(arm.kv_deviation) for name, arm in _arms(of).items() if arm is not of.full},
+        "kv_deviation": {
+            name: _plain(method.kv_deviation) for name, method in _methods(of).items() if method is not of.full
+        },
         "rank_correlation": _plain(of.correlation),
-        "attention": {name: _plain(arm.attention) for name, arm in _arms(of).items()},
+        "attention": {name: _plain(method.attention) for name, method in _methods(of).items()},
     }
 
 
 def _by_layer(of: Inspection, layers: Sequence[int] | None) -> list[dict[str, Any]]:
-    means = {name: of.mean_deviation(arm) for name, arm in _arms(of).items()}
-    cross = {name: of.cross_chunk(arm) for name, arm in _arms(of).items()}
+    means = {name: of.mean_deviation(method) for name, method in _methods(of).items()}
+    cross = {name: of.cross_chunk(method) for name, method in _methods(of).items()}
     top, following = of.top_share(), of.next_correlation()
     return [
         {
@@ -63,7 +67,7 @@ def _by_layer(of: Inspection, layers: Sequence[int] | None) -> list[dict[str, An
             "top_share": _plain(top[layer]),
             "correlation_with_next": _plain(following[layer]),
             "attention_deviation": _plain(
-                {name: _arms(of)[name].attention_deviation[layer] for name in ("reuse", "blend")}
+                {name: _methods(of)[name].attention_deviation[layer] for name in ("reuse", "blend")}
             ),
             "cross_chunk_attention": _plain({name: values[layer] for name, values in cross.items()}),
         }
@@ -82,12 +86,12 @@ def _point(point: CurvePoint) -> dict[str, Any]:
     }
 
 
-def _arms(of: Inspection) -> dict[str, ArmView]:
+def _methods(of: Inspection) -> dict[str, MethodView]:
     return {"full": of.full, "reuse": of.reuse, "blend": of.blend}
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: arrays as lists, a few digits, None for what is not a number."""
+    """Converts to JSON types: arrays to lists, rounded, with None for NaN and infinities."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, np.ndarray):

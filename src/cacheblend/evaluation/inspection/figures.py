@@ -1,4 +1,4 @@
-"""An inspection's figures, one file each. Needs matplotlib."""
+"""The figures of an inspection, one file each. Needs matplotlib."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ DEVIATION = "KV deviation / norm of fresh KV"
 
 
 def draw_figures(inspection: Inspection, folder: Path, layers: Sequence[int] | None = None) -> list[Path]:
-    """Writes every figure that this prompt has something for.
+    """Writes every figure for which this prompt has data.
 
     Args:
-        inspection: what to draw.
-        folder: exists.
-        layers: only these; None draws all.
+        inspection: the inspection to draw.
+        folder: existing folder for the files.
+        layers: layers to draw; None draws all.
 
     Returns:
         The files.
@@ -50,7 +50,7 @@ def draw_figures(inspection: Inspection, folder: Path, layers: Sequence[int] | N
 
 
 def _kv_deviation(of: Inspection, layers: list[int]) -> Any:
-    """Layers by tokens, before and behind recomputing, on one scale; under them the tokens that are recomputed."""
+    """Deviation by layer and token under full reuse and blend, on one scale; below, the recomputed tokens."""
     height = min(3.2, 0.6 + 0.16 * len(layers))
     figure = new_figure(11, 2.6 + 2 * height)
     upper, lower, strip = figure.subplots(3, 1, sharex=True, height_ratios=(height, height, 0.16))
@@ -63,8 +63,8 @@ def _kv_deviation(of: Inspection, layers: list[int]) -> Any:
         for border in _chunk_borders(of):
             axes.axvline(border - 0.5, color="white", linewidth=0.9, alpha=0.8)
     share = 100 * len(of.recomputed) / len(of.candidates)
-    upper.set_title("Full reuse: how far each token's loaded KV is from full recompute's (black: exact)", pad=22)
-    lower.set_title(f"Blend: what is left of it when {share:.0f} % of the loaded tokens are recomputed (blue, below)")
+    upper.set_title("Full reuse: deviation of each token's loaded KV from full recompute (black: exact)", pad=22)
+    lower.set_title(f"Blend: remaining deviation when {share:.0f} % of the loaded tokens are recomputed (blue, below)")
     _chunk_labels(upper, of)
     strip.vlines(of.recomputed, 0, 1, color=COLOURS["blend"], linewidth=max(0.4, 600 / len(of.tokens)))
     strip.set(ylim=(0, 1), yticks=[], xlabel="token of the prompt")
@@ -75,14 +75,14 @@ def _kv_deviation(of: Inspection, layers: list[int]) -> Any:
 
 
 def _distribution(of: Inspection, layers: list[int]) -> Any:
-    """Cumulative share of tokens by deviation, a line a layer."""
+    """Cumulative share of tokens by deviation, one line per layer."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     figure = new_figure(7.5, 4.8)
     axes = figure.subplots()
-    shown = [layer for layer in layers if layer]  # layer 0: rounding
+    shown = [layer for layer in layers if layer]  # layer 0 deviates by rounding only
     scale = Normalize(min(shown), max(shown) if len(shown) > 1 else min(shown) + 1)
     values = np.sort(of.relative(of.reuse)[:, of.candidates], axis=1)
     shares = np.arange(1, values.shape[1] + 1) / values.shape[1]
@@ -100,7 +100,7 @@ def _distribution(of: Inspection, layers: list[int]) -> Any:
     held = 100 * of.top_share()[shown]
     of_it = f"{np.nanmin(held):.0f} to {np.nanmax(held):.0f} % of it" if np.isfinite(held).any() else "none of it"
     axes.set_title(
-        "Full reuse: how deviation is spread over tokens\n"
+        "Full reuse: distribution of deviation over tokens\n"
         f"the top {100 * TOP_SHARE:.0f} % of a layer's tokens hold {of_it}"
     )
     if len(shown) > 1:
@@ -109,7 +109,7 @@ def _distribution(of: Inspection, layers: list[int]) -> Any:
 
 
 def _rank_correlation(of: Inspection, layers: list[int]) -> Any:
-    """Do the layers agree on which tokens deviate most?"""
+    """Correlation between layers of the tokens' ranks by deviation."""
     figure = new_figure(10.5, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     last = of.num_layers - 1
@@ -118,7 +118,7 @@ def _rank_correlation(of: Inspection, layers: list[int]) -> Any:
     lowest = min(0.0, float(np.nanmin(neighbours, initial=0.0)))
     left.set(xlabel="layer", ylabel="Spearman's correlation with the next layer", ylim=(lowest - 0.02, 1.02))
     whole_numbers(left.xaxis)
-    left.set_title("Do neighbouring layers agree on the tokens?")
+    left.set_title("Rank correlation of neighbouring layers")
     image = right.imshow(
         of.correlation[1:, 1:], cmap="viridis", vmin=lowest, vmax=1, origin="lower", extent=(0.5, last + 0.5) * 2
     )
@@ -126,7 +126,7 @@ def _rank_correlation(of: Inspection, layers: list[int]) -> Any:
     right.set(xlabel="layer", ylabel="layer")
     whole_numbers(right.xaxis)
     whole_numbers(right.yaxis)
-    right.set_title("Every layer with every other")
+    right.set_title("Rank correlation of all layers")
     figure.colorbar(image, ax=right, fraction=0.046, label="Spearman's correlation of KV deviation")
     return figure
 
@@ -136,11 +136,11 @@ def _chunk_borders(of: Inspection) -> list[int]:
 
 
 def _chunk_labels(axes: Any, of: Inspection) -> None:
-    """Above the tokens; shorter where names have no room."""
+    """Labels above the tokens, shortened to the width of their chunk."""
     for number, part in enumerate((part for part in of.parts if part.is_chunk), start=1):
         start, stop = part.runs[0]
-        room = int(130 * (stop - start) / len(of.tokens))  # characters
-        fitting = [text for text in (label_of(part.label), f"chunk {number}", str(number)) if len(text) <= room]
+        width = int(130 * (stop - start) / len(of.tokens))  # characters
+        fitting = [text for text in (label_of(part.label), f"chunk {number}", str(number)) if len(text) <= width]
         if fitting:
             place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
             axes.text((start + stop) / 2, 1.02, fitting[0], fontsize=9, **place)

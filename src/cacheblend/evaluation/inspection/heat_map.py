@@ -1,4 +1,4 @@
-"""The prompt's own text, coloured by KV deviation: one HTML file that needs nothing beside it."""
+"""The text of a prompt coloured by KV deviation: a self-contained HTML file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ TEMPLATE = Path(__file__).with_name("heat_map.html.j2")
 
 @dataclass(frozen=True)
 class Block:
-    """A run of tokens as the page shows it.
+    """A run of tokens on the page.
 
     Attributes:
-        label: of its part; empty for text between chunks.
-        is_chunk: in a frame.
-        tokens: (position, text, CSS classes) of each.
+        label: label of its part; empty for text between chunks.
+        is_chunk: drawn with a frame.
+        tokens: (position, text, CSS classes) of each token.
     """
 
     label: str
@@ -29,11 +29,11 @@ class Block:
 
 
 def heat_map(of: Inspection, layers: Sequence[int] | None = None) -> str:
-    """The page. Texts are escaped by the template; numbers go into it as JSON.
+    """Renders the page. The template escapes all texts; numbers are embedded as JSON.
 
     Args:
         of: the inspection.
-        layers: only these can be chosen; None takes all.
+        layers: layers offered on the page; None takes all.
     """
     shown = list(range(of.num_layers)) if layers is None else list(layers)
     reuse, blend = of.relative(of.reuse)[shown], of.relative(of.blend)[shown]
@@ -67,7 +67,7 @@ def _blocks(of: Inspection) -> list[Block]:
 
 
 def _classes(text: str, recomputed: bool) -> str:
-    """A token without a visible letter gets a mark, so that its colour is seen."""
+    """CSS classes of a token; line breaks and empty tokens get a visible mark, so that their colour shows."""
     names = {"r": recomputed, "n": "\n" in text, "h": not text}
     return " ".join(name for name, holds in names.items() if holds)
 

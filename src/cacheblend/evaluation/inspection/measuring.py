@@ -1,4 +1,4 @@
-"""Measures one prompt: full recompute, full reuse and blend, each watched and held against the first."""
+"""Measures one prompt: observes full recompute, full reuse and blend, and compares them."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -19,14 +19,14 @@ from cacheblend.evaluation.inspection.deviation import (
     kv_deviation_by_layer,
     kv_norm_by_layer,
 )
-from cacheblend.evaluation.inspection.inspection import ArmView, CurvePoint, Inspection
+from cacheblend.evaluation.inspection.inspection import CurvePoint, Inspection, MethodView
 from cacheblend.evaluation.inspection.observation import Observation, alone_mass, observe_full, observe_fused
 from cacheblend.evaluation.inspection.parts import part_of_row, parts_of
 from cacheblend.evaluation.inspection.ranks import spearman_matrix
 from cacheblend.evaluation.inspection.token_texts import token_texts
 
 Progress = Callable[[int, int], None]
-"""Called with (passes done, passes in all)."""
+"""Called with (passes done, total passes)."""
 Curves = Mapping[str, Mapping[float, Selector]]
 """Name of a selector -> ratio -> the selector at that ratio."""
 
@@ -44,22 +44,22 @@ def inspect_prompt(
     max_tokens: int = MAX_TOKENS,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Measures one prompt; its chunks are stored first where the store lacks them.
+    """Measures one prompt; chunks missing in the store are stored first.
 
-    Memory: two KV caches of the prompt beside the model, and 16 rows of every layer's attention; matrices are taken a
-    layer and a few rows at a time. Time: about two plain prefills a pass: full recompute, full reuse, the chunks
+    Memory: two KV caches of the prompt and 16 rows of attention per layer; attention matrices are computed for one
+    layer and a few rows at a time. Time: about two plain prefills per pass: full recompute, full reuse, the chunks
     alone, blend, and each point of `curves`.
 
     Args:
         engine: model and store.
         prompt: made by `engine.prompt`.
-        selector: of the blend arm; None takes the engine's own.
-        curves: attention deviation is also measured for these.
-        max_tokens: longest prompt that is taken.
-        progress: called behind every pass.
+        selector: selector of the blend; None takes that of the engine.
+        curves: selectors by ratio for which attention deviation is also measured.
+        max_tokens: longest accepted prompt.
+        progress: called after every pass.
 
     Raises:
-        InvalidInputError: the prompt is too long, has no chunk, or none that is loaded at a new position.
+        InvalidInputError: the prompt is too long, or no chunk of it is loaded at a new position.
         StoreError: the store is full or cannot be written to.
     """
     prompt, curves = engine.prompt(prompt), curves or {}
@@ -94,9 +94,9 @@ def inspect_prompt(
 
 
 def ratio_curves(config: BlendConfig, ratios: tuple[float, ...] = RATIOS) -> Curves:
-    """The configured selector over these ratios, and rows drawn at random for comparison.
+    """The configured selector at these ratios, and random rows for comparison.
 
-    A selector that takes no ratio (threshold, none, all) is replaced by HKVD.
+    A selector without a ratio (threshold, none, all) is replaced by HKVD.
     """
     name = config.selector if config.selector not in ("threshold", "none", "all", "random") else "hkvd"
     made = {
@@ -109,13 +109,13 @@ def ratio_curves(config: BlendConfig, ratios: tuple[float, ...] = RATIOS) -> Cur
 
 
 class _Passes:
-    """Counts passes for the caller's progress."""
+    """Counts passes for `Progress`."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._done, self._total, self._progress = 0, total, progress
 
     def count(self, result: T) -> T:
-        """`result`, one pass later."""
+        """Counts one pass; returns `result`."""
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
@@ -125,8 +125,8 @@ class _Passes:
 def _check(prompt: Prompt, max_tokens: int) -> None:
     if len(prompt) > max_tokens:
         raise InvalidInputError(
-            f"the prompt has {len(prompt)} tokens, inspection takes {max_tokens}: every row's attention to all others "
-            "is written out; use fewer or shorter passages, or raise --max-tokens (max_tokens)"
+            f"the prompt has {len(prompt)} tokens, inspection takes {max_tokens}: it computes the attention of every "
+            "row to all others; use fewer or shorter passages, or raise --max-tokens (max_tokens)"
         )
     if not prompt.chunks:
         raise InvalidInputError("the prompt has no chunk, so there is nothing to reuse; give at least one passage")
@@ -137,16 +137,16 @@ def _check_reused(plan: BlendPlan) -> None:
         return
     if plan.missed_chunks():
         raise InvalidInputError(
-            f"the store kept none of the {len(plan.prompt.chunks)} chunks that were just stored; give it more room"
+            f"the store kept none of the {len(plan.prompt.chunks)} chunks just stored; give a larger store"
         )
     raise InvalidInputError(
-        "nothing of this prompt is reused at a new position: its chunk stands right behind its anchor, where stored "
-        "KV is exact; give a second passage, or text in front (--system)"
+        "nothing of this prompt is reused at a new position: its chunk directly follows its anchor, where stored KV is "
+        "exact; give a second passage, or preceding text (--system)"
     )
 
 
-def _view(full: Observation, seen: Observation, alone: npt.NDArray[np.float32]) -> ArmView:
-    return ArmView(
+def _view(full: Observation, seen: Observation, alone: npt.NDArray[np.float32]) -> MethodView:
+    return MethodView(
         kv_deviation=kv_deviation_by_layer(full.kv, seen.kv),
         attention=_pooled(full, seen, alone),
         attention_deviation=attention_deviation_by_layer(full.forward, seen.forward),
@@ -157,7 +157,7 @@ def _view(full: Observation, seen: Observation, alone: npt.NDArray[np.float32]) 
 
 
 def _pooled(full: Observation, seen: Observation, alone: npt.NDArray[np.float32]) -> Array:
-    """[layers, parts, parts] mean of the rows of each part; rows that were not computed as they were when stored."""
+    """[layers, parts, parts] mean over the rows of each part; rows not computed count as when they were stored."""
     mass = np.where(np.isnan(seen.mass), alone, seen.mass)
     mass = np.where(np.isnan(mass), full.mass, mass)  # an exact prefix
     parts = parts_of(seen.plan.prompt)
@@ -167,7 +167,7 @@ def _pooled(full: Observation, seen: Observation, alone: npt.NDArray[np.float32]
 
 def _correlation(deviation: Array) -> Array:
     correlation = spearman_matrix(deviation)
-    correlation[0], correlation[:, 0] = np.nan, np.nan  # rounding
+    correlation[0], correlation[:, 0] = np.nan, np.nan  # layer 0 deviates by rounding only
     return correlation
 
 

@@ -1,7 +1,7 @@
-"""A pass over a prompt, watched: its KV, which rows it computed, and what they attend to.
+"""Observes a pass over a prompt: its KV, the rows that it computes, and their attention.
 
-Slow and plain, for figures and not for answers: every row's attention is written out, layer by layer, a few rows at a
-time. It goes through the model's own layers, so scaling, soft-cap, sinks and windows are the model's.
+Slow, for figures only: attention weights are computed explicitly, for one layer and a few rows at a time. The model's
+own layers run, so scaling, soft-cap, sinks and windows are those of the model.
 """
 
 from dataclasses import dataclass
@@ -24,23 +24,23 @@ from cacheblend.evaluation.compute import ComputeScale
 from cacheblend.evaluation.inspection.parts import context_length, part_of_row, parts_of
 
 SCORES_AT_ONCE = 1 << 24  # over all heads: 64 MB in fp32
-LAST_ROWS = 16  # of the question at most: bounds what is kept of a layer's attention
+LAST_ROWS = 16  # most rows of the question whose attention is kept per layer
 
 
 @dataclass
 class Observation:
-    """One pass. Memory: a KV cache of the prompt, and heads x LAST_ROWS x tokens floats a layer.
+    """One observed pass. Memory: a KV cache of the prompt, and heads x LAST_ROWS x tokens floats per layer.
 
     Attributes:
-        plan: that was carried out.
-        logits: [vocab] of the last position.
-        kv: all layers' KV cache as the pass leaves it, each [kv_heads, tokens, head_dim].
-        computed: [layers, tokens] whether the row was computed in that layer; the others' KV is what was loaded.
-        mass: [layers, tokens, parts] fp32: share of a row's attention that goes to each part (see `parts_of`), mean
-            over heads. A row sums to 1, less what sinks take; NaN where the row was not computed.
-        forward: attention of the last rows of the question to everything in front of the question, a layer each,
+        plan: the executed plan.
+        logits: [vocab] at the last position.
+        kv: KV cache of all layers after the pass, each [kv_heads, tokens, head_dim].
+        computed: [layers, tokens] whether the row was computed in that layer; the KV of other rows was loaded.
+        mass: [layers, tokens, parts] fp32: share of a row's attention on each part (see `parts_of`), mean over heads.
+            A row sums to 1 minus the share of sinks; NaN if the row was not computed.
+        forward: for each layer, attention of the last rows of the question to everything preceding the question,
             [heads, rows, context] fp32 on the CPU.
-        compute: of the pass itself, as a share of a full prefill, see `ComputeScale`.
+        compute: compute of the pass itself as a share of a full prefill, see `ComputeScale`.
     """
 
     plan: BlendPlan
@@ -54,7 +54,7 @@ class Observation:
 
 @torch.no_grad()
 def observe_full(engine: BlendEngine, prompt: Prompt) -> Observation:
-    """Full recompute: nothing is loaded, every row is computed in every layer."""
+    """Observes full recompute: nothing is loaded, every row is computed in every layer."""
     plan = engine.planner.plan(prompt, engine.store).without("all")
     computed = np.ones((_layers(engine), len(plan)), dtype=np.bool_)
     return _observe(engine, plan, computed, None, 1.0)
@@ -62,12 +62,12 @@ def observe_full(engine: BlendEngine, prompt: Prompt) -> Observation:
 
 @torch.no_grad()
 def observe_fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Observation:
-    """The engine's own blended pass, and once more over the KV that it left, with the same rows, to watch."""
+    """Runs the engine's fused prefill, then observes a second pass over its KV with the same rows."""
     recorder = Recorded(selector)
     result = engine.prefill(prompt, selector=recorder)
     computed = np.zeros((_layers(engine), len(result.plan)), dtype=np.bool_)
     computed[:, result.plan.prefix_length :] = True
-    for layer, dropped in _dropped(recorder).items():  # a pass that restarted may have fewer candidates in the end
+    for layer, dropped in _dropped(recorder).items():  # after a restart there may be fewer candidates
         computed[layer:, np.intersect1d(dropped, result.plan.candidate_rows)] = False
     compute = ComputeScale.of(engine).share(result.report.row_layers, result.report.projected_rows, len(result.plan))
     return _observe(engine, result.plan, computed, result.kv, compute)
@@ -75,11 +75,11 @@ def observe_fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Ob
 
 @torch.no_grad()
 def alone_mass(engine: BlendEngine, plan: BlendPlan) -> npt.NDArray[np.float32]:
-    """What loaded rows attended to when their chunk was computed alone behind its anchor.
+    """Attention of loaded rows when their chunk was computed alone after its anchor.
 
     Returns:
-        [layers, tokens, parts] as `Observation.mass`; NaN for rows that are not loaded. Attention to an anchor that
-        this prompt does not begin with goes to no part.
+        [layers, tokens, parts] as `Observation.mass`; NaN for rows that are not loaded. Attention to the anchor counts
+        for no part if the prompt does not begin with it.
     """
     parts = parts_of(plan.prompt)
     part = part_of_row(parts, len(plan))
@@ -92,20 +92,20 @@ def alone_mass(engine: BlendEngine, plan: BlendPlan) -> npt.NDArray[np.float32]:
         start = next(span.start for span in plan.spans if span.segment == segment)
         stop = start + len(ids) - anchor
         columns = np.concatenate([part[:anchor] if in_prompt else np.full(anchor, -1), part[start:stop]])
-        watch = _Watch(_layers(engine), columns, len(parts), first_last_row=len(ids), context=0)
-        _runner(engine, ids, 0, watch, np.ones((_layers(engine), len(ids)), dtype=np.bool_))
-        mass[:, start:stop] = watch.mass[:, anchor:]
+        observer = _Observer(_layers(engine), columns, len(parts), first_last_row=len(ids), context=0)
+        _run(engine, ids, 0, observer, np.ones((_layers(engine), len(ids)), dtype=np.bool_))
+        mass[:, start:stop] = observer.mass[:, anchor:]
     return mass
 
 
 def _dropped(recorder: Recorded) -> dict[int, npt.NDArray[np.int64]]:
-    """Positions that were dropped, by layer."""
+    """Positions that the selector dropped, by layer."""
     selections = zip(recorder.asked, recorder.keeps, strict=True)
     return {asked.layer or 0: asked.positions[~keep].cpu().numpy() for asked, keep in selections}
 
 
-class _Watch:
-    """Attends for a layer, and notes where the attention goes."""
+class _Observer:
+    """Computes the attention of each layer and records its weights."""
 
     def __init__(
         self, layers: int, part: npt.NDArray[np.int64], parts: int, *, first_last_row: int, context: int
@@ -120,7 +120,7 @@ class _Watch:
         self._members = members
 
     def attend(self, layer: int, positions: torch.Tensor) -> Attend:
-        """For rows at these positions: fuse, attend, note."""
+        """Attention for rows at these positions: writes their KV, attends, records."""
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             kv = self._buffers(layer, keys, values)
@@ -149,7 +149,7 @@ class _Watch:
         return out.reshape(heads, rows, -1).transpose(0, 1)
 
     def _buffers(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
-        if layer == len(self.kv):  # nothing was loaded
+        if layer == len(self.kv):  # nothing is loaded
             length = len(self._members)
             self.kv.append(LayerKV(*(part.new_zeros(part.shape[0], length, part.shape[2]) for part in (keys, values))))
         return self.kv[layer]
@@ -166,22 +166,22 @@ def _observe(
     context = context_length(plan.prompt)
     first_last_row = max(context, len(plan) - LAST_ROWS)
     part = part_of_row(parts, len(plan))
-    watch = _Watch(len(computed), part, len(parts), first_last_row=first_last_row, context=context)
-    watch.kv = [] if kv is None else kv
+    observer = _Observer(len(computed), part, len(parts), first_last_row=first_last_row, context=context)
+    observer.kv = [] if kv is None else kv
     first = plan.prefix_length
-    logits = _runner(engine, plan.prompt.token_ids, first, watch, computed)
-    forward = [torch.cat(rows, dim=1) for rows in watch.forward]
-    return Observation(plan, logits, watch.kv, computed, watch.mass, forward, compute)
+    logits = _run(engine, plan.prompt.token_ids, first, observer, computed)
+    forward = [torch.cat(rows, dim=1) for rows in observer.forward]
+    return Observation(plan, logits, observer.kv, computed, observer.mass, forward, compute)
 
 
-def _runner(
+def _run(
     engine: BlendEngine,
     token_ids: npt.NDArray[np.uint32],
     first: int,
-    watch: _Watch,
+    observer: _Observer,
     computed: npt.NDArray[np.bool_],
 ) -> torch.Tensor:
-    """All layers over the rows from position `first` on; `computed` [layers, tokens] says which. Last logits."""
+    """Runs all layers over the rows from position `first` on that `computed` [layers, tokens] marks; last logits."""
     ids = torch.from_numpy(token_ids.astype("i8")[first:]).to(engine.model.device)
     runner = HfLayerRunner(engine.view, ids, torch.arange(first, len(token_ids), device=ids.device))
     hidden = runner.embed()
@@ -189,7 +189,7 @@ def _runner(
         active = torch.from_numpy(np.flatnonzero(computed[layer, first:])).to(ids.device)
         for start in range(0, len(active), engine.config.tile_rows):
             rows = active[start : start + engine.config.tile_rows]
-            hidden[rows] = runner.run(layer, hidden[rows], rows, watch.attend(layer, rows + first))
+            hidden[rows] = runner.run(layer, hidden[rows], rows, observer.attend(layer, rows + first))
     return runner.logits(hidden[-1:])
 
 

@@ -1,4 +1,4 @@
-"""Rank correlation (Spearman), with equal values sharing their mean rank."""
+"""Spearman's rank correlation; equal values share the mean of their ranks."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,14 +7,14 @@ Floats = npt.NDArray[np.floating]
 
 
 def ranks(values: Floats) -> npt.NDArray[np.float64]:
-    """Rank of each value, from 1; equal values share the mean of their ranks. [n] -> [n]."""
+    """Ranks from 1, equal values sharing the mean of their ranks. [n] -> [n]."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     shared: npt.NDArray[np.float64] = counts.cumsum() - (counts - 1) / 2
     return shared[which]
 
 
 def spearman(first: Floats, second: Floats) -> float:
-    """Correlation of the ranks of two series [n], -1..1; NaN where one of them does not vary, or n < 2."""
+    """Correlation of the ranks of two series [n], -1..1; NaN if one of them is constant, or n < 2."""
     if len(first) < 2:
         return float("nan")
     a, b = (ranks(values) - (len(values) + 1) / 2 for values in (first, second))

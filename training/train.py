@@ -1,8 +1,8 @@
-"""Trains the model that ships: `python -m cacheblend.nano.train --out FOLDER`.
+"""Trains the model that ships: `python -m training.train --out FOLDER`, from the root of a checkout.
 
-A stage that misses its goal goes on for a while, if the recipe gives it more steps; then it is run once more with other
-draws; if it misses again the training ends with an error.
-What is under way is saved every few minutes, and goes on from there when the same command is given again.
+A stage that misses its goal is extended if the recipe allows more steps, then restarted once with other random draws;
+if it misses the goal again, training fails. A checkpoint is saved every few minutes, and the same command resumes
+from it.
 """
 
 import argparse
@@ -19,39 +19,32 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from cacheblend.nano.encoding import Encoder
-from cacheblend.nano.recipe import RECIPE, Recipe, Stage
 from cacheblend.nano.scenes import Style
 from cacheblend.nano.tokenizer import build_tokenizer, save_tokenizer
-from cacheblend.nano.training import (
-    Student,
-    Tally,
-    attend_in_blocks,
-    build_model,
-    build_optimizers,
-    draw_batch,
-    exact_match,
-)
+from training.batches import draw_batch
+from training.encoding import Encoder
+from training.model import ProbedModel, Tally, attend_in_blocks, build_model, build_optimizers, exact_match
+from training.recipe import RECIPE, Recipe, Stage
 
-EVERY = 50  # steps between two lines
-ADDED_AT_ONCE = 100  # steps between two checks of a stage that goes on
+EVERY = 50  # steps between two reports
+ADDED_AT_ONCE = 100  # steps by which a stage is extended at a time
 SAVE_EVERY_S = 120
 CHECKED_SCENES = 200
-CHECK_SEED = 10_000  # of the fresh prompts a stage is checked on
+CHECK_SEED = 10_000  # of the fresh prompts that check a stage
 
 
 class TrainingFailedError(RuntimeError):
-    """A stage missed its goal twice."""
+    """A stage missed its goal twice, the loss is not finite, or a checkpoint is of another training."""
 
 
 class Trainer:
-    """One training: where it stands, and how it goes on.
+    """One training run and its state.
 
     Args:
-        recipe: what to do.
-        seed: of weights and draws.
-        out: folder of checkpoint, history, and in the end the model.
-        device: None takes CUDA where there is one.
+        recipe: stages, sizes and learning rates.
+        seed: seeds the weights and all random draws.
+        out: folder for checkpoint, history, and finally the model.
+        device: None takes CUDA if there is a device, else the CPU.
     """
 
     def __init__(self, recipe: Recipe, seed: int, out: Path, device: str | None = None) -> None:
@@ -63,8 +56,8 @@ class Trainer:
         self.encoder = Encoder(build_tokenizer())
         model = build_model(recipe, tokenizer)
         AttentionInterface.register("in_blocks", attend_in_blocks)
-        self.student = Student(model, recipe).to(self.device)
-        self.optimizers = build_optimizers(self.student, recipe)
+        self.trained = ProbedModel(model, recipe).to(self.device)
+        self.optimizers = build_optimizers(self.trained, recipe)
         self.rng = random.Random(seed)
         self.stage = self.step = self.added = self.restarts = 0
         self.seconds, self._since = 0.0, time.perf_counter()
@@ -72,7 +65,7 @@ class Trainer:
         self._attend_for(learning=True)
 
     def run(self) -> None:
-        """All stages from where the training stands, then the model's files.
+        """Runs the remaining stages, then writes the model's files.
 
         Raises:
             TrainingFailedError: a stage missed its goal twice.
@@ -82,7 +75,7 @@ class Trainer:
         while self.stage < len(self.recipe.stages):
             stage = self.recipe.stages[self.stage]
             if self.step == 0 and self.restarts == 0:
-                self._save("stage")  # to come back to
+                self._save("stage")  # for `_restart`
             self._run_stage(stage)
             if self._check(stage):
                 self.stage, self.step, self.added, self.restarts = self.stage + 1, 0, 0, 0
@@ -111,29 +104,29 @@ class Trainer:
                 saved = time.perf_counter()
 
     def _learn(self, stage: Stage, tally: Tally) -> None:
-        """One step of the optimizers on fresh text."""
+        """One optimizer step on a fresh batch."""
         progress = min(1.0, self.step / stage.steps)
         for optimizer, rate in zip(self.optimizers, (self.recipe.matrix_rate, self.recipe.rate), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * _rate(stage, self.step)
         batch = draw_batch(self.encoder, self.rng, stage, progress).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.student.loss(batch, tally, stage.lessons)
+            loss = self.trained.loss(batch, tally, stage.probes)
         if not math.isfinite(loss.item()):
             raise TrainingFailedError(f"the loss is {loss.item()} at step {self.step} of stage {stage.name}")
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.trained.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
 
     def _check(self, stage: Stage) -> bool:
-        """Exact match on fresh prompts of the stage's last kind, against its goal."""
+        """Whether exact match on fresh prompts, drawn as at the end of the stage, reaches its goal."""
         length = sum(stage.length) // 2
         style = Style(stage.passages[1], length, stage.dense[1], stage.hard, stage.chains, stage.direct_only)
         self._attend_for(learning=False)
-        found = exact_match(self.student.model, self.encoder, CHECK_SEED + self.seed, style, CHECKED_SCENES)
+        found = exact_match(self.trained.model, self.encoder, CHECK_SEED + self.seed, style, CHECKED_SCENES)
         self._attend_for(learning=True)
         missed = {category: goal for category, goal in stage.goal.items() if found.get(category, 0.0) < goal}
         self._note({"stage": stage.name, "checked": found, "missed": missed})
@@ -141,21 +134,21 @@ class Trainer:
         return not missed
 
     def _attend_for(self, *, learning: bool) -> None:
-        """The fused kernel, but where it is slow: backpropagated on a CPU."""
+        """Chooses the fused attention kernel, except for training on a CPU, where its backward pass is slow."""
         in_blocks = learning and self.device.type == "cpu"
-        self.student.model.set_attn_implementation("in_blocks" if in_blocks else "sdpa")
+        self.trained.model.set_attn_implementation("in_blocks" if in_blocks else "sdpa")
 
     def _restart(self, stage: Stage) -> None:
-        """Back to the start of the stage, with other draws; once."""
+        """Returns to the start of the stage, once, with other random draws."""
         if self.restarts:
             raise TrainingFailedError(f"stage {stage.name} missed its goal twice; try another --seed")
         seconds, history = self.seconds, self.history
-        self._load("stage")  # where no step was added
+        self._load("stage")  # which also resets `added`
         self.seconds, self.history, self.restarts = seconds, history, 1
         self.rng.seed(f"{self.seed}, once more")
 
     def _count_time(self) -> None:
-        """Adds what has passed since the last call to `seconds`: checks and saving included, pauses not."""
+        """Adds the time since the last call to `seconds`; includes checks and saving, excludes interruptions."""
         now = time.perf_counter()
         self.seconds, self._since = self.seconds + now - self._since, now
 
@@ -175,7 +168,7 @@ class Trainer:
         state = {
             "seed": self.seed,
             "recipe": repr(self.recipe),
-            "student": self.student.state_dict(),
+            "trained": self.trained.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "rng": self.rng.getstate(),
             "at": (self.stage, self.step, self.added, self.restarts, self.seconds),
@@ -189,8 +182,8 @@ class Trainer:
         state = torch.load(path, map_location=self.device, weights_only=False)
         for what, mine in (("seed", self.seed), ("recipe", repr(self.recipe))):
             if state[what] != mine:
-                raise TrainingFailedError(f"{path} is of another {what}; give another --out, or remove it")
-        self.student.load_state_dict(state["student"])
+                raise TrainingFailedError(f"{path} is of another {what}; give another --out, or remove the file")
+        self.trained.load_state_dict(state["trained"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.rng.setstate(state["rng"])
@@ -200,11 +193,11 @@ class Trainer:
     def _resume(self) -> None:
         if (self.out / "checkpoint.pt").exists():
             self._load("checkpoint")
-            print(f"going on at stage {self.stage + 1} of {len(self.recipe.stages)}, step {self.step}", flush=True)
+            print(f"resuming at stage {self.stage + 1} of {len(self.recipe.stages)}, step {self.step}", flush=True)
 
     def _export(self) -> None:
-        """The model as transformers reads it, in bf16."""
-        model = self.student.model.to(torch.bfloat16)
+        """Writes the model in bf16 for transformers, and the plot of its losses."""
+        model = self.trained.model.to(torch.bfloat16)
         model.generation_config.max_new_tokens = None
         model.save_pretrained(self.out / "model")
         plot_losses(self.history, self.out / "loss.png")
@@ -212,7 +205,7 @@ class Trainer:
 
 
 def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
-    """Losses and exact answers by minute, if matplotlib is there."""
+    """Plots losses and shares of correct answer tokens over minutes; does nothing without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -226,18 +219,18 @@ def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
     for name in ("loss", "text loss"):
         above.plot(minutes, [line[name] for line in lines], label={"loss": "answers", "text loss": "text"}[name])
-    above.set(ylabel="next-token loss, nats", yscale="log", title="Training: loss, and answer tokens that are right")
+    above.set(ylabel="next-token loss, nats", yscale="log", title="Training: loss and share of correct answer tokens")
     above.legend(frameon=False)
     for name in ("direct", "local", "cross", "cross-hard", "chain", "chain2", "comparison", "unanswerable"):
         below.plot(minutes, [100 * line.get(name, math.nan) for line in lines], label=name)
-    below.set(xlabel="minutes", ylabel="right answer tokens, %", ylim=(0, 101))
+    below.set(xlabel="minutes", ylabel="correct answer tokens, %", ylim=(0, 101))
     below.legend(frameon=False, ncols=2)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def _rate(stage: Stage, step: int) -> float:
-    """Share of the full learning rate: a rise, a plain, a fall."""
+    """Share of the full learning rate: linear warm-up, constant, linear decay."""
     fall = 1.0
     if stage.decay:
         fall = min(1.0, max(0.03, (1 - step / stage.steps) / stage.decay))
@@ -250,12 +243,12 @@ def _shares(facts: Mapping[str, float]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m cacheblend.nano.train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint, history and model")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as many as there are cores")
-    parser.add_argument("--device", help="default: CUDA where there is one")
-    parser.add_argument("--shorten", type=int, default=1, help="divide all steps by this, to try the script")
+    parser.add_argument("--seed", type=int, default=1, help="of weights and draws")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    parser.add_argument("--device", help="default: CUDA if available")
+    parser.add_argument("--shorten", type=int, default=1, help="divide all step counts by this, to try the script")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

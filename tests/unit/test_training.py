@@ -1,4 +1,4 @@
-"""The training script on a recipe of few steps: it learns, goes on where it stopped, and holds to its goals."""
+"""The training script on a recipe of few steps: it trains, resumes, and enforces the goals of its stages."""
 
 import json
 import random
@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cacheblend.nano import train
-from cacheblend.nano.encoding import Encoder
-from cacheblend.nano.recipe import RECIPE, Recipe, Shape, Stage
 from cacheblend.nano.scenes import Style
 from cacheblend.nano.tokenizer import MAX_POSITIONS, build_tokenizer
-from cacheblend.nano.train import Trainer, TrainingFailedError
-from cacheblend.nano.training import BLOCK, Tally, build_model, collate, draw_batch, draw_example, exact_match
+from training import train
+from training.batches import collate, draw_batch, draw_example
+from training.encoding import Encoder
+from training.model import BLOCK, Tally, build_model, exact_match
+from training.recipe import RECIPE, Recipe, Shape, Stage
+from training.train import Trainer, TrainingFailedError
 
 STAGE = Stage(
     "first",
@@ -53,8 +54,8 @@ def short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_attention_in_blocks_has_the_loss_and_gradients_of_plain_attention(tmp_path: Path) -> None:
     trainer = Trainer(TINY, 1, tmp_path, "cpu")
-    student = trainer.student
-    for name, parameter in student.named_parameters():
+    trained = trainer.trained
+    for name, parameter in trained.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):  # zeros at first, which would hide attention
             torch.nn.init.normal_(parameter, std=0.1)
     scene = replace(STAGE, passages=(3, 3), length=(BLOCK, BLOCK), tokens=800)
@@ -62,11 +63,11 @@ def test_attention_in_blocks_has_the_loss_and_gradients_of_plain_attention(tmp_p
     assert batch.ids.shape[1] > 2 * BLOCK and batch.ids.shape[1] % BLOCK
 
     def learn(attention: str) -> tuple[float, torch.Tensor]:
-        student.model.set_attn_implementation(attention)
-        student.zero_grad()
-        loss = student.loss(batch, Tally(), STAGE.lessons)
+        trained.model.set_attn_implementation(attention)
+        trained.zero_grad()
+        loss = trained.loss(batch, Tally(), STAGE.probes)
         torch.autograd.backward(loss)
-        return loss.item(), torch.cat([each.grad.flatten() for each in student.parameters() if each.grad is not None])
+        return loss.item(), torch.cat([each.grad.flatten() for each in trained.parameters() if each.grad is not None])
 
     (loss, gradient), (plain_loss, plain_gradient) = learn("in_blocks"), learn("eager")
     assert loss == pytest.approx(plain_loss, rel=1e-5)
@@ -83,7 +84,7 @@ def test_it_trains_and_writes_a_model_that_transformers_opens(tmp_path: Path) ->
     assert trainer.seconds > 0
 
 
-def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_training_resumes_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path / "whole")
     learn, left = Trainer._learn, [5]
 
@@ -111,9 +112,7 @@ def test_a_stage_that_misses_its_goal_runs_once_more_and_then_fails(tmp_path: Pa
     assert sum("missed" in line for line in history) == 2
 
 
-def test_a_stage_that_misses_its_goal_goes_on_for_a_while_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_misses_its_goal_is_extended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "ADDED_AT_ONCE", 2)
     hopeless = replace(TINY, stages=(replace(STAGE, goal={"direct": 1.1}, more=3),))
     with pytest.raises(TrainingFailedError, match="missed its goal twice"):
@@ -142,11 +141,11 @@ def test_batches_stay_within_the_positions(stage: Stage, progress: float) -> Non
         batch = draw_batch(encoder, rng, stage, progress)
         assert int(batch.positions.max()) < MAX_POSITIONS
         assert batch.ids.shape == batch.labels.shape == batch.positions.shape
-        for where in batch.lessons.values():
+        for where in batch.probes.values():
             assert bool((where[:, 1] < batch.ids.shape[1]).all())
 
 
-def test_padding_stands_behind_and_is_not_learnt() -> None:
+def test_padding_is_on_the_right_and_not_trained_on() -> None:
     import random
 
     encoder, rng = Encoder(build_tokenizer()), random.Random(0)

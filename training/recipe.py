@@ -1,17 +1,17 @@
-"""What is trained, in which stages, and what each stage must reach.
+"""The model's sizes, the stages of its training, and the goal of each stage.
 
-The model is a small Qwen3 (Llama's layers with normalised queries and keys). It learns in four steps: to look a stated
-fact up, which the rest stands on and which does not come by itself from the mixture; then everything, in prompts that
-grow; then whether two names are the same, which the mixture alone leaves at chance; then long prompts. `training` says
-how the layers are taught.
+The model is a small Qwen3 (Llama's layers with normalised queries and keys). There are four stages: looking up stated
+facts, which all else builds on and which is not learnt from the mixture alone; then the mixture of all categories in
+growing prompts; then comparisons, which stay at chance with the mixture alone; then long prompts. `model` describes
+the losses.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend.nano.encoding import Lesson
 from cacheblend.nano.tokenizer import MAX_POSITIONS
+from training.encoding import Probe
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Shape:
     rope_theta: float = 10_000.0
 
     def config(self, vocabulary: int, bos: int, end: int, pad: int) -> Any:
-        """transformers' configuration; the vocabulary is rounded up to whole rows of 64."""
+        """transformers' configuration; the vocabulary size is rounded up to a multiple of 64."""
         from transformers import Qwen3Config
 
         return Qwen3Config(
@@ -50,27 +50,27 @@ class Shape:
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the training.
+    """One stage of the training.
 
     Attributes:
-        name: for people and files.
+        name: in logs and the history.
         steps: optimizer steps.
-        tokens: of a step, about.
-        passages: fewest and most in a prompt; most grows from fewest over the first half of the stage.
-        length: fewest and most tokens of a passage.
-        dense: share of crowded passages at the start, and at the end.
-        direct_only: share of passages of stated facts alone.
+        tokens: tokens per step, approximately.
+        passages: fewest and most per prompt; over the first half of the stage the maximum grows from the minimum.
+        length: fewest and most tokens per passage.
+        dense: share of passages crowded with facts, at the start and at the end of the stage.
+        direct_only: share of passages that hold stated facts only.
         hard, chains: as in `scenes.Style`.
-        weights: of the questions' categories.
-        questions: most in a prompt.
+        weights: relative frequency of each category of question.
+        questions: most per prompt.
         system: share of examples with a system prompt.
-        gap: share of examples whose passages stand apart, so that far positions are learnt on short prompts.
+        gap: share of examples with free positions between passages, so that short prompts train large positions.
         warm_up: steps over which the learning rate rises.
-        decay: share of the stage, at its end, over which the learning rate falls to 3 %.
-        lessons: that are taught.
-        more: steps that may be added where the goal is missed, before the stage is run anew.
-        enough: stop as soon as this share of the stage's training answers is right.
-        goal: exact match on fresh prompts that the stage must reach, by category.
+        decay: final share of the stage over which the learning rate falls to 3 %.
+        probes: the probes whose losses are added.
+        more: steps that may be added if the goal is missed, before the stage is restarted.
+        enough: end the stage early once this share of its training answers is correct.
+        goal: exact match by category that the stage must reach on fresh prompts.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Stage:
     gap: float = 0.5
     warm_up: int = 100
     decay: float = 0.0
-    lessons: tuple[Lesson, ...] = tuple(Lesson)
+    probes: tuple[Probe, ...] = tuple(Probe)
     more: int = 0
     enough: float | None = None
 
@@ -108,16 +108,16 @@ MIXTURE = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """All of a training.
+    """A whole training.
 
     Attributes:
         stages: in order.
-        shape: of the model.
-        matrix_rate: Muon's learning rate, for the layers' matrices.
-        rate: AdamW's, for embeddings, norms and heads.
-        text: weight of the loss on the passages' own text.
-        lessons: weight of the loss inside the layers.
-        lesson_layers: behind how many layers each lesson is read.
+        shape: sizes of the model.
+        matrix_rate: learning rate of Muon, for the matrices of the layers.
+        rate: learning rate of AdamW, for embeddings, norms and heads.
+        text: weight of the loss on the text of the passages.
+        probes: weight of the losses of the probes.
+        probe_layers: for each probe, the number of layers after which it is read.
     """
 
     stages: tuple[Stage, ...]
@@ -125,20 +125,20 @@ class Recipe:
     matrix_rate: float = 0.01
     rate: float = 1.5e-3
     text: float = 0.1
-    lessons: float = 0.3
-    lesson_layers: Mapping[Lesson, int] = field(
+    probes: float = 0.3
+    probe_layers: Mapping[Probe, int] = field(
         default_factory=lambda: {
-            Lesson.THING: 2,
-            Lesson.PRONOUN: 5,
-            Lesson.CHAIN: 8,
-            Lesson.ASKED: 10,
-            Lesson.COMPARED: 4,
-            Lesson.VERDICT: 7,
+            Probe.THING: 2,
+            Probe.PRONOUN: 5,
+            Probe.CHAIN: 8,
+            Probe.ASKED: 10,
+            Probe.COMPARED: 4,
+            Probe.VERDICT: 7,
         }
     )
 
 
-_FIRST_LESSONS = (Lesson.THING, Lesson.PRONOUN, Lesson.CHAIN, Lesson.ASKED)
+_FIRST_PROBES = (Probe.THING, Probe.PRONOUN, Probe.CHAIN, Probe.ASKED)
 
 RECIPE = Recipe(
     stages=(
@@ -152,7 +152,7 @@ RECIPE = Recipe(
             direct_only=1.0,
             weights={"direct": 1.0},
             questions=10,
-            lessons=_FIRST_LESSONS,
+            probes=_FIRST_PROBES,
             enough=0.97,
             goal={"direct": 0.9},
         ),
@@ -165,7 +165,7 @@ RECIPE = Recipe(
             dense=(0.9, 0.6),
             direct_only=0.1,
             weights=MIXTURE,
-            lessons=_FIRST_LESSONS,
+            probes=_FIRST_PROBES,
             goal={"direct": 0.9, "local": 0.7, "cross": 0.7},
         ),
         Stage(
@@ -196,4 +196,4 @@ RECIPE = Recipe(
         ),
     )
 )
-"""The one behind the shipped weights."""
+"""The recipe of the shipped weights."""

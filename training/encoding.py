@@ -1,8 +1,8 @@
-"""From scenes to token ids, as `tokenizer` and its chat template give them, with what training teaches at each token.
+"""From scenes to token ids as the tokenizer and its chat template make them, with labels and probes per token.
 
     <s> <|user|> passage \\n\\n passage \\n\\n question <|assistant|> answer <|end|> <|user|> question ...
 
-Words are looked up instead of encoded: the same ids (a test holds that), and many times faster.
+Words are looked up instead of encoded: the same ids (held by a test), many times faster.
 """
 
 import random
@@ -17,39 +17,39 @@ from cacheblend.nano import tokenizer as tok
 from cacheblend.nano.scenes import CATEGORIES, Question, Scene, Sentence
 
 LABELS = ("nothing", "text", *CATEGORIES, "end")
-"""What a token is, for the loss: answers carry their category."""
+"""Labels of tokens, which say how the loss weighs them: an answer token carries its question's category."""
 
 
-class Lesson(IntEnum):
-    """What is taught inside the layers, at a token that makes it known; see `training`."""
+class Probe(IntEnum):
+    """The facts that linear heads read off hidden states, each at the token from which it is known; see `model`."""
 
-    THING = 0  # at the end of "The boot belongs to": the boot
-    PRONOUN = 1  # whom a pronoun means
-    CHAIN = 2  # who has the other thing, and so this one
-    ASKED = 3  # who has the thing that is asked for
-    COMPARED = 4  # at the second owner of a comparison's answer: the first one
-    VERDICT = 5  # there, too: whether the two are the same
+    THING = 0  # after "The boot belongs to": the boot
+    PRONOUN = 1  # the person or firm that a pronoun refers to
+    CHAIN = 2  # the owner of the other thing, who therefore owns this one
+    ASKED = 3  # the owner of the thing that the question names
+    COMPARED = 4  # at the second owner in the answer to a comparison: the first owner
+    VERDICT = 5  # at the same token: whether both owners are the same
 
 
 @dataclass
 class Example:
-    """One sequence.
+    """One training sequence.
 
     Attributes:
         ids: token ids.
-        labels: indices of `LABELS`, for each token.
-        positions: for RoPE; passages may stand apart.
-        lessons: (lesson, index into ids, token id that is to be known there).
+        labels: index into `LABELS` of each token.
+        positions: for RoPE, ascending; there may be gaps in front of passages.
+        probes: (probe, index into `ids`, token id that its head should predict there).
     """
 
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    lessons: list[tuple[Lesson, int, int]] = field(default_factory=list)
+    probes: list[tuple[Probe, int, int]] = field(default_factory=list)
 
 
 class Encoder:
-    """Scenes to examples, for the tokenizer of `build_tokenizer`."""
+    """Encodes scenes with the tokenizer of `build_tokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -60,19 +60,19 @@ class Encoder:
         self.separator = tokenizer.encode(tok.SEPARATOR).ids[0]
 
     def word(self, word: str, first: bool = False) -> int:
-        """Id of a word; `first` in its text, where no space stands before it."""
+        """Id of a word; `first`: it begins a text, so no space precedes it."""
         return self.vocabulary[word if first or word in ".?:" else f"\u0120{word}"]
 
     def example(
         self, scene: Scene, questions: Sequence[Question], gaps: Sequence[int] | None = None, *, system: bool = False
     ) -> Example:
-        """Passages, then the questions with their answers, a turn each.
+        """The passages, then one chat turn for each question and its answer.
 
         Args:
             scene: the passages.
-            questions: of that scene.
-            gaps: positions left free in front of each passage; None for none.
-            system: with `tokenizer.SYSTEM_PROMPT`.
+            questions: questions of that scene.
+            gaps: positions to leave free in front of each passage; None leaves no gaps.
+            system: begin with `tokenizer.SYSTEM_PROMPT`.
         """
         example = Example()
         for token in [self.bos, *(self.system if system else ()), self.user]:
@@ -89,32 +89,32 @@ class Encoder:
     def _passage(self, example: Example, passage: Sequence[Sentence], gap: int) -> None:
         first = True
         for sentence in passage:
-            knows = sentence.knows | _known_at_its_end(sentence)
+            knows = sentence.knows | _repeated_at_full_stop(sentence)
             for at, word in enumerate(sentence.words):
                 if at in knows:
-                    self._teach(example, word, *knows[at])
+                    self._add_probes(example, word, *knows[at])
                 self._add(example, self.word(word, first), "text", gap if first else 0)
                 first = False
 
-    def _teach(self, example: Example, word: str, thing: str, owner: str) -> None:
+    def _add_probes(self, example: Example, word: str, thing: str, owner: str) -> None:
         here = len(example.ids)
         if thing and thing != word:
-            example.lessons.append((Lesson.THING, here, self.word(thing)))
+            example.probes.append((Probe.THING, here, self.word(thing)))
         if owner and owner != word:
             chain = thing != word and word in lexicon.OBJECTS
-            example.lessons.append((Lesson.CHAIN if chain else Lesson.PRONOUN, here, self.word(owner)))
+            example.probes.append((Probe.CHAIN if chain else Probe.PRONOUN, here, self.word(owner)))
 
     def _turn(self, example: Example, question: Question) -> None:
         for at, word in enumerate(question.words):
             if word in question.owners:
                 owner = self.word(question.owners[word])
-                example.lessons.append((Lesson.ASKED, len(example.ids), owner))
+                example.probes.append((Probe.ASKED, len(example.ids), owner))
             self._add(example, self.word(word, at == 0), "nothing")
         self._add(example, self.assistant, "nothing")
         for at, word in enumerate(question.answer):
             if at and word in lexicon.KIND_OF:
-                example.lessons.append((Lesson.COMPARED, len(example.ids), self.word(question.answer[0])))
-                example.lessons.append((Lesson.VERDICT, len(example.ids), self.word(question.answer[-1])))
+                example.probes.append((Probe.COMPARED, len(example.ids), self.word(question.answer[0])))
+                example.probes.append((Probe.VERDICT, len(example.ids), self.word(question.answer[-1])))
             self._add(example, self.word(word, at == 0), question.category)
         self._add(example, self.end, "end")
 
@@ -125,19 +125,19 @@ class Encoder:
         example.positions.append(position)
 
 
-def _known_at_its_end(sentence: Sentence) -> dict[int, tuple[str, str]]:
-    """What a sentence says is taught once more at its full stop, where its pronoun does not end it.
+def _repeated_at_full_stop(sentence: Sentence) -> dict[int, tuple[str, str]]:
+    """The sentence's fact, to be probed again at its full stop, if the pronoun is not the last word.
 
-    Else the model keeps it in the next sentence, or in the next passage: wherever it stands as far behind the thing
-    as the pronoun does elsewhere.
+    Without this the model stores the fact at whatever token comes the usual distance after the thing, which may
+    belong to the next sentence or the next passage.
     """
     words = sentence.words
-    told = [(at, thing, owner) for at, (thing, owner) in sentence.knows.items() if thing and owner != words[at]]
-    return {len(words) - 1: (thing, owner) for at, thing, owner in told if at < len(words) - 2 or words[at] == thing}
+    stated = [(at, thing, owner) for at, (thing, owner) in sentence.knows.items() if thing and owner != words[at]]
+    return {len(words) - 1: (thing, owner) for at, thing, owner in stated if at < len(words) - 2 or words[at] == thing}
 
 
 def draw_questions(scene: Scene, rng: random.Random, count: int, weights: Mapping[str, float]) -> list[Question]:
-    """Up to `count` questions, categories drawn by weight."""
+    """Draws up to `count` questions; each category has a probability proportional to its weight."""
     pool = {category: found for category, found in scene.questions(rng).items() if found and weights.get(category)}
     drawn: list[Question] = []
     while pool and len(drawn) < count:
