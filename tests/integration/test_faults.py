@@ -17,9 +17,9 @@ from cacheblend.core.select.selectors import Head
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.disk import folder
-from cacheblend.store.remote import remote
+from cacheblend.store.remote import breaker
 from cacheblend.store.remote.bucket import BucketObjects
-from cacheblend.store.remote.remote import RemoteStore
+from cacheblend.store.remote.store import RemoteStore
 from families import tiny_model
 from faults import Faults
 from moto_bucket import BUCKET, bucket, needs_bucket
@@ -175,7 +175,7 @@ def test_a_server_killed_and_restarted_in_mid_request(
     dies: int, read_ahead: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes back, empty, while the request goes on."""
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    monkeypatch.setattr(breaker, "PAUSE_S", 0.0)
     model = tiny_model("llama")
     with (
         redis_server() as server,

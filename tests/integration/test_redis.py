@@ -15,9 +15,9 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
 from cacheblend.core.naming import BlockName
 from cacheblend.engines.hf import SamplingParams, warming
 from cacheblend.store import KVStore, open_store
-from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.format.block_file import encode_block
+from cacheblend.store.remote import breaker
 from cacheblend.store.remote import redis as redis_objects
-from cacheblend.store.remote import remote
 from families import tiny_model
 from parity.scenes import RAG, A, assert_same, greedy, open_engine
 from redis_server import RedisServer, needs_redis, redis_server
@@ -35,7 +35,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    monkeypatch.setattr(breaker, "PAUSE_S", 0.0)
     monkeypatch.setattr(warming, "PAUSE_S", 0.0)
 
 

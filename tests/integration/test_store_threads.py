@@ -12,7 +12,7 @@ import pytest
 
 from cacheblend.core.errors import StoreFullError
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
-from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.format.block_file import encode_block
 from redis_server import needs_redis, redis_server
 from store_blocks import make_block, same_bits
 

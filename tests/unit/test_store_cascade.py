@@ -1,11 +1,13 @@
 """Stores behind each other: what falls through, what comes nearer, what goes on behind."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
+from cacheblend.core.naming import BlockName
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
 from cacheblend.store.combined.cascade import CascadeStore
 from store_blocks import holds, make_block, make_manifest
@@ -21,10 +23,12 @@ class Broken(MemoryStore):
 
     from_layer = 0
 
-    def read(self, name: object, layer: int, heads: slice | None = None) -> torch.Tensor:
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
         if layer >= self.from_layer:
-            raise BlockLostError([name], "broken")  # type: ignore[list-item]
-        return super().read(name, layer, heads)  # type: ignore[arg-type]
+            return [BlockLostError([name], "broken") for name in names]
+        return super().read_many(names, layer, heads)
 
 
 def test_a_write_goes_to_all_of_them_and_the_nearest_has_it_at_once() -> None:

@@ -23,7 +23,7 @@ from cacheblend.store.combined.cascade import CascadeStore
 from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.remote.bucket import BucketObjects
 from cacheblend.store.remote.redis import RedisObjects
-from cacheblend.store.remote.remote import RemoteStore
+from cacheblend.store.remote.store import RemoteStore
 from moto_bucket import BUCKET, bucket, needs_bucket
 from redis_server import RedisServer, needs_redis
 from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, raw_block, same_bits

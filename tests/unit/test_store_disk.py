@@ -32,9 +32,9 @@ from cacheblend.core.errors import (
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store
-from cacheblend.store.disk.files import BlockFiles
+from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
-from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.format.block_file import encode_block
 from store_blocks import ROOT, holds, make_block, make_manifest, raw_block, same_bits
 
 
@@ -259,7 +259,7 @@ def test_damage_in_a_file_that_has_been_replaced_does_not_cost_its_successor(tmp
 
 
 def test_use_by_one_process_counts_for_eviction_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend.store.disk.files._TOUCH_EVERY_NS", 0)
+    monkeypatch.setattr("cacheblend.store.disk.block_files._TOUCH_EVERY_NS", 0)
     first, second = make_block(1), make_block(2)
     with disk(tmp_path) as store, disk(tmp_path) as other:
         store.write(first)
