@@ -81,7 +81,7 @@ class RemoteBlocks:
         try:
             found = self._records(wanted, layer, heads)
             suspect = [name for name in cached if isinstance(found[name], DamagedError)]
-            if suspect:  # another process may have written the block anew since its header was read
+            if suspect:  # another process may have replaced the block since its header was read
                 with self._lock:
                     for name in suspect:
                         self._known.pop(name, None)

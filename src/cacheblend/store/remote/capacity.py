@@ -22,7 +22,7 @@ class RemoteCapacity:
 
     Args:
         objects: the place.
-        max_bytes: bound on the blocks of all who write there; None leaves eviction to the other side.
+        max_bytes: bound on the blocks of all writers; None leaves eviction to the other side.
         drop: removes blocks and returns which were held.
 
     Attributes:

@@ -36,7 +36,7 @@ class RemoteStore(KVStore):
 
     Args:
         objects: moves the bytes; closed with the store.
-        max_bytes: bound on the blocks of all who write there; None leaves eviction to the other side.
+        max_bytes: bound on the blocks of all writers; None leaves eviction to the other side.
         read_only: never write: damage is reported but not removed.
         ttl: seconds without use after which an unpinned block is removed; None: no limit.
 
