@@ -95,7 +95,7 @@ def test_a_bucket_that_times_out_costs_a_recompute_and_no_answer(keys: None, sil
             store.stats()
 
 
-def test_a_bucket_that_is_not_there_is_told(keys: None) -> None:
+def test_a_missing_bucket_is_reported(keys: None) -> None:
     with open_store(f"s3://nowhere/x?endpoint={bucket().endpoint}&region=us-east-1") as store:
         with pytest.raises(StoreError, match="s3://nowhere/x"):
             store.write(make_block(1))
@@ -109,7 +109,7 @@ def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     without_keys(monkeypatch)
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://169.254.0.1:1")  # nobody answers there
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://169.254.0.1:1")  # no service answers there
     with open_store("s3://bucket/x?timeout=0.2") as store, pytest.raises(StoreError) as caught:
         store.stats()
     assert "s3://bucket/x has no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or" in str(caught.value)

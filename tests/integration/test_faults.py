@@ -40,12 +40,12 @@ SOON_S = 20.0  # that a request may take: only one that hangs takes longer
 
 @dataclass
 class Tier:
-    """A kind of store that tests damage behind its back.
+    """A kind of store whose contents the tests damage from outside.
 
     Attributes:
-        open: a store on it, which knows nothing yet.
-        keys: what a block is kept as.
-        get, put: one of these.
+        open: opens a store on it, with nothing cached.
+        keys: the files, keys or objects that a block is kept in.
+        get, put: read and write one of these.
     """
 
     open: Callable[[], KVStore]
@@ -114,7 +114,7 @@ def name_at(tier: Tier, position: int) -> BlockName:
 
 
 def check_served_without_it(tier: Tier) -> None:
-    """A request over the damage is as one that never had the block; the next one, with it stored anew, has it."""
+    """A request that meets the damage is computed as if the block were missing; the next one finds it stored again."""
     started = time.monotonic()
     with tier.open() as store, open_engine(tiny_model("llama"), [], store=store) as engine:
         outcome = run(engine, RAG, SELECTOR)
@@ -193,11 +193,11 @@ def restart(server: RedisServer) -> None:
 
 
 class Between:
-    """Hands on what goes to a server, until it is told to be silent."""
+    """Forwards to a server until `fall_silent` is called."""
 
     def __init__(self, endpoint: str) -> None:
         host, port = endpoint.removeprefix("http://").split(":")
-        self._behind, self._is_silent = (host, int(port)), threading.Event()
+        self._server, self._is_silent = (host, int(port)), threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.fall_silent = self._is_silent.set
@@ -210,7 +210,7 @@ class Between:
         with suppress(OSError):
             while True:
                 near = self._listener.accept()[0]
-                far = socket.create_connection(self._behind)
+                far = socket.create_connection(self._server)
                 for source, target in ((near, far), (far, near)):
                     threading.Thread(target=self._hand_on, args=(source, target), daemon=True).start()
 
@@ -236,7 +236,7 @@ def test_a_bucket_that_times_out_in_mid_request(falls: int, read_ahead: int, tmp
     faults.count("buckets that time out in mid-request")
 
 
-def test_a_disk_that_fills_up_behind_requests(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_after_requests(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     model, answers = tiny_model("llama"), 3
 
     def full(*arguments: object) -> None:

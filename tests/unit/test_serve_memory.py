@@ -69,7 +69,7 @@ print(held() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_products_of_many_shapes_leave_little_behind() -> None:
+def test_products_of_many_shapes_leave_little_memory_in_use() -> None:
     """Only where there are such caches: a processor without bf16 products has none."""
     grown = {}
     for how in ("few", "many"):

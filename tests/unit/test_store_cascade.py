@@ -1,4 +1,4 @@
-"""Stores behind each other: what falls through, what comes nearer, what goes on behind."""
+"""Stores in order, nearest first: reads that fall through, promotion, and writes to farther stores."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ def tiers_of(store: KVStore, seed: int) -> str:
 
 
 class Broken(MemoryStore):
-    """One that finds all and can read nothing from a layer on."""
+    """A store that finds all blocks and cannot read them from one layer on."""
 
     from_layer = 0
 
@@ -81,7 +81,7 @@ def test_what_the_nearest_lost_is_read_from_the_next() -> None:
             store.read(block.name, 2)
 
 
-def test_a_block_too_large_for_the_nearest_is_kept_behind() -> None:
+def test_a_block_too_large_for_the_nearest_is_kept_farther() -> None:
     near, far = MemoryStore(100), MemoryStore()
     with CascadeStore([near, far]) as store:
         with pytest.raises(StoreFullError):

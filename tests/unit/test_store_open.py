@@ -1,4 +1,4 @@
-"""From a URL to a store."""
+"""From a URL to a store, and wrong URLs."""
 
 from pathlib import Path
 
