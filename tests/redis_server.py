@@ -24,7 +24,7 @@ def _free_port() -> int:
 
 
 class RedisServer:
-    """One that can be killed and started anew on the same port."""
+    """A server that can be killed and started again on the same port."""
 
     def __init__(self) -> None:
         self.port = _free_port()

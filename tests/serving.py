@@ -22,7 +22,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(settings: ServeSettings, store: str = "memory") -> Iterator[str]:
-    """Its address; stopped behind it."""
+    """The address of a running server, which is stopped afterwards."""
     with BlendEngine.from_pretrained(model_path(), store=store) as engine:
         engine.name = "nano"
         port = free_port()

@@ -1,5 +1,6 @@
 """A store in an S3-compatible bucket (moto's server): prompts through it, and what goes wrong with buckets."""
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -8,9 +9,9 @@ import pytest
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.engines.hf import SamplingParams
-from cacheblend.store import KVStore, open_store
+from cacheblend.store import KVStore, check_store_url, open_store
 from cacheblend.store.remote.bucket import BucketObjects
-from cacheblend.store.remote.remote import RemoteStore
+from cacheblend.store.remote.store import RemoteStore
 from families import tiny_model
 from moto_bucket import BUCKET, KEYS, bucket, needs_bucket
 from parity.scenes import RAG, assert_same, greedy, open_engine
@@ -95,11 +96,37 @@ def test_a_bucket_that_times_out_costs_a_recompute_and_no_answer(keys: None, sil
             store.stats()
 
 
-def test_a_bucket_that_is_not_there_is_told(keys: None) -> None:
+def test_a_missing_bucket_is_reported(keys: None) -> None:
     with open_store(f"s3://nowhere/x?endpoint={bucket().endpoint}&region=us-east-1") as store:
         with pytest.raises(StoreError, match="s3://nowhere/x"):
             store.write(make_block(1))
         assert store.find([make_block(1).name]) == [None]
+
+
+def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+
+
+def test_missing_keys_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_keys(monkeypatch)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://169.254.0.1:1")  # no service answers there
+    with open_store("s3://bucket/x?timeout=0.2") as store, pytest.raises(StoreError) as caught:
+        store.stats()
+    assert "s3://bucket/x has no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or" in str(caught.value)
+    assert "169.254" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")],
+)
+def test_one_key_without_the_other_is_refused(given: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_keys(monkeypatch)
+    monkeypatch.setenv(given, "key")
+    for reports in (open_store, check_store_url):
+        with pytest.raises(InvalidInputError, match=f"no complete credentials: set {missing}, too"):
+            reports("s3://bucket/x")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -504,10 +504,15 @@ class LosingStore(MemoryStore):
 
     lost: frozenset[BlockName] = frozenset()
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        if name in self.lost and layer > 1:
-            raise BlockLostError([name], "checksum")
-        return super().read(name, layer, heads)
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        lost = self.lost if layer > 1 else frozenset()
+        records = super().read_many(names, layer, heads)
+        return [
+            BlockLostError([name], "checksum") if name in lost else record
+            for name, record in zip(names, records, strict=True)
+        ]
 
 
 def test_a_lost_block_is_recomputed_and_reported(open_engine: Open) -> None:

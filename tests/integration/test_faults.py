@@ -17,9 +17,9 @@ from cacheblend.core.select.selectors import Head
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.disk import folder
-from cacheblend.store.remote import remote
+from cacheblend.store.remote import breaker
 from cacheblend.store.remote.bucket import BucketObjects
-from cacheblend.store.remote.remote import RemoteStore
+from cacheblend.store.remote.store import RemoteStore
 from families import tiny_model
 from faults import Faults
 from moto_bucket import BUCKET, bucket, needs_bucket
@@ -40,12 +40,12 @@ SOON_S = 20.0  # that a request may take: only one that hangs takes longer
 
 @dataclass
 class Tier:
-    """A kind of store that tests damage behind its back.
+    """A kind of store whose contents the tests damage from outside.
 
     Attributes:
-        open: a store on it, which knows nothing yet.
-        keys: what a block is kept as.
-        get, put: one of these.
+        open: opens a store on it, with nothing cached.
+        keys: the files, keys or objects that a block is kept in.
+        get, put: read and write one of these.
     """
 
     open: Callable[[], KVStore]
@@ -114,7 +114,7 @@ def name_at(tier: Tier, position: int) -> BlockName:
 
 
 def check_served_without_it(tier: Tier) -> None:
-    """A request over the damage is as one that never had the block; the next one, with it stored anew, has it."""
+    """A request that meets the damage is computed as if the block were missing; the next one finds it stored again."""
     started = time.monotonic()
     with tier.open() as store, open_engine(tiny_model("llama"), [], store=store) as engine:
         outcome = run(engine, RAG, SELECTOR)
@@ -176,7 +176,7 @@ def test_a_server_killed_and_restarted_in_mid_request(
     dies: int, read_ahead: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes back, empty, while the request goes on."""
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    monkeypatch.setattr(breaker, "PAUSE_S", 0.0)
     model = tiny_model("llama")
     with (
         redis_server() as server,
@@ -194,11 +194,11 @@ def restart(server: RedisServer) -> None:
 
 
 class Between:
-    """Hands on what goes to a server, until it is told to be silent."""
+    """Forwards to a server until `fall_silent` is called."""
 
     def __init__(self, endpoint: str) -> None:
         host, port = endpoint.removeprefix("http://").split(":")
-        self._behind, self._is_silent = (host, int(port)), threading.Event()
+        self._server, self._is_silent = (host, int(port)), threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.fall_silent = self._is_silent.set
@@ -211,7 +211,7 @@ class Between:
         with suppress(OSError):
             while True:
                 near = self._listener.accept()[0]
-                far = socket.create_connection(self._behind)
+                far = socket.create_connection(self._server)
                 for source, target in ((near, far), (far, near)):
                     threading.Thread(target=self._hand_on, args=(source, target), daemon=True).start()
 
@@ -237,7 +237,7 @@ def test_a_bucket_that_times_out_in_mid_request(falls: int, read_ahead: int, tmp
     faults.count("buckets that time out in mid-request")
 
 
-def test_a_disk_that_fills_up_behind_requests(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_after_requests(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     model, answers = tiny_model("llama"), 3
 
     def full(*arguments: object) -> None:

@@ -55,7 +55,7 @@ def test_picking_reordering_and_asking(page: Any, tmp_path: Path) -> None:
         assert "tokens" in page.locator(f"#pane-{pane} .facts").inner_text()
         assert page.locator(f"#bar-{pane}").bounding_box()["width"] > 0
         assert "ms" in page.locator(f"#time-{pane}").inner_text()
-    assert "nats from" in page.locator("#quality").inner_text()
+    assert " nats." in page.locator("#quality").inner_text()
     for source in ("loaded", "recomputed", "fresh"):
         assert page.locator(f"#why span.{source}").count() > 0
     heat = {span.evaluate("s => s.style.backgroundColor") for span in page.locator("#why span.loaded").all()[:200]}
@@ -68,7 +68,7 @@ def test_picking_reordering_and_asking(page: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("selector", "legend"),
-    [("hkvd", "darker: deviates more"), ("query", "darker: the question attends more"), ("random", None)],
+    [("hkvd", "darker: larger deviation"), ("query", "darker: more attention by the question"), ("random", None)],
 )
 def test_the_legend_says_what_is_drawn(page: Any, selector: str, legend: str | None) -> None:
     page.select_option("#selector", selector)
@@ -90,7 +90,7 @@ def test_own_passages_and_what_is_missing(page: Any) -> None:
     assert len(titles(page)) == 1
     page.fill("#question", "")
     page.click("#ask")
-    assert "Ask a question" in page.locator("#error").inner_text()
+    assert "Enter a question" in page.locator("#error").inner_text()
     page.fill("#question", "Who has the boot?")
     page.locator("#ratio").fill("1")
     page.select_option("#selector", "head")

@@ -16,9 +16,9 @@ from cacheblend.core.naming import BlockName
 from cacheblend.engines import keeper
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import KVStore, open_store
-from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.format.block_file import encode_block
+from cacheblend.store.remote import breaker
 from cacheblend.store.remote import redis as redis_objects
-from cacheblend.store.remote import remote
 from families import tiny_model
 from parity.scenes import RAG, A, assert_same, greedy, open_engine
 from redis_server import RedisServer, needs_redis, redis_server
@@ -36,7 +36,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    monkeypatch.setattr(breaker, "PAUSE_S", 0.0)
     monkeypatch.setattr(keeper, "PAUSE_S", 0.0)
 
 
@@ -89,7 +89,7 @@ def test_a_server_that_dies_between_two_layers_costs_a_recompute_and_no_answer(
         assert time.monotonic() - started < 20
 
 
-def test_what_is_in_memory_outlives_the_server_behind_it(server: RedisServer) -> None:
+def test_blocks_in_memory_outlive_their_server(server: RedisServer) -> None:
     with open_store(f"{server.url}?ram_bytes=64MiB") as store, open_engine(tiny_model("llama"), store=store) as engine:
         server.kill()
         for _ in range(2):  # the first notices, the second does not ask
@@ -98,7 +98,7 @@ def test_what_is_in_memory_outlives_the_server_behind_it(server: RedisServer) ->
         assert engine.prefill(RAG).report.missed_tokens == 115
 
 
-def test_a_server_that_comes_back_empty_is_filled_anew(server: RedisServer, no_pause: None) -> None:
+def test_a_server_that_comes_back_empty_is_filled_again(server: RedisServer, no_pause: None) -> None:
     with open_store(server.url) as store, open_engine(tiny_model("llama"), [A], store=store, capture=True) as engine:
         server.kill()
         engine.generate(RAG, FOUR)
@@ -136,17 +136,17 @@ def test_a_server_that_hangs_is_given_up_in_time(server: RedisServer) -> None:
         assert time.monotonic() - started < 2
 
 
-def test_a_block_that_another_process_wrote_anew_is_read_and_not_damaged(server: RedisServer) -> None:
+def test_a_block_that_another_process_replaced_is_read_and_not_damaged(server: RedisServer) -> None:
     block = make_block(1)
-    anew = dataclasses.replace(block, records=[record.clone().fill_(3) for record in block.records])
+    replaced = dataclasses.replace(block, records=[record.clone().fill_(3) for record in block.records])
     with open_store(server.url) as store, open_store(server.url) as another:
         store.write(block)
         assert holds(store, block)  # its header is remembered
         another.delete(block.name)
-        another.write(anew)
-        assert torch.equal(store.read(block.name, 1), anew.records[1])
+        another.write(replaced)
+        assert torch.equal(store.read(block.name, 1), replaced.records[1])
         assert store.stats().damaged == 0
-        assert holds(store, anew)
+        assert holds(store, replaced)
 
 
 def test_writers_side_by_side_keep_the_bound(server: RedisServer) -> None:
@@ -318,7 +318,7 @@ def test_urls_that_say_nothing_sensible(url: str, message: str) -> None:
         open_store(url)
 
 
-def test_a_password_is_not_shown_and_a_wrong_one_is_told() -> None:
+def test_a_password_is_not_shown_and_a_wrong_one_is_reported() -> None:
     with redis_server("--requirepass", "secret") as server:
         wrong = server.url.replace("127", ":wrong@127", 1)
         with open_store(wrong) as store, pytest.raises(StoreError) as caught:

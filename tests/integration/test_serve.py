@@ -81,7 +81,7 @@ def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_what_was_missed_is_stored_behind_the_answer_and_the_question_never_is(url: str) -> None:
+def test_missed_chunks_are_stored_after_the_answer_and_the_question_never_is(url: str) -> None:
     ask(url)
     for _ in range(200):
         again = ask(url)
@@ -151,7 +151,7 @@ def stored_in_time(is_so: Any) -> None:
 
 
 def test_a_tool_message_is_a_chunk_and_the_question_in_front_of_it_is_not_stored() -> None:
-    """What a tool said recurs; what the user asked stands in front of it and is nobody's business."""
+    """A tool's result recurs and is stored; the user's question in front of it must not be."""
     call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
     question = "Who has the key to the house? " * 12
     messages = [
@@ -201,7 +201,7 @@ def test_documents_and_tool_messages_are_chunks(url: str) -> None:
     )  # type: ignore[arg-type]
     assert sum(report["hit_tokens"].values()) + report["missed_tokens"] > 0
     held, end = 0, time.monotonic() + 60
-    while held < len(set(PASSAGES)) and time.monotonic() < end:  # they are stored behind the answer
+    while held < len(set(PASSAGES)) and time.monotonic() < end:  # they are stored after the answer
         held = len(httpx.get(f"{url}/v1/chunks").json()["data"])
         time.sleep(0.05)
     assert held >= len(set(PASSAGES))
@@ -290,9 +290,9 @@ def test_spans_and_ids_that_cannot_be_meant(url: str, prompt: Any, spans: Any, m
 
 def test_bodies_that_are_too_long() -> None:
     with running(ServeSettings(max_body_bytes=1000)) as url:
-        told = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 2000})
+        announced = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 2000})
         pieces = httpx.post(f"{url}/v1/completions", content=(b"x" * 100 for _ in range(30)))
-        assert told.status_code == pieces.status_code == 413
+        assert announced.status_code == pieces.status_code == 413
         assert httpx.get(f"{url}/health").status_code == 200
 
 
@@ -364,7 +364,7 @@ def test_a_strangers_body_is_not_waited_for(tmp_path: Path) -> None:
         assert httpx.post(f"{url}/v1/completions", content=b"{", timeout=60).status_code == 401
 
 
-def test_many_that_store_hold_nobody_up() -> None:
+def test_many_requests_that_store_delay_no_other() -> None:
     with running(ServeSettings(chunk_tokens=16, limits=Limits(waiting=50))) as url, ThreadPoolExecutor(64) as pool:
         chunks = [{"chunks": [{"token_ids": [300 + n + m for m in range(300)]}]} for n in range(60)]
         stored = [pool.submit(httpx.post, f"{url}/v1/chunks", json=each, timeout=120) for each in chunks]
@@ -406,7 +406,7 @@ def test_quotas_of_a_key() -> None:
 
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token takes 20 ms at least, so that an answer of many is not over before somebody looks."""
+    """A token takes at least 20 ms, so that a long answer is still running when the test looks at it."""
 
     def compute(*arguments: Any) -> None:
         time.sleep(0.02)

@@ -53,7 +53,7 @@ def answers_as_before(url: str) -> Iterator[None]:
 
 
 def check(status: int, body: str, what: Any) -> None:
-    """No error of the server's own: 503 only where there was no time, 429 where there was no room."""
+    """No internal error: 503 only after a timeout, 429 only where the queue is full."""
     assert status < 500 or status == 503, (what, body)
     if status == 503:
         assert json.loads(body)["error"]["code"] in {"timeout", "store"}, (what, body)
@@ -228,7 +228,7 @@ def vanish(url: str) -> None:
     assert threading.active_count() <= threads + 8
 
 
-def test_a_client_that_sends_too_slowly_is_told_so_and_holds_nobody_up() -> None:
+def test_a_client_that_sends_too_slowly_gets_an_error_and_delays_no_other() -> None:
     with running(ServeSettings(body_s=1.0)) as url, opened(url) as slow:
         body = json.dumps(QUESTION).encode()
         slow.sendall(head(len(body)) + body[:5])
@@ -237,7 +237,7 @@ def test_a_client_that_sends_too_slowly_is_told_so_and_holds_nobody_up() -> None
         assert slow.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-def test_a_client_that_does_not_read_holds_nobody_up(url: str) -> None:
+def test_a_client_that_does_not_read_delays_no_other(url: str) -> None:
     body = json.dumps(QUESTION | {"max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 20}).encode()
     with opened(url) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

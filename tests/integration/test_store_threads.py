@@ -12,13 +12,13 @@ import pytest
 
 from cacheblend.core.errors import StoreFullError
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
-from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.format.block_file import encode_block
 from redis_server import needs_redis, redis_server
 from store_blocks import make_block, same_bits
 
 THREADS, HELD, WRITTEN, PINNED = 16, 12, 60, 3
 SECONDS = float(os.environ.get("CACHEBLEND_THREADS_S", "5"))
-"""60 in CI, where nobody waits for it."""
+"""60 in CI, where the time does not matter."""
 
 
 class Load:
@@ -69,7 +69,7 @@ class Load:
             try:
                 self.done["new" if self.store.write(block) else "held"] += 1
             except StoreFullError:
-                self.done["full"] += 1  # what others write just now takes the room
+                self.done["full"] += 1  # blocks that other threads write now take the capacity
         elif what < 0.9:
             self._read(rng.choice([block, *self.pinned]), rng)
         elif what < 0.97 and block not in self.pinned:

@@ -1,5 +1,6 @@
 """Blocks that the store listed and then cannot read: misses; lost twice: everything is recomputed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -43,12 +44,18 @@ class LossyStore(MemoryStore):
         self.losses: list[Loss] = []
         self.failed: set[BlockName] = set()
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        records = super().read_many(names, layer, heads)
+        return [self._lost(name, layer) or record for name, record in zip(names, records, strict=True)]
+
+    def _lost(self, name: BlockName, layer: int) -> BlockLostError | None:
         for loss in self.losses:
             if loss.name == name and layer >= loss.layer and len(self.failed - {name}) >= loss.after:
                 self.failed.add(name)
-                raise BlockLostError([name], REASON)
-        return super().read(name, layer, heads)
+                return BlockLostError([name], REASON)
+        return None
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def test_the_heap_is_trimmed_now_and_then_until_the_server_stops(monkeypatch: py
     monkeypatch.setattr(memory, "heap_trimmer", lambda: lambda: trims.append(1))
 
     async def serve() -> None:
-        task = asyncio.create_task(memory.give_back_now_and_then(every_s=0.01))
+        task = asyncio.create_task(memory.trim_heap_periodically(every_s=0.01))
         while len(trims) < 3:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -30,7 +30,7 @@ def test_the_heap_is_trimmed_now_and_then_until_the_server_stops(monkeypatch: py
 def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert memory.heap_trimmer() is None
-    asyncio.run(asyncio.wait_for(memory.give_back_now_and_then(), 30))
+    asyncio.run(asyncio.wait_for(memory.trim_heap_periodically(), 30))
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not ctypes.util.find_library("c"), reason="needs glibc")
@@ -69,7 +69,7 @@ print(held() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_products_of_many_shapes_leave_little_behind() -> None:
+def test_products_of_many_shapes_leave_little_memory_in_use() -> None:
     """Only where there are such caches: a processor without bf16 products has none."""
     grown = {}
     for how in ("few", "many"):

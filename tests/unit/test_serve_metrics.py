@@ -1,4 +1,4 @@
-"""What a running server tells Prometheus, and what the dashboard asks for."""
+"""The metrics of a running server, and those that the dashboard asks for."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from cacheblend.store import MemoryStore
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana.json"
 
 
-def told() -> str:
+def metrics_text() -> str:
     with MemoryStore() as store:
         metrics = Metrics(store, lambda: 3, lambda: 2, lambda: {"queue full": 5, "failed": 1})
         report = BlendReport(10, {"memory": 4}, ttft_s=0.2, fallbacks=["1 block(s) lost: gone", "and again"])
@@ -21,16 +21,16 @@ def told() -> str:
         return metrics.text().decode()
 
 
-def test_every_figure_of_the_dashboard_is_told() -> None:
-    known = {line.split("{")[0].split(" ")[0] for line in told().splitlines() if not line.startswith("#")}
+def test_every_metric_of_the_dashboard_exists() -> None:
+    known = {line.split("{")[0].split(" ")[0] for line in metrics_text().splitlines() if not line.startswith("#")}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = {name for p in panels for t in p["targets"] for name in re.findall(r"cacheblend_\w+", t["expr"])}
     assert len(asked) >= 10
     assert asked <= known
 
 
-def test_what_went_wrong_is_told_by_reason() -> None:
-    text = told()
+def test_failures_are_counted_by_reason() -> None:
+    text = metrics_text()
     assert 'cacheblend_fallbacks_total{reason="lost block"} 2.0' in text
     assert 'cacheblend_captures_given_up_total{reason="queue full"} 5.0' in text
     assert "cacheblend_requests_waiting 3.0" in text

@@ -1,11 +1,13 @@
-"""Stores behind each other: what falls through, what comes nearer, what goes on behind."""
+"""Stores in order, nearest first: reads that fall through, promotion, and writes to farther stores."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
+from cacheblend.core.naming import BlockName
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
 from cacheblend.store.combined.cascade import CascadeStore
 from store_blocks import holds, make_block, make_manifest
@@ -17,14 +19,16 @@ def tiers_of(store: KVStore, seed: int) -> str:
 
 
 class Broken(MemoryStore):
-    """One that finds all and can read nothing from a layer on."""
+    """A store that finds all blocks and cannot read them from one layer on."""
 
     from_layer = 0
 
-    def read(self, name: object, layer: int, heads: slice | None = None) -> torch.Tensor:
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
         if layer >= self.from_layer:
-            raise BlockLostError([name], "broken")  # type: ignore[list-item]
-        return super().read(name, layer, heads)  # type: ignore[arg-type]
+            return [BlockLostError([name], "broken") for name in names]
+        return super().read_many(names, layer, heads)
 
 
 def test_a_write_goes_to_all_of_them_and_the_nearest_has_it_at_once() -> None:
@@ -77,7 +81,7 @@ def test_what_the_nearest_lost_is_read_from_the_next() -> None:
             store.read(block.name, 2)
 
 
-def test_a_block_too_large_for_the_nearest_is_kept_behind() -> None:
+def test_a_block_too_large_for_the_nearest_is_kept_farther() -> None:
     near, far = MemoryStore(100), MemoryStore()
     with CascadeStore([near, far]) as store:
         with pytest.raises(StoreFullError):

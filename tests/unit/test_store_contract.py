@@ -1,4 +1,4 @@
-"""What every store promises, on memory, on a folder, and on both."""
+"""The contract of every store, tested on each kind."""
 
 import atexit
 import threading
@@ -23,7 +23,7 @@ from cacheblend.store.combined.cascade import CascadeStore
 from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.remote.bucket import BucketObjects
 from cacheblend.store.remote.redis import RedisObjects
-from cacheblend.store.remote.remote import RemoteStore
+from cacheblend.store.remote.store import RemoteStore
 from moto_bucket import BUCKET, bucket, needs_bucket
 from redis_server import RedisServer, needs_redis
 from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, raw_block, same_bits
@@ -82,7 +82,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_nobody_uses_in_its_time_to_live_is_gone(kind: str, tmp_path: Path) -> None:
+def test_a_block_unused_for_its_time_to_live_is_removed(kind: str, tmp_path: Path) -> None:
     ttl = 4.0 if kind == "s3" else 0.8  # a bucket tells times in whole seconds
     used, unused, pinned, new = (make_block(seed) for seed in range(4))
     with open_kind(kind, tmp_path / "store", ttl=ttl) as store:

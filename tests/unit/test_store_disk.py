@@ -32,9 +32,9 @@ from cacheblend.core.errors import (
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store
-from cacheblend.store.disk.files import BlockFiles
+from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
-from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.format.block_file import encode_block
 from store_blocks import ROOT, holds, make_block, make_manifest, raw_block, same_bits
 
 
@@ -259,7 +259,7 @@ def test_damage_in_a_file_that_has_been_replaced_does_not_cost_its_successor(tmp
 
 
 def test_use_by_one_process_counts_for_eviction_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend.store.disk.files._TOUCH_EVERY_NS", 0)
+    monkeypatch.setattr("cacheblend.store.disk.block_files._TOUCH_EVERY_NS", 0)
     first, second = make_block(1), make_block(2)
     with disk(tmp_path) as store, disk(tmp_path) as other:
         store.write(first)
@@ -304,7 +304,7 @@ def test_temporary_files_of_the_dead_are_removed_and_those_of_the_living_stay(tm
 
 @pytest.mark.parametrize("turned_off", [True, False], ids=["turned off", "refused by the file system"])
 def test_without_locks(tmp_path: Path, turned_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on some network file systems: all but locks works, and nobody waits for one."""
+    """As on some network file systems: everything works except locks, and no call waits for one."""
     calls: list[int] = []
 
     def refuse(fd: int, how: int) -> None:
@@ -486,11 +486,11 @@ def test_a_full_disk_evicts_and_tries_again(
         for block in made:
             store.write(block)
         store.pin([made[0].name])
-        room_for = len(made) - 1  # the disk holds this many blocks besides the one being written
+        free = len(made) - 1  # the disk holds this many blocks besides the one being written
 
         def is_full(first: int | str, *_: object) -> bool:
             is_folder = isinstance(first, int) and stat.S_ISDIR(os.fstat(first).st_mode)
-            return not is_folder and len(block_files(tmp_path)) > room_for
+            return not is_folder and len(block_files(tmp_path)) > free
 
         full = failing(number, is_full, getattr(os, call))
         monkeypatch.setattr(os, call, full)

@@ -18,14 +18,14 @@ def name_of(number: int) -> BlockName:
     return BlockName(bytes([number]))
 
 
-def hits_of(policy: Eviction, uses: list[int], room: int, worth: dict[int, float] | None = None) -> int:
+def hits_of(policy: Eviction, uses: list[int], capacity: int, worth: dict[int, float] | None = None) -> int:
     """A cache of equal blocks, by the policy."""
     held: set[BlockName] = set()
     hits = 0
     for number in uses:
         name = name_of(number)
         hits += name in held
-        if name not in held and len(held) >= room:
+        if name not in held and len(held) >= capacity:
             victim = next(policy.victims())
             policy.evicted(victim)
             held.remove(victim)
@@ -83,28 +83,28 @@ def test_a_scan_does_not_empty_a_cache_of_what_is_used_often() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 6))
-def test_nobody_does_better_than_who_knows_the_future(name: str, uses: list[int], room: int) -> None:
-    best = belady([name_of(number) for number in uses], room)
-    assert hits_of(eviction_of(name), uses, room) <= best <= len(uses) - len(set(uses))
+def test_no_policy_is_better_than_the_optimum(name: str, uses: list[int], capacity: int) -> None:
+    best = belady([name_of(number) for number in uses], capacity)
+    assert hits_of(eviction_of(name), uses, capacity) <= best <= len(uses) - len(set(uses))
     assert belady([name_of(number) for number in uses], 10) == len(uses) - len(set(uses))
 
 
-def brute_force(uses: list[int], room: int, at: int = 0, held: frozenset[int] = frozenset()) -> int:
+def brute_force(uses: list[int], capacity: int, at: int = 0, held: frozenset[int] = frozenset()) -> int:
     if at == len(uses):
         return 0
     number = uses[at]
     if number in held:
-        return 1 + brute_force(uses, room, at + 1, held)
-    choices = [brute_force(uses, room, at + 1, held)]  # it need not come in
-    if len(held) < room:
-        choices.append(brute_force(uses, room, at + 1, held | {number}))
-    choices += [brute_force(uses, room, at + 1, held - {victim} | {number}) for victim in held]
+        return 1 + brute_force(uses, capacity, at + 1, held)
+    choices = [brute_force(uses, capacity, at + 1, held)]  # not admitting it is allowed
+    if len(held) < capacity:
+        choices.append(brute_force(uses, capacity, at + 1, held | {number}))
+    choices += [brute_force(uses, capacity, at + 1, held - {victim} | {number}) for victim in held]
     return max(choices)
 
 
 @given(st.lists(st.integers(0, 4), max_size=9), st.integers(1, 3))
-def test_belady_is_the_best_of_all(uses: list[int], room: int) -> None:
-    assert belady([name_of(number) for number in uses], room) == brute_force(uses, room)
+def test_belady_is_the_best_of_all(uses: list[int], capacity: int) -> None:
+    assert belady([name_of(number) for number in uses], capacity) == brute_force(uses, capacity)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from cacheblend.core.errors import StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
-from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.format.block_file import encode_block
 from store_blocks import holds, make_block, same_bits
 
 BLOCKS = [make_block(seed, tokens=1 + seed * 5) for seed in range(10)]

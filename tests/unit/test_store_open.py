@@ -1,11 +1,11 @@
-"""From a URL to a store."""
+"""From a URL to a store, and wrong URLs."""
 
 from pathlib import Path
 
 import pytest
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store, parse_bytes
+from cacheblend.store import DiskStore, MemoryStore, TieredStore, check_store_url, open_store, parse_bytes
 from cacheblend.store.expiry import parse_seconds
 
 
@@ -76,7 +76,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("ftp://localhost", "unknown scheme 'ftp'; use \"memory\""),
         ("gs://bucket/x", "unknown scheme 'gs'"),
         ("memory://somewhere", "names a place in memory"),
-        ("file://relative/path", "absolute path behind three slashes"),
+        ("file://relative/path", "absolute path after three slashes"),
         ("file://", "three slashes"),
         ("", "empty store name"),
         ("~no-such-user/x", "home folder of a user who is not known"),
@@ -86,10 +86,49 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "no option 'max_byte'; it has max_bytes, ram_bytes, ttl, direct",
         ),
         ("memory://?max_bytes=lots", "'lots' is not a size"),
+        ("memory://?evict=fifo", "no eviction policy is called 'fifo'"),
+        ("file:///tmp/no-such-cacheblend-store?evict=fifo", "no eviction policy is called 'fifo'"),
+        ("file:///tmp/no-such-cacheblend-store?max_bytes=0", "max_bytes must be above 0"),
+        ("file:///tmp/no-such-cacheblend-store?direct=yes", "direct must be true or false, got 'yes'"),
+        ("file:///tmp/no-such-cacheblend-store:/tmp/no-such-cacheblend-store", "twice"),
+        ("redis://user:secret@host:no/0", "store 'redis://host:no/0': the port must be a number from 1 to 65535"),
+        ("redis://host:70000/0", "the port must be a number"),
+        ("redis://host:6379/one", "the database must be a number, got 'one'"),
+        ("s3://bucket/x?endpoint=localhost:9000", "endpoint must begin with http:// or https://"),
+        ("s3://[bucket/x", "is not a URL"),
+        ("file:///tmp/no-such-cacheblend-store,redis://host:no", "the port must be a number"),
     ],
 )
 def test_what_cannot_be_opened(url: str, message: str) -> None:
-    with pytest.raises(InvalidInputError) as caught:
-        open_store(url)
-    assert message in str(caught.value)
+    for reports in (open_store, check_store_url):
+        with pytest.raises(InvalidInputError) as caught:
+            reports(url)
+        assert message in str(caught.value)
     assert not Path("/tmp/no-such-cacheblend-store").exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        None,
+        "memory",
+        "memory://?max_bytes=8GiB&ttl=1h&evict=worth",
+        "{folder}",
+        "file://{folder}?max_bytes=1GiB&ram_bytes=1MiB&direct=true&locks=false",
+        "file://{folder}:{folder}-b",
+        "redis://user:secret@no-such-host:6379/3?prefix=x&timeout=0.5&cluster=true",
+        "valkey://no-such-host",
+        "s3://no-such-bucket/folder?endpoint=https://no-such-host&region=eu-central-1",
+        "memory://?max_bytes=8MiB, file://{folder}, s3://no-such-bucket/folder",
+    ],
+)
+def test_checking_a_url_opens_nothing(url: str | None, tmp_path: Path) -> None:
+    check_store_url(url and url.format(folder=tmp_path / "store"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_are_checked_with_the_url() -> None:
+    with pytest.raises(InvalidInputError, match="'lots' is not a size"):
+        check_store_url("memory", max_bytes="lots")
+    with pytest.raises(InvalidInputError, match="no option 'ram_bytes'"):
+        check_store_url("memory", ram_bytes="1GiB")

@@ -1,4 +1,4 @@
-"""Writing behind: bounded, deduplicated, and never in the request's way."""
+"""Write-behind: bounded, without duplicates, and never delaying a request."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ from store_blocks import holds, make_block
 
 
 class SlowStore(MemoryStore):
-    """Writes only when told to."""
+    """Writes only when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)

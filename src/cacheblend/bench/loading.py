@@ -33,7 +33,7 @@ from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.survey import expected_layout
 from cacheblend.store import DiskStore, KVStore, open_store
 from cacheblend.store.combined.throttled import ThrottledStore
-from cacheblend.store.disk.record_file import encode_block
+from cacheblend.store.format.block_file import encode_block
 
 Progress = Callable[[str], None]
 _BLOCK = 256  # tokens

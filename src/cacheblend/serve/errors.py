@@ -1,10 +1,12 @@
-"""Errors as OpenAI's clients know them."""
+"""Errors in the form that OpenAI's clients expect: `ApiError`, and the handlers that turn all others into it."""
 
 import logging
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, StoreError
 from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
@@ -25,14 +27,14 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """What a client is told.
+    """An error that is sent to the client.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         message: for people.
-        param: the field that is wrong; None: none in particular.
+        param: the wrong field; None: no particular one.
         code: for programs.
-        retry_after_s: seconds after which to ask again; None: nothing is said of it.
+        retry_after_s: seconds after which to try again; None: not sent.
     """
 
     def __init__(
@@ -49,12 +51,12 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """The response's JSON object."""
         kind = _TYPES.get(self.status, "api_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The HTTP response."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(max(1, round(self.retry_after_s)))}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -62,15 +64,15 @@ class ApiError(Exception):
 
 
 def log_internal(error: Exception) -> ApiError:
-    """What a client is told; where that says that the log says why, it does."""
-    told = api_error(error)
-    if told.code == "internal":
+    """As `api_error`; logs an error whose cause the client is not told."""
+    converted = api_error(error)
+    if converted.code == "internal":
         logger.error("a request failed", exc_info=error)
-    return told
+    return converted
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error; of one that is not its own doing nothing but that there was one."""
+    """The error to send to the client; gives no details of errors that the client did not cause."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidInputError):
@@ -82,10 +84,33 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ClosedError):
         return ApiError(503, str(error), code="shutting_down", retry_after_s=5)
     if isinstance(error, StoreError):
-        return ApiError(503, "the store cannot be used at the moment", code="store", retry_after_s=5)
+        return ApiError(503, "the store is not available at the moment", code="store", retry_after_s=5)
     if isinstance(error, HTTPException):
-        why = f": {error.__cause__}" if error.status_code == 400 and error.__cause__ else ""  # of a body
-        return ApiError(error.status_code, f"{error.detail}{why}")
+        cause = f": {error.__cause__}" if error.status_code == 400 and error.__cause__ else ""  # a body that is no JSON
+        return ApiError(error.status_code, f"{error.detail}{cause}")
     if isinstance(error, CacheBlendError):
         return ApiError(400, str(error))
     return ApiError(503, "the request failed inside the server; its log says why", code="internal", retry_after_s=1)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Makes the app answer invalid requests, HTTP errors and `ApiError`s in OpenAI's form."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid_request(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            where = f"character {first['loc'][-1]}"
+            return ApiError(400, f"the body is not JSON: {first['ctx']['error']}, {where}").response()
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        if not where:
+            return ApiError(400, "the body is not a JSON object, sent as application/json").response()
+        return ApiError(400, f"{where}: {first['msg']}", param=where).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        return api_error(error).response()
+
+    @app.exception_handler(ApiError)
+    async def own_error(_: Request, error: ApiError) -> Response:
+        return error.response()

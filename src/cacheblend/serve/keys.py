@@ -1,9 +1,9 @@
-"""API keys: several, hashed at rest, each a tenant of its own.
+"""API keys: hashed in a file, each a tenant of its own.
 
     keys.json   {"format": 1, "keys": [{"name", "sha256", "tenant"}, ...]}
 
-A key is 32 random bytes, so a plain hash cannot be turned back. A tenant is a random word that goes into the names of
-all that its key stores: no other key finds it, neither by an answer nor by the time it takes.
+A key is 32 random bytes, so a plain hash cannot be reversed. A tenant is a random word that becomes part of the names
+of all blocks stored with its key: no other key can find them, neither from answers nor from response times.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ PREFIX = "cb-"
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key that was handed out.
+    """A key as it is kept.
 
     Attributes:
         name: for people, and for logs.
-        sha256: of the key, hexadecimal.
+        sha256: SHA-256 of the key, hexadecimal.
         tenant: see `BlendEngine.planner_of`.
     """
 
@@ -36,21 +36,21 @@ class ApiKey:
 
 
 ANYONE = ApiKey("anyone", "", "")
-"""Who asks a server without keys."""
+"""The key of every request to a server without keys."""
 
 
 class KeyRing:
     """The keys of a server.
 
     Args:
-        keys: none of them: the server is open to anyone who reaches it.
+        keys: the keys; empty: the server needs no key.
     """
 
     def __init__(self, keys: tuple[ApiKey, ...] = ()) -> None:
         self.keys = keys
 
     def find(self, authorization: str | None) -> ApiKey | None:
-        """Whose an ``Authorization`` header is; None: nobody's. Takes as long for a wrong key as for a right one."""
+        """The key in an ``Authorization`` header, None if unknown; takes the same time for wrong and right keys."""
         if not self.keys:
             return ANYONE
         scheme, _, given = (authorization or "").partition(" ")
@@ -63,10 +63,10 @@ class KeyRing:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """The keys in a file; none if it is not there.
+    """The keys in a file; none if it does not exist.
 
     Raises:
-        InvalidInputError: it cannot be read, or is no such file.
+        InvalidInputError: the file cannot be read, or has another format.
     """
     if not path.exists():
         return ()
@@ -79,19 +79,19 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
-            f"{path} is no file of keys ({error!r}); make one with `cacheblend keys add`"
+            f"{path} is not a file of keys ({error!r}); make one with `cacheblend keys add`"
         ) from error
 
 
 def add_key(path: Path, name: str) -> str:
-    """A new key, which is told this once; its hash goes into the file, that nobody else may read.
+    """Makes a new key and returns it, this once; the file, readable by its owner only, keeps the hash.
 
     Raises:
-        InvalidInputError: there is a key of that name, or the file cannot be read or written.
+        InvalidInputError: the name is empty or taken, or the file cannot be read or written.
     """
     keys = read_keys(path)
     if any(key.name == name for key in keys) or not name:
-        raise InvalidInputError(f"{path} has a key of the name {name!r} already" if name else "a key needs a name")
+        raise InvalidInputError(f"{path} already has a key of the name {name!r}" if name else "a key needs a name")
     secret = PREFIX + secrets.token_urlsafe(32)
     new = ApiKey(name, hashlib.sha256(secret.encode()).hexdigest(), secrets.token_hex(16))
     _write(path, (*keys, new))
@@ -99,10 +99,10 @@ def add_key(path: Path, name: str) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Takes a key back. What it stored stays until it is evicted.
+    """Removes a key. Blocks stored with it stay until they are evicted.
 
     Raises:
-        InvalidInputError: there is none of that name.
+        InvalidInputError: there is no key of that name, or the file cannot be read or written.
     """
     keys = read_keys(path)
     if all(key.name != name for key in keys):

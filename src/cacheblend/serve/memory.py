@@ -1,8 +1,8 @@
-"""What a server holds beside models and caches, kept small.
+"""Limits what a server's process holds besides models and caches.
 
-Two things make it creep up for hours though no tensor is left. What multiplies matrices on CPUs (oneDNN, and torch's
-own layer over it) keeps a kernel for each shape that it saw, 1,024 of them at 0.7 MB each, and every prompt has shapes
-of its own. And glibc keeps the holes that prompts of many lengths leave in its heap.
+Two things grow for hours although no tensor is left. The libraries that multiply matrices on CPUs (oneDNN, and torch's
+own layer over it) keep a kernel for each shape that they have seen, up to 1,024 kernels of 0.7 MB, and every prompt
+has new shapes. And glibc keeps the free memory that prompts of many lengths leave in its heap.
 """
 
 import asyncio
@@ -12,20 +12,20 @@ from collections.abc import Callable
 
 EVERY_S = 30.0
 KERNELS = 256
-"""Three times those of a prefill of 4,000 tokens, whose layers all have the same; each takes half a millisecond."""
+"""Three times the kernels of a prefill of 4,000 tokens, whose layers share theirs; making one takes 0.5 ms."""
 
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""oneDNN's own, and that of torch's layer over it."""
+"""Environment variables of oneDNN, and of torch's layer over it."""
 
 
 def keep_few_kernels() -> None:
-    """Before the first product; an administrator's own settings stay."""
+    """Limits the kernel caches to `KERNELS`; call it before the first matrix product. Variables that are set stay."""
     for name in _CACHES:
         os.environ.setdefault(name, str(KERNELS))
 
 
-async def give_back_now_and_then(every_s: float = EVERY_S) -> None:
-    """The heap's holes, to the system, until it is cancelled; returns at once where there is no glibc."""
+async def trim_heap_periodically(every_s: float = EVERY_S) -> None:
+    """Returns the heap's free pages to the system until it is cancelled; ends at once where there is no glibc."""
     trim = heap_trimmer()
     while trim is not None:
         await asyncio.sleep(every_s)
@@ -33,7 +33,7 @@ async def give_back_now_and_then(every_s: float = EVERY_S) -> None:
 
 
 def heap_trimmer() -> Callable[[], object] | None:
-    """What gives back the heap's free pages, some tens of milliseconds beside the requests; None without glibc."""
+    """A function that returns the heap's free pages to the system within some 10 ms; None without glibc."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):  # another C library, another system

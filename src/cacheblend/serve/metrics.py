@@ -1,4 +1,4 @@
-"""Figures of a running server, for Prometheus."""
+"""Figures of a running server, for Prometheus. The metrics' names are part of the interface: do not rename them."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -15,7 +15,7 @@ _GAPS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class _StoreBytes(Collector):  # type: ignore[misc, unused-ignore]
-    """Asks the store when somebody looks."""
+    """Bytes and blocks of each tier; asks the store when Prometheus does."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
@@ -32,13 +32,13 @@ class _StoreBytes(Collector):  # type: ignore[misc, unused-ignore]
 def _stats(store: KVStore) -> list[StoreStats]:
     try:
         stats = store.stats()
-    except Exception:  # a place that does not answer has no figures
+    except Exception:  # a store that does not answer has no figures
         return []
     return list(stats.tiers) or [stats]
 
 
 class _GivenUp(Collector):  # type: ignore[misc, unused-ignore]
-    """Missed chunks that were not stored, by reason."""
+    """Chunks that were missed and could not be stored, by reason."""
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]) -> None:
         self._counts = counts
@@ -53,11 +53,11 @@ class _GivenUp(Collector):  # type: ignore[misc, unused-ignore]
 
 
 class Metrics:
-    """Of one server.
+    """The metrics of one server; safe to call from several threads.
 
     Args:
-        store: whose bytes are told.
-        waiting, active: how many requests are, now.
+        store: the store whose bytes are reported.
+        waiting, active: return the present number of such requests.
         given_up: see `BlendEngine.captures_given_up`.
     """
 
@@ -73,41 +73,41 @@ class Metrics:
         registry.register(_GivenUp(given_up))
         self._ttft = Histogram(
             "cacheblend_ttft_seconds",
-            "Time to first token, in the queue included.",
+            "Time to first token, including the time in the queue.",
             ["mode"],
             buckets=_SECONDS,
             registry=registry,
         )
         self._gap = Histogram(
-            "cacheblend_inter_token_seconds", "Between two tokens of an answer.", buckets=_GAPS, registry=registry
+            "cacheblend_inter_token_seconds", "Time between two tokens.", buckets=_GAPS, registry=registry
         )
 
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"cacheblend_{name}", what, labels, registry=registry)
 
-        self._requests = counter("requests", "By status of HTTP.", "status")
-        self._prompt = counter("prompt_tokens", "Of prompts.")
-        self._generated = counter("generated_tokens", "Of answers.")
-        self._hits = counter("hit_tokens", "Of prompts, by where they were.", "source")
-        self._missed = counter("missed_tokens", "Of chunks that were not stored.")
-        self._recomputed = counter("recomputed_tokens", "Loaded and computed anew.")
-        self._fallbacks = counter("fallbacks", "Passes begun anew, by reason.", "reason")
+        self._requests = counter("requests", "Requests, by HTTP status.", "status")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = counter("generated_tokens", "Tokens of answers.")
+        self._hits = counter("hit_tokens", "Tokens of prompts found in the store, by tier.", "source")
+        self._missed = counter("missed_tokens", "Tokens of chunks that were not stored.")
+        self._recomputed = counter("recomputed_tokens", "Tokens loaded and recomputed.")
+        self._fallbacks = counter("fallbacks", "Prefills that started again, by reason.", "reason")
         for name, what, now in (
-            ("cacheblend_requests_waiting", "In the queue.", waiting),
-            ("cacheblend_requests_active", "Prefilled or answered.", active),
+            ("cacheblend_requests_waiting", "Requests in the queue.", waiting),
+            ("cacheblend_requests_active", "Requests being prefilled or decoded.", active),
         ):
             Gauge(name, what, registry=registry).set_function(now)
 
     def request(self, status: int) -> None:
-        """A request was answered."""
+        """Counts a response."""
         self._requests.labels(str(status)).inc()
 
     def gap(self, seconds: float) -> None:
-        """Between two tokens of an answer."""
+        """Records the time between two tokens of an answer."""
         self._gap.observe(seconds)
 
     def report(self, report: BlendReport, mode: str) -> None:
-        """A request had its first token at least."""
+        """Records a request that had at least its first token."""
         self._ttft.labels(mode).observe(report.ttft_s)
         self._prompt.inc(report.prompt_tokens)
         self._generated.inc(report.generated_tokens)
@@ -119,6 +119,6 @@ class Metrics:
             self._fallbacks.labels("lost block").inc(len(report.fallbacks))
 
     def text(self) -> bytes:
-        """As Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         text: bytes = generate_latest(self._registry)
         return text

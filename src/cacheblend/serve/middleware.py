@@ -1,4 +1,4 @@
-"""What stands in front of all routes."""
+"""ASGI middleware in front of all routes: the request log, and limits on request bodies."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ requests_log = logging.getLogger("cacheblend.serve.requests")
 
 
 class RequestLog:
-    """One line of JSON a request, one more in the counters; tells a client of errors that nobody else caught.
+    """Logs one line of JSON per request and counts it; turns uncaught errors into responses.
 
     Args:
-        app: behind it.
+        app: the next ASGI app.
         metrics: of the server.
     """
 
@@ -28,24 +28,24 @@ class RequestLog:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """The ASGI interface."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
 
-        async def noting(message: Message) -> None:
+        async def noting_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, noting_status)
         except Exception as error:
-            told = log_internal(error)
+            converted = log_internal(error)
             if not status:
-                await told.response()(scope, receive, noting)
+                await converted.response()(scope, receive, noting_status)
         finally:
             self._metrics.request(status or 499)
             if scope["path"].startswith("/v1/"):
@@ -61,7 +61,7 @@ def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 4),
         "key": state.get("key"),
     }
-    report = getattr(state.get("answering"), "report", None)
+    report = getattr(state.get("running"), "report", None)
     if report is not None:
         line |= {
             "prompt_tokens": report.prompt_tokens,
@@ -74,34 +74,34 @@ def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without keeping them, those that take too long to come, and strangers'.
+    """Refuses bodies that are too long, without keeping them, or too slow, or sent without a valid key.
 
     Args:
-        app: behind it.
-        max_bytes: of a body.
-        seconds: from its first to its last byte.
-        check: raises `ApiError` for the value of a header ``authorization`` (None: there is none) that opens nothing;
-            asked before a body is read.
+        app: the next ASGI app.
+        max_bytes: bytes of a body.
+        seconds: time from a body's first to its last byte.
+        check: called with the header ``authorization`` (None: missing) before a body is read; raises `ApiError` if it
+            has no valid key.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, check: Callable[[str | None], Any]) -> None:
         self._app, self._max_bytes, self._seconds, self._check = app, max_bytes, seconds, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """The ASGI interface."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        told = headers.get("content-length", "0")
+        announced = headers.get("content-length", "0")
         try:
-            if not told.isdecimal() or int(told) > self._max_bytes:
+            if not announced.isdecimal() or int(announced) > self._max_bytes:
                 raise self._refusal()
-            if told != "0" or "transfer-encoding" in headers:
+            if announced != "0" or "transfer-encoding" in headers:
                 self._check(headers.get("authorization"))
             whole = await asyncio.wait_for(self._read(receive), self._seconds)
         except TimeoutError:
-            refusal = ApiError(408, f"a request is sent within {self._seconds:g} s", code="timeout")
+            refusal = ApiError(408, f"a request must be sent within {self._seconds:g} s", code="timeout")
         except ApiError as error:
             refusal = error
         else:
@@ -111,10 +111,10 @@ class BodyLimit:
         await refusal.response()(scope, receive, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body, held until all of it is here: pieces have no length that is told ahead; None: the client has gone.
+        """The whole body, since a chunked one announces no length; None: the client has disconnected.
 
         Raises:
-            ApiError: it is too long.
+            ApiError: the body is too long.
         """
         parts: list[bytes] = []
         read = 0
@@ -130,11 +130,11 @@ class BodyLimit:
                 return b"".join(parts)
 
     def _refusal(self) -> ApiError:
-        return ApiError(413, f"a request may have {self._max_bytes} bytes", code="too_long")
+        return ApiError(413, f"a request may have at most {self._max_bytes} bytes", code="too_long")
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    """Gives the body first, then what else comes."""
+    """A `receive` that returns the body first, then further messages."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def given() -> Message:

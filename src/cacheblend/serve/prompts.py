@@ -1,8 +1,8 @@
 """From a request to a prompt of text and chunks.
 
-chat         text parts of a message's content list, and tool messages, are chunks where they are long enough;
-             the last text of the last user message is the question, which is never stored; documents are chunks
-completions  spans of a prompt of token ids
+chat         documents are chunks, and so are text parts of a message's content list and tool messages that are long
+             enough; the last text of the last user message is the question, which is never stored
+completions  chunks are given as spans of a prompt of token ids
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,27 @@ from cacheblend.serve.errors import ApiError
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message
 
 _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
-"""Of ``chat_template_kwargs``, those that go on to the template: others might name its files or replace it."""
+"""The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
 
 
-class Read(NamedTuple):
-    """A request's prompt, and whether text in front of its first chunk may be stored: the question may not."""
+class ParsedPrompt(NamedTuple):
+    """A request's prompt, and whether text in front of its first chunk may be stored: not if it has the question."""
 
     prompt: Prompt
     keep_text: bool
 
 
-def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> Read:
+def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> ParsedPrompt:
     """The prompt of a chat request.
 
     Args:
         engine: whose chat template is used.
         request: checked by its schema.
-        chunk_tokens: least tokens of a text that is a chunk of its own.
+        chunk_tokens: smallest number of tokens of a text that becomes a chunk of its own.
 
     Raises:
-        InvalidInputError: the template does not take the messages, or the prompt is too long.
-        ApiError: a part that is not text, or a template option that is not handed on.
+        InvalidInputError: the template rejects the messages, or the prompt is too long.
+        ApiError: a part that is not text, or a template option that is not allowed.
     """
     question = max((i for i, m in enumerate(request.messages) if m.role == "user"), default=-1)
     messages = [
@@ -45,19 +45,19 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     options: dict[str, Any] = dict(request.chat_template_kwargs or {})
     unknown = sorted(set(options) - _TEMPLATE_OPTIONS)
     if unknown:
-        raise ApiError(400, f"chat_template_kwargs has {unknown[0]!r}; known are {sorted(_TEMPLATE_OPTIONS)}")
+        raise ApiError(400, f"chat_template_kwargs has {unknown[0]!r}; allowed are {sorted(_TEMPLATE_OPTIONS)}")
     if request.tools:
         options["tools"] = request.tools
     is_last = bool(documents) or any(_has_chunk(message) for message in messages[: question + 1])
-    return Read(engine.chat_prompt(messages, documents, **options), keep_text=is_last)
+    return ParsedPrompt(engine.chat_prompt(messages, documents, **options), keep_text=is_last)
 
 
-def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Read:
+def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> ParsedPrompt:
     """The prompt of a completion request.
 
     Raises:
-        InvalidInputError: it is empty or too long, or ids are outside of the vocabulary.
-        ApiError: spans that cannot be meant.
+        InvalidInputError: the prompt is empty or too long.
+        ApiError: token ids outside of the vocabulary, or spans that are not ascending spans of the prompt.
     """
     spans = request.cacheblend.chunks if request.cacheblend and request.cacheblend.chunks else []
     given = request.prompt
@@ -66,13 +66,13 @@ def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Read:
     if isinstance(given, str):
         if spans:
             raise ApiError(400, "chunks are spans of token ids: give the prompt as token ids", param="cacheblend")
-        return Read(engine.prompt([given]), keep_text=False)
+        return ParsedPrompt(engine.prompt([given]), keep_text=False)
     ids = [token for token in given if isinstance(token, int)]
     if not ids:
         raise ApiError(400, "the prompt is empty", param="prompt")
     if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
         raise ApiError(400, f"token ids lie in 0..{engine.survey.vocab_size - 1}", param="prompt")
-    return Read(engine.prompt(Prompt.of(_segments(ids, spans))), keep_text=True)
+    return ParsedPrompt(engine.prompt(Prompt.of(_segments(ids, spans))), keep_text=True)
 
 
 def _segments(ids: list[int], spans: Sequence[tuple[int, int]]) -> list[Segment]:
@@ -91,10 +91,10 @@ def _segments(ids: list[int], spans: Sequence[tuple[int, int]]) -> list[Segment]
 
 
 def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_last_user: bool) -> dict[str, Any]:
-    """As `PromptBuilder.chat` takes it: parts of type ``chunk`` are chunks."""
+    """The message in the form of `PromptBuilder.chat`, where parts of type ``chunk`` are chunks."""
     extra = message.model_extra or {}
     content = message.content
-    if content is None:  # beside tool calls; not every template asks before it reads
+    if content is None:  # a message with tool calls; some templates read the content without checking for None
         return {"role": message.role, "content": "", **extra}
     if isinstance(content, str):
         is_chunk = message.role == "tool" and _is_long(engine, content, chunk_tokens)
@@ -118,7 +118,7 @@ def _part(content: str, *, is_chunk: bool) -> dict[str, str]:
 
 
 def _is_long(engine: BlendEngine, content: str, tokens: int) -> bool:
-    """Whether it has as many tokens; a token has a byte at least, so short texts are not tokenised."""
+    """Whether a text has at least so many tokens. A token has at least one byte, so short texts are not tokenised."""
     if engine.builder is None or len(content.encode()) < tokens:
         return False
     return len(engine.builder.encode(content)) >= tokens

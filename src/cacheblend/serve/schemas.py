@@ -1,4 +1,4 @@
-"""What clients send. Fields that are not known are ignored, as OpenAI's clients expect; wrong values are refused."""
+"""Schemas of requests. Unknown fields are ignored, as OpenAI's clients expect; wrong values are refused."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -8,17 +8,17 @@ from cacheblend.engines.hf.prefiller import Mode
 
 SEED_MAX = 2**63 - 1
 Name = Annotated[str, StringConstraints(max_length=256)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]  # lists may be long, and a body's errors longer than the body
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error per element could be longer than the body
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Extras(BaseModel):
-    """The key ``cacheblend`` of a request.
+    """The field ``cacheblend`` of a request.
 
     Attributes:
-        recompute_ratio: overrides the server's.
-        selector: overrides the server's; with its own default settings.
-        salt: of the client; only requests of the same salt (and key) find what is stored under it.
+        recompute_ratio: overrides the server's ratio.
+        selector: overrides the server's selector; uses the selector's default settings.
+        salt: chosen by the client; only requests with the same salt and key find the chunks stored under it.
         mode: see `Mode`.
         chunks: spans [start, stop) of a prompt that is given as token ids.
     """
@@ -32,7 +32,7 @@ class Extras(BaseModel):
 
 
 class Document(BaseModel):
-    """A passage that is handed to the chat template."""
+    """A passage that is passed to the chat template."""
 
     title: Name = ""
     text: str
@@ -47,7 +47,7 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    """A message; fields that a chat template may read go on to it."""
+    """A message; further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
     role: Name
@@ -55,13 +55,13 @@ class Message(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class Sampling(BaseModel):
-    """What both kinds of request have."""
+    """Fields that both kinds of request have."""
 
     model_config = ConfigDict(extra="ignore")
     model: Name = ""
@@ -101,7 +101,7 @@ class CompletionRequest(Sampling):
 
 
 class ChunkText(BaseModel):
-    """What is to be stored: a text, or token ids as a prompt of ids will have them."""
+    """A chunk to store: a text, or token ids exactly as they will occur in prompts."""
 
     text: Annotated[str, StringConstraints(min_length=1)] | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
@@ -123,7 +123,7 @@ class WarmRequest(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The field ``error`` of an `ErrorAnswer`."""
 
     message: str
     type: str
@@ -132,6 +132,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of an error, as OpenAI's clients know it."""
+    """The body of an error, in the form that OpenAI's clients expect."""
 
     error: ErrorDetail

@@ -1,30 +1,35 @@
-"""What a server is told at its start."""
+"""Settings of a server, given when it starts."""
 
+import math
 from dataclasses import dataclass, field
 
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.keys import KeyRing
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How a server serves.
+    """Limits and features of a server.
 
     Attributes:
-        keys: who may ask; none: anyone.
-        chunk_tokens: least tokens of a text that is a chunk of its own.
-        limits: requests under way at once, and waiting.
-        max_body_bytes: of a request.
-        body_s: that a client may take to send a request.
-        max_prompt_tokens: of a prompt; None: the model's context.
-        max_chunks: of a prompt.
-        max_choices: ``n`` at most.
-        max_tokens: of an answer, where a client does not say.
-        timeout_s: that a request may take, its time in the queue included.
-        drain_s: that requests under way may take when the server is stopped.
-        store_bytes: that a key's chunks may take; None: no bound but the store's.
-        pin_bytes: that a key may pin.
-        playground: whether the page is there; it is told nothing of anyone's chunks.
+        keys: the API keys; empty: no key is needed.
+        chunk_tokens: smallest number of tokens of a text that becomes a chunk of its own.
+        limits: numbers of active and waiting requests.
+        max_body_bytes: bytes of a request's body.
+        body_s: seconds that a client may take to send a request.
+        max_prompt_tokens: tokens of a prompt; None: the model's context.
+        max_chunks: chunks of a prompt.
+        max_choices: largest ``n``.
+        max_tokens: tokens of an answer, where the client does not say.
+        timeout_s: seconds that a request may take, including its time in the queue.
+        drain_s: seconds that active requests may take to finish when the server is stopped.
+        store_bytes: bytes that a key's chunks may take; None: no bound but the store's.
+        pin_bytes: bytes that a key may pin; None: no bound but the store's.
+        playground: whether the page is served; it shows no client's stored chunks.
+
+    Raises:
+        InvalidInputError: a value is out of range.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -41,3 +46,20 @@ class ServeSettings:
     store_bytes: int | None = None
     pin_bytes: int | None = None
     playground: bool = True
+
+    def __post_init__(self) -> None:
+        at_least_1 = ("chunk_tokens", "max_body_bytes", "max_prompt_tokens", "max_chunks", "max_choices", "max_tokens")
+        least: dict[str, float] = dict.fromkeys(at_least_1, 1)
+        least |= {"drain_s": 0, "store_bytes": 0, "pin_bytes": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and not bound <= value < math.inf:
+                raise InvalidInputError(f"{name} must be {bound} or more, got {value}")
+        for name in ("body_s", "timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidInputError(f"{name} must be a number of seconds above 0, got {getattr(self, name)}")
+        if self.limits.active < 1 or self.limits.waiting < 0:
+            raise InvalidInputError(
+                f"at least 1 active and 0 waiting requests are needed, got {self.limits.active} and "
+                f"{self.limits.waiting}"
+            )

@@ -1,4 +1,4 @@
-"""What each key has stored and pinned: its quotas, and what it may list, pin and delete."""
+"""Tenants: what each API key has stored and pinned, its quotas, and which chunks it may list, pin and delete."""
 
 import threading
 import time
@@ -10,29 +10,29 @@ from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.keys import ApiKey
 
-_SALTS = 4096  # of a key, that are remembered
-_COUNT_S = 2.0  # for which a count of what a key has stored is good
+_MAX_SALTS = 4096  # remembered per key
+_COUNT_VALID_S = 2.0  # for which a count of a key's stored bytes is used
 
 
 @dataclass
 class _Counted:
-    """Bytes that a key has stored, by `time.monotonic`, and what was let in since."""
+    """Bytes that a key had stored at the time `at` (`time.monotonic`), plus the bytes reserved since."""
 
     bytes: int
     at: float
 
 
 def tenant_of(key: ApiKey, salt: str) -> str:
-    """The name space of a key, or the part of it that a client's own salt sets aside."""
+    """The name space of a key's blocks, or the part of it under a client's own salt."""
     return f"{key.tenant}\x1f{salt}" if salt else key.tenant
 
 
 class Tenants:
-    """Of one server.
+    """The tenants of one server; safe to call from several threads.
 
     Args:
-        engine: whose store it is.
-        store_bytes, pin_bytes: that a key may have; None: no bound but the store's.
+        engine: the engine whose store is used.
+        store_bytes, pin_bytes: bytes that a key may store and pin; None: no bound but the store's.
     """
 
     def __init__(self, engine: BlendEngine, store_bytes: int | None, pin_bytes: int | None) -> None:
@@ -41,30 +41,33 @@ class Tenants:
         self._salts: dict[str, dict[str, None]] = {}
         self._counted: dict[str, _Counted] = {}
 
-    def seen(self, key: ApiKey, salt: str) -> bool:
-        """A client of this key uses a salt: what lies under it counts. A restart forgets salts until they are used.
+    def remember_salt(self, key: ApiKey, salt: str) -> bool:
+        """Notes that a client of this key uses a salt, so that chunks under it are listed and count for the quota.
 
-        False: the key has used so many that this one is not remembered; nothing may be stored under it.
+        Salts are forgotten when the server restarts, until they are used again.
+
+        Returns:
+            False if the key has used too many salts to remember this one: then nothing may be stored under it.
         """
         with self._lock:
             salts = self._salts.setdefault(key.name, {"": None})
-            if len(salts) < _SALTS:
+            if len(salts) < _MAX_SALTS:
                 salts[salt] = None
             return salt in salts
 
     def manifests(self, key: ApiKey) -> list[ChunkManifest]:
-        """Chunks of a key, under any of its salts that were seen."""
+        """Chunks of a key, under any of its remembered salts. Raises `StoreError`."""
         with self._lock:
             salts = list(self._salts.get(key.name, {"": None}))
         roots = {self._engine.planner_of(tenant_of(key, salt)).root for salt in salts}
         return [manifest for manifest in self._engine.store.manifests() if manifest.root in roots]
 
     def manifest(self, key: ApiKey, chunk_id: BlockName) -> ChunkManifest | None:
-        """One of them."""
+        """The key's chunk of this id, None if it has none. Raises `StoreError`."""
         return next((each for each in self.manifests(key) if each.chunk_id == chunk_id), None)
 
     def bytes_of(self, manifests: list[ChunkManifest]) -> int:
-        """Bytes of these chunks' blocks that are held; to look marks none of them as used."""
+        """Bytes of these chunks' blocks that are held; marks none of them as used."""
         sizes: dict[BlockName, int] = {}
         for manifest in manifests:
             each = self.size_of(len(manifest.token_ids)) // len(manifest.block_names)
@@ -73,22 +76,22 @@ class Tenants:
         return sum(size for size, there in zip(sizes.values(), held, strict=True) if there)
 
     def count(self, key: ApiKey) -> None:
-        """Finds out what a key has stored, unless that was a moment ago: `take_room` is asked where nobody may wait."""
+        """Counts a key's stored bytes, unless that was done a moment ago; `reserve`, which must not block, uses it."""
         if self.store_bytes is None:
             return
         with self._lock:
             now, counted = time.monotonic(), self._counted.get(key.name)
-        if counted is not None and now - counted.at < _COUNT_S:
+        if counted is not None and now - counted.at < _COUNT_VALID_S:
             return
         try:
             held = self.bytes_of(self.manifests(key))
         except StoreError:
-            held = self.store_bytes  # nothing is stored under a bound that cannot be kept
+            held = self.store_bytes  # the quota cannot be checked, so nothing more is stored
         with self._lock:
             self._counted[key.name] = _Counted(held, now)
 
-    def take_room(self, key: ApiKey, tokens: int) -> bool:
-        """Whether a key may store chunks of so many tokens more, by what was counted last; if so, they count too."""
+    def reserve(self, key: ApiKey, tokens: int) -> bool:
+        """Reserves part of a key's quota for chunks of so many tokens; False if the last count leaves too little."""
         if self.store_bytes is None:
             return True
         with self._lock:
@@ -99,12 +102,12 @@ class Tenants:
             return True
 
     def forget_count(self, key: ApiKey) -> None:
-        """What the key has stored has changed by its own doing."""
+        """Discards the count of a key's stored bytes, after it has deleted chunks."""
         with self._lock:
             self._counted.pop(key.name, None)
 
     def pin(self, key: ApiKey, manifests: list[ChunkManifest]) -> bool:
-        """Pins chunks; False where a key may not pin these besides what it has pinned."""
+        """Pins chunks; False if that would exceed the key's quota."""
         with self._pinning:
             if self.pin_bytes is not None and self.bytes_of([*self._pinned(key), *manifests]) > self.pin_bytes:
                 return False
@@ -112,7 +115,7 @@ class Tenants:
             return True
 
     def unpin(self, key: ApiKey, manifest: ChunkManifest) -> None:
-        """Unpins a chunk, but not blocks that it shares with another one which is pinned."""
+        """Unpins a chunk, but not the blocks that it shares with another pinned chunk."""
         with self._pinning:
             others = [each for each in self._pinned(key) if each.chunk_id != manifest.chunk_id]
             shared = {name for each in others for name in each.block_names}
@@ -123,7 +126,7 @@ class Tenants:
         return [each for each in self.manifests(key) if each.chunk_id in pinned]
 
     def size_of(self, tokens: int) -> int:
-        """Bytes of the KV of so many tokens."""
+        """Bytes of the stored KV of so many tokens."""
         block = self._engine.config.block_size
         layout = self._engine.stored_layout
         whole, rest = divmod(tokens, block)

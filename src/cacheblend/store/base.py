@@ -1,18 +1,20 @@
-"""The contract of a KV store, and the checks every store makes on what it is given.
+"""The contract of a KV store, and what every implementation shares.
 
 Knows blocks, manifests and what may go wrong; does not know where the bytes lie.
 """
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
-from cacheblend.core.errors import BlockLostError, InvalidInputError
-from cacheblend.core.naming import BlockName, block_name
-from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape
+from cacheblend.core.errors import BlockLostError
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource, ChunkManifest
 
 Progress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all)."""
@@ -23,7 +25,7 @@ LOGGER_NAME = "cacheblend.store"
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A store's state and what happened since it was opened in this process.
+    """A store's state, and its counters since it was opened in this process.
 
     Attributes:
         tier: ``"memory"``, ``"disk"``, ``"redis"``, ``"s3"`` or ``"tiered"``.
@@ -34,7 +36,7 @@ class StoreStats:
         pinned: blocks held that are pinned.
         hits: names that `find` had.
         misses: names that `find` did not have.
-        evictions: blocks removed to make room, by `write` or `prune`.
+        evictions: blocks removed by `write`, `prune` or a time to live.
         damaged: damaged blocks and manifests that were found (and removed, where the store can be written).
         write_failures: calls of `write` that raised a `StoreError`.
         tiers: the same of each tier, fastest first; empty for a store with one tier.
@@ -56,13 +58,13 @@ class StoreStats:
 
 @dataclass(frozen=True)
 class Damage:
-    """One damaged thing that `verify` found.
+    """One damaged block or manifest that `verify` found.
 
     Attributes:
         kind: ``"block"`` or ``"manifest"``.
-        name: the block's, or the chunk's.
+        name: name of the block or of the chunk.
         reason: what is wrong.
-        removed: it is gone now; False where the store cannot be written to.
+        removed: whether it has been removed; False where the store cannot be written to.
     """
 
     kind: str
@@ -72,7 +74,7 @@ class Damage:
 
 
 class KVStore(BlockSource):
-    """Blocks and manifests, bounded in bytes, least recently used evicted first, pinned blocks kept.
+    """Blocks and manifests, bounded in bytes; unpinned blocks are evicted, by default least recently used first.
 
     Every method may be called from any thread at any time; a store on a folder shares it with other
     processes. Use as a context manager, or call `close`.
@@ -80,60 +82,63 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """Entries of the named blocks, None where a block is not held; marks them as used.
+        """Entries of the named blocks, None where a block is not held.
 
-        Changes nothing but recency and counters (a block found damaged is reported, removed and a None).
-        An entry says what was held at the time of the call: another thread or process may evict the block
-        at once, and `read` then raises. Never raises for a damaged or vanished block.
+        Mutates only recency and counters: found blocks count as used, and a damaged block is reported, removed and
+        returned as None. An entry is valid for the time of the call only: another thread or process may evict the
+        block at once, and reading it then fails with `BlockLostError`. Never raises for a damaged or vanished
+        block, nor for a store that does not answer.
         """
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it answered when it was last asked; one that did not is as good as empty, and nobody knows."""
+        """Whether the store answered its last request; `find` of one that did not finds nothing."""
         return True
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
-        """Whether each block is there; marks none as used and counts nothing, where the place allows that."""
+        """Whether each block is held. Mutates no recency and no counters, where the store can tell without."""
         return [entry is not None for entry in self.find(names)]
 
     @abstractmethod
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        """One record of all heads, or of those in `heads`, as the block's layout has it, on the CPU, verified.
-
-        The tensor stays valid for as long as it is referenced, whatever happens to the block; it may share
-        memory with the store, so do not write to it.
-
-        Raises:
-            BlockLostError: not held, gone or damaged; a damaged block has been reported and removed.
-            InvalidInputError: no such layer, or `heads` is not a non-empty run of its heads.
-        """
-
     def read_many(
         self, names: Sequence[BlockName], layer: int, heads: slice | None = None
     ) -> list[torch.Tensor | BlockLostError]:
-        """The same layer's record of several blocks, as `read` gives them; the error where one is lost.
+        """One layer's records of several blocks, of all heads or of `heads`; the error where a block is lost.
 
-        A store that is far away asks once for all of them.
+        Records have the shape and dtype of their block's layout, are on the CPU and verified. A tensor stays valid
+        for as long as it is referenced, whatever happens to the block. It may share memory with the store: do not
+        write to it. A damaged block is reported and removed. A remote store asks once for all blocks.
 
         Raises:
-            InvalidInputError: as for `read`.
+            InvalidInputError: no such layer, or `heads` is not a non-empty run of its heads.
         """
-        return [_read_or_error(self, name, layer, heads) for name in names]
+
+    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
+        """One block's record, as `read_many` returns it.
+
+        Raises:
+            BlockLostError: not held, gone or damaged.
+            InvalidInputError: as for `read_many`.
+        """
+        (record,) = self.read_many([name], layer, heads)
+        if isinstance(record, BlockLostError):
+            raise record
+        return record
 
     def promote(self, names: Sequence[BlockName]) -> None:
-        """A hint that these blocks will be read, where what was read is kept nearer; blocks that are lost are left."""
+        """Hints that these blocks will be read: a store with tiers copies them to its fastest. Ignores lost blocks."""
         return
 
     @abstractmethod
     def write(self, block: Block) -> bool:
         """Holds the block from now on; True if it was new, False if it was held already (marks it as used).
 
-        Evicts least recently used unpinned blocks for room. A store on a folder has the block safely on disk
-        when this returns. May keep the block's tensors: do not write to them afterwards.
+        Evicts unpinned blocks to stay within the bound. A store on a folder has the block safely on disk when this
+        returns. May keep the block's tensors: do not write to them afterwards.
 
         Raises:
             InvalidInputError: name, token ids and records do not belong together.
-            StoreFullError: no room, and nothing unpinned left to evict; no part of the block is kept.
+            StoreFullError: the block does not fit, and nothing unpinned is left to evict; no part of it is kept.
             StoreReadOnlyError: the store cannot be written to.
             StoreError: the write failed otherwise.
         """
@@ -148,7 +153,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def pin(self, names: Iterable[BlockName]) -> None:
-        """Keeps these blocks from eviction, also those that are only written later.
+        """Keeps these blocks from eviction, including blocks that are written later.
 
         Pins last as long as the store does (on a folder: across processes and restarts).
 
@@ -158,7 +163,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """Takes pins back; names without a pin are ignored.
+        """Removes pins; names without a pin are ignored.
 
         Raises:
             StoreReadOnlyError: the store cannot be written to.
@@ -166,7 +171,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def pinned(self) -> set[BlockName]:
-        """Names with a pin, a snapshot; blocks of these names need not be held.
+        """Names with a pin; blocks of these names need not be held. The set is a snapshot that the caller owns.
 
         Raises:
             StoreError: the store cannot be read.
@@ -174,7 +179,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def put_manifest(self, manifest: ChunkManifest) -> None:
-        """Lists a chunk, in place of one with the same `chunk_id`. Put it after the chunk's blocks.
+        """Lists a chunk, replacing one with the same `chunk_id`. Put it after the chunk's blocks.
 
         Raises:
             InvalidInputError: `chunk_id` is not the last of `block_names`.
@@ -192,7 +197,7 @@ class KVStore(BlockSource):
         """
 
     def listing_stamp(self) -> Hashable | None:
-        """Equal stamps: no chunk was listed or taken off the list in between. None: it cannot tell.
+        """A value that changes whenever a chunk is listed or taken off the list; None: the store cannot tell.
 
         Raises:
             StoreError: the store cannot be read.
@@ -213,7 +218,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """State and counters, a snapshot. On a folder this lists the files (about 5 us a block).
+        """State and counters, a snapshot. On a folder this lists the files (about 5 us per block).
 
         Raises:
             StoreError: the store cannot be read.
@@ -221,7 +226,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """Reads everything and checks it; damaged things are reported, removed where possible, and returned.
+        """Reads and checks everything; damaged blocks and manifests are reported, removed if possible, and returned.
 
         Raises:
             StoreError: the store cannot be read.
@@ -229,7 +234,7 @@ class KVStore(BlockSource):
 
     @abstractmethod
     def prune(self, max_bytes: int) -> int:
-        """Evicts least recently used unpinned blocks until at most `max_bytes` are held; the bytes freed.
+        """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed.
 
         Also drops manifests of which no block is held. The store's own bound stays as it is.
 
@@ -238,13 +243,13 @@ class KVStore(BlockSource):
             StoreReadOnlyError: the store cannot be written to.
         """
 
-    @abstractmethod
     def flush(self) -> None:
-        """Returns when everything accepted before is where it belongs."""
+        """Returns when every block that was accepted before has been written; at once where `write` waits for it."""
+        return
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back memory and file descriptors; may be called twice. A closed store must not be used."""
+        """Releases memory, files and connections; may be called twice. A closed store must not be used."""
 
     def __enter__(self) -> "KVStore":
         return self
@@ -255,68 +260,29 @@ class KVStore(BlockSource):
         self.close()
 
 
-def read_all(store: KVStore, names: Sequence[BlockName]) -> None:
-    """Finds these blocks and reads every layer of them, a block after the other; what is lost is left."""
+class FindCounter:
+    """Hits and misses of a store's `find`; safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.hits = self.misses = 0
+
+    def count(self, found: Sequence[object | None]) -> None:
+        """Counts one call's answers: a None is a miss."""
+        hits = sum(each is not None for each in found)
+        with self._lock:
+            self.hits += hits
+            self.misses += len(found) - hits
+
+
+def read_all_layers(store: KVStore, names: Sequence[BlockName]) -> None:
+    """Finds these blocks and reads every layer of them, one block after the other; skips lost blocks."""
     for name, entry in zip(names, store.find(names), strict=True):
         for layer in range(len(entry.layout.layers) if entry else 0):
             if isinstance(store.read_many([name], layer)[0], BlockLostError):
                 break
 
 
-def _read_or_error(store: KVStore, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | BlockLostError:
-    try:
-        return store.read(name, layer, heads)
-    except BlockLostError as error:
-        return error
-
-
-def check_block(block: Block) -> None:
-    """Checks that name, token ids, records and layout of a block belong together.
-
-    Raises:
-        InvalidInputError: the name is not that of parent and token ids, there is no token or no layer, or a record
-            is not what the layout says, on the CPU.
-    """
-    tokens, layout = len(block.token_ids), block.layout
-    if tokens == 0 or not block.records:
-        raise InvalidInputError(f"a block needs at least 1 token and 1 layer, got {tokens} and {len(block.records)}")
-    if len(block.records) != len(layout.layers):
-        raise InvalidInputError(f"a block of {len(layout.layers)} layers has {len(block.records)} records")
-    if block.name != block_name(block.parent, block.token_ids):
-        raise InvalidInputError(
-            f"block {block.name.hex()} is not named after its parent and its {tokens} token ids: "
-            "use block_name(parent, token_ids)"
-        )
-    for layer, record in enumerate(block.records):
-        shape = layout.record_shape(layer, tokens)
-        if tuple(record.shape) != shape or record.dtype != layout.record_dtype or record.device.type != "cpu":
-            raise InvalidInputError(
-                f"layer {layer}: a record of {tokens} tokens must be {layout.record_dtype} {list(shape)} on the CPU, "
-                f"got {record.dtype} {list(record.shape)} on {record.device}"
-            )
-
-
-def check_layer(layout: KVLayout, layer: int) -> LayerShape:
-    """Shape of the layer; `InvalidInputError` if the layout has no such layer."""
-    if not 0 <= layer < len(layout.layers):
-        raise InvalidInputError(f"layer {layer} of a block with layers 0..{len(layout.layers) - 1}")
-    return layout.layers[layer]
-
-
-def head_range(heads: slice | None, kv_heads: int) -> tuple[int, int]:
-    """The heads [start, stop) that a slice names; `InvalidInputError` unless it is a run of them."""
-    if heads is None:
-        return 0, kv_heads
-    start, stop, step = heads.indices(kv_heads)
-    if step != 1 or start >= stop or (heads.stop is not None and heads.stop > kv_heads):
-        raise InvalidInputError(f"heads {heads} must be a non-empty run of the layer's {kv_heads} KV heads")
-    return start, stop
-
-
-def check_manifest(manifest: ChunkManifest) -> None:
-    """Raises `InvalidInputError` unless the chunk is named by its last block."""
-    if not manifest.block_names or manifest.block_names[-1] != manifest.chunk_id:
-        raise InvalidInputError(
-            f"chunk {manifest.chunk_id.hex()} must be named by the last of its block names "
-            f"({len(manifest.block_names)} given)"
-        )
+def empty_chunks(manifests: Iterable[ChunkManifest], held: AbstractSet[BlockName]) -> list[BlockName]:
+    """Ids of the chunks of which no block is among those `held`."""
+    return [manifest.chunk_id for manifest in manifests if held.isdisjoint(manifest.block_names)]

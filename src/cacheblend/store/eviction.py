@@ -1,11 +1,11 @@
-"""Which blocks go first where room is needed.
+"""Eviction policies: the order in which blocks are evicted when a store is full.
 
-    lru     what was not used for longest
-    worth   what is least worth its bytes: GreedyDual-Size-Frequency (Cherkasova 1998). A block's value is how often it
-            was used times what recomputing it costs over what keeping it takes, on top of the value of what was
-            evicted last: what was popular once grows old.
+    lru     the least recently used block first
+    worth   the block of lowest value first: GreedyDual-Size-Frequency (Cherkasova 1998). A block's value is its number
+            of uses times the cost of recomputing it, divided by its bytes, plus the value of the block that was
+            evicted last. This sum lets blocks that were popular only in the past age.
 
-Knows names and numbers; the stores say what was used, and ask who goes.
+Knows names and numbers; stores report uses and ask for the order.
 """
 
 import heapq
@@ -17,31 +17,31 @@ from cacheblend.core.naming import BlockName
 
 
 class Eviction(Protocol):
-    """A policy; its caller holds the lock."""
+    """A policy; not safe to call from several threads at once: the caller holds a lock."""
 
     def used(self, name: BlockName, worth: float) -> None:
-        """A block was written or found; `worth`: cost of recomputing it over its bytes, in any unit."""
+        """Records that a block was written or found; `worth`: cost of recomputing it per byte, in any unit."""
         ...
 
     def gone(self, name: BlockName) -> None:
-        """A block was removed by somebody."""
+        """Records that a block was removed, but not by eviction."""
         ...
 
     def first(self, name: BlockName, used: float) -> tuple[float, float]:
-        """A key of a block that was last used at that time: the smallest goes first."""
+        """Sort key of a block that was last used at the time `used`: the smallest is evicted first."""
         ...
 
     def evicted(self, name: BlockName) -> None:
-        """A block was removed for room."""
+        """Records that a block was evicted."""
         ...
 
     def victims(self) -> Iterator[BlockName]:
-        """Blocks that this process used, those to go first in front; it may be left early."""
+        """Blocks that this process used, in the order of eviction. The caller may stop early."""
         ...
 
 
 class LeastRecentlyUsed:
-    """``lru``."""
+    """The policy ``lru``, see the module."""
 
     def __init__(self) -> None:
         self._held: dict[BlockName, None] = {}  # in the order of use
@@ -69,14 +69,14 @@ class LeastRecentlyUsed:
 
 
 class LeastWorth:
-    """``worth``."""
+    """The policy ``worth``, see the module."""
 
     def __init__(self) -> None:
         self._clock = 0.0
         self._counts: dict[BlockName, int] = {}
         self._values: dict[BlockName, float] = {}
-        self._heap: list[tuple[float, int, BlockName]] = []  # with entries that are no longer true
-        self._entry: dict[BlockName, int] = {}  # the tick of the true one
+        self._heap: list[tuple[float, int, BlockName]] = []  # includes outdated entries
+        self._entry: dict[BlockName, int] = {}  # the tick of each block's current entry
         self._tick = 0
 
     def used(self, name: BlockName, worth: float) -> None:
@@ -92,7 +92,7 @@ class LeastWorth:
         self._entry.pop(name, None)
 
     def first(self, name: BlockName, used: float) -> tuple[float, float]:
-        """See `Eviction`. A block that this process never used is worth what was evicted last."""
+        """See `Eviction`. A block that this process never used has the value of the block evicted last."""
         return self._values.get(name, self._clock), used
 
     def evicted(self, name: BlockName) -> None:
@@ -133,8 +133,11 @@ def eviction_of(name: str) -> Eviction:
     return POLICIES[name]()
 
 
-def belady(uses: Iterable[BlockName], room: int) -> int:
-    """Hits of a cache of `room` equal blocks that knows the future (Belady 1966): what is used latest goes."""
+def belady(uses: Iterable[BlockName], capacity: int) -> int:
+    """Hits of the optimal cache of `capacity` equal blocks, which evicts the block used furthest in the future.
+
+    An upper bound for every policy (Belady 1966).
+    """
     sequence = list(uses)
     later: dict[BlockName, int] = {}
     next_use = [0] * len(sequence)
@@ -146,12 +149,12 @@ def belady(uses: Iterable[BlockName], room: int) -> int:
     hits = 0
     for at, name in enumerate(sequence):
         hits += name in held
-        if name not in held and len(held) >= room:
+        if name not in held and len(held) >= capacity:
             while True:
                 latest, victim = heapq.heappop(heap)
                 if held.get(victim) == -latest:
                     break
-            if -latest <= next_use[at]:  # the new one is needed latest: it does not come in
+            if -latest <= next_use[at]:  # the new block is used latest of all: it is not admitted
                 heapq.heappush(heap, (latest, victim))
                 continue
             del held[victim]

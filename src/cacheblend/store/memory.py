@@ -1,9 +1,9 @@
 """A store in this process's memory.
 
-Keeps the very tensors it is given; knows nothing of files. Gone when the process ends.
+Keeps the tensors that it is given, without a copy where they own their memory; knows nothing of files. Its content
+ends with the process.
 """
 
-import logging
 import os
 import threading
 import time
@@ -12,24 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
+from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.naming import BlockName, TokenIds
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, KVLayout
-from cacheblend.store.base import (
-    LOGGER_NAME,
-    Damage,
-    KVStore,
-    Progress,
-    StoreStats,
-    check_block,
-    check_layer,
-    check_manifest,
-    head_range,
-)
+from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
+from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def default_memory_bytes() -> int:
@@ -40,7 +29,7 @@ def default_memory_bytes() -> int:
 
 @dataclass(slots=True)
 class _Held:
-    """A block in memory; `records[i]` is None while layer i has not been offered yet."""
+    """A block in memory; `records[i]` is None until layer i has been offered."""
 
     token_ids: TokenIds
     parent: BlockName
@@ -54,20 +43,21 @@ class _Held:
 class MemoryStore(KVStore):
     """Blocks in memory, at most `max_bytes` of records.
 
-    Beside whole blocks (`write`) it takes single layers (`offer`), which is how a tiered store fills it;
-    a block is found once all its layers are there.
+    Besides whole blocks (`write`) it accepts single layers (`offer`), which is how a tiered store fills it. A block is
+    found once all its layers are there.
 
     Args:
         max_bytes: bound on the records' bytes; 4 GiB by default, or a quarter of the machine's memory where
             that is less. 0 holds nothing.
-        eviction: who goes first, see `eviction_of`.
-        ttl: seconds without use behind which an unpinned block is gone; None: for ever.
+        eviction: the policy's name, see `eviction_of`.
+        ttl: seconds without use after which an unpinned block is removed; None: no limit.
+
+    Raises:
+        InvalidInputError: a negative bound, an unknown policy, or a `ttl` that is not above 0.
     """
 
     def __init__(self, max_bytes: int | None = None, *, eviction: str = "lru", ttl: float | None = None) -> None:
-        self.max_bytes = default_memory_bytes() if max_bytes is None else max_bytes
-        if self.max_bytes < 0:
-            raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
+        self.max_bytes = default_memory_bytes() if max_bytes is None else check_max_bytes(max_bytes)
         self._lock = threading.RLock()
         self._held: dict[BlockName, _Held] = {}
         self._eviction = eviction_of(eviction)
@@ -75,23 +65,22 @@ class MemoryStore(KVStore):
         self._bytes = 0
         self._pinned: set[BlockName] = set()
         self._manifests: dict[BlockName, ChunkManifest] = {}
-        self._hits = self._misses = self._evictions = self._write_failures = 0
-        self._gone = 0  # blocks evicted since manifests were looked through
+        self._finds = FindCounter()
+        self._evictions = self._write_failures = 0
+        self._evicted_since_check = 0  # blocks, since empty chunks were last removed
 
-    # Blocks
+    # ---- blocks -----------------------------------------------------------------------------------------
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. Of one call's blocks the first are evicted last."""
         with self._lock:
-            self._expire()
+            self._remove_expired()
             entries = [self._entry(name) for name in names]
             for name in reversed(names):
                 if name in self._held and not self._has_expired(name, self._held[name]):
-                    self._use(name)
-            found = sum(entry is not None for entry in entries)
-            self._hits += found
-            self._misses += len(entries) - found
-            return entries
+                    self._mark_used(name)
+        self._finds.count(entries)
+        return entries
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """See `KVStore.held`."""
@@ -104,16 +93,23 @@ class MemoryStore(KVStore):
             return None
         return BlockEntry(held.token_ids, held.layout, "memory", held.parent)
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        """See `KVStore.read`. The result is the stored tensor itself, or a view of it."""
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        """See `KVStore.read_many`. The stored tensors themselves, or views of them."""
+        return [self._record(name, layer, heads) for name in names]
+
+    def _record(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | BlockLostError:
         record = self.peek(name, layer)
         if record is None:
-            raise BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)")
+            return BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)")
+        if heads is None:
+            return record
         start, stop = head_range(heads, record.shape[0])
-        return record if heads is None else record[start:stop]
+        return record[start:stop]
 
     def peek(self, name: BlockName, layer: int) -> torch.Tensor | None:
-        """The record of a whole or partial block, None if it is not here.
+        """The record of a whole or partial block, None if it is not here. Does not mark the block as used.
 
         Raises:
             InvalidInputError: the block has no such layer.
@@ -129,30 +125,30 @@ class MemoryStore(KVStore):
         """See `KVStore.write`. Copies only records that are part of a larger tensor or not contiguous."""
         check_block(block)
         with self._lock:
-            self._expire()
+            self._remove_expired()
             old = self._held.get(block.name)
             if old is not None and not old.missing and not self._has_expired(block.name, old):
-                self._use(block.name)
+                self._mark_used(block.name)
                 return False
             if old is not None:
                 self._drop(block.name)
             need = block.layout.block_bytes(len(block.token_ids))
-            if not self._make_room(need):
+            if not self._evict_for(need):
                 self._write_failures += 1
                 raise StoreFullError(
                     f"block {block.name.hex()} needs {need} bytes; the memory store is bounded to "
-                    f"{self.max_bytes} bytes and what it holds is pinned: raise max_bytes or unpin"
+                    f"{self.max_bytes} bytes and the blocks it holds are pinned: raise max_bytes or unpin blocks"
                 )
             records: list[torch.Tensor | None] = list(_own(block.records))
             self._held[block.name] = _Held(block.token_ids, block.parent, block.layout, records, need)
-            self._use(block.name)
+            self._mark_used(block.name)
             self._bytes += need
             return True
 
     def offer(self, name: BlockName, entry: BlockEntry, layer: int, record: torch.Tensor) -> bool:
-        """Keeps one layer's whole record; False if there is no room.
+        """Keeps one layer's whole record; False if it does not fit or is held already.
 
-        The record must own its memory. The block counts as held when every layer has been offered.
+        The record must own its memory. The block counts as held once every layer has been offered.
         """
         with self._lock:
             held = self._held.get(name)
@@ -163,8 +159,8 @@ class MemoryStore(KVStore):
                 layers = len(entry.layout.layers)
                 held = _Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
                 self._held[name] = held
-                self._use(name)
-            if not self._make_room(record.nbytes, keep=name):
+                self._mark_used(name)
+            if not self._evict_for(record.nbytes, keep=name):
                 self._drop(name)
                 return False
             held.records[layer] = record
@@ -189,8 +185,8 @@ class MemoryStore(KVStore):
         self._bytes -= held.nbytes
         return held.nbytes
 
-    def _use(self, name: BlockName) -> None:
-        """Tells the policy. A token costs about as much to recompute wherever it stands."""
+    def _mark_used(self, name: BlockName) -> None:
+        """Tells the policy. The cost of recomputing a token is taken as independent of its position."""
         held = self._held[name]
         held.used = time.monotonic()
         tokens = len(held.token_ids)
@@ -199,13 +195,13 @@ class MemoryStore(KVStore):
     def _has_expired(self, name: BlockName, held: _Held) -> bool:
         return held.used < self._expiry.since(time.monotonic()) and name not in self._pinned
 
-    def _expire(self) -> None:
-        """Removes, now and then, what nobody has asked for."""
+    def _remove_expired(self) -> None:
+        """Removes expired blocks, at most once in the expiry's interval."""
         if self._expiry.is_due(time.monotonic()):
             for name in [name for name, held in self._held.items() if self._has_expired(name, held)]:
                 self._evict(name)
 
-    def _make_room(self, need: int, keep: BlockName | None = None) -> bool:
+    def _evict_for(self, need: int, keep: BlockName | None = None) -> bool:
         """Evicts until `need` more bytes fit; False, with nothing evicted, if they cannot."""
         excess = self._bytes + need - self.max_bytes
         victims = []
@@ -225,19 +221,18 @@ class MemoryStore(KVStore):
         self._evictions += not self._held[name].missing
         self._eviction.evicted(name)
         freed = self._drop(name)
-        self._gone += 1
-        if self._gone > max(64, len(self._manifests) // 2):
-            self._forget_chunks()
+        self._evicted_since_check += 1
+        if self._evicted_since_check > max(64, len(self._manifests) // 2):
+            self._remove_empty_chunks()
         return freed
 
-    def _forget_chunks(self) -> None:
-        """Removes manifests of chunks of which nothing is held."""
-        self._gone = 0
-        for chunk_id, manifest in list(self._manifests.items()):
-            if not any(name in self._held for name in manifest.block_names):
-                del self._manifests[chunk_id]
+    def _remove_empty_chunks(self) -> None:
+        """Removes manifests of chunks of which no block is held."""
+        self._evicted_since_check = 0
+        for chunk_id in empty_chunks(self._manifests.values(), self._held.keys()):
+            del self._manifests[chunk_id]
 
-    # Pins and manifests
+    # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
         """See `KVStore.pin`."""
@@ -275,7 +270,7 @@ class MemoryStore(KVStore):
         with self._lock:
             return self._manifests.pop(chunk_id, None) is not None
 
-    # The whole
+    # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         """See `KVStore.stats`."""
@@ -288,37 +283,33 @@ class MemoryStore(KVStore):
                 max_bytes=self.max_bytes,
                 chunks=len(self._manifests),
                 pinned=len(self._pinned.intersection(whole)),
-                hits=self._hits,
-                misses=self._misses,
+                hits=self._finds.hits,
+                misses=self._finds.misses,
                 evictions=self._evictions,
                 damaged=0,
                 write_failures=self._write_failures,
             )
 
     def verify(self, progress: Progress | None = None) -> list[Damage]:
-        """See `KVStore.verify`. Memory keeps no checksums: nothing is ever found."""
+        """See `KVStore.verify`. Memory has no checksums, so no damage is found."""
         if progress is not None:
             progress(len(self._held), len(self._held))
         return []
 
     def prune(self, max_bytes: int) -> int:
         """See `KVStore.prune`."""
-        if max_bytes < 0:
-            raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
+        check_max_bytes(max_bytes)
         freed = 0
         with self._lock:
             for name in [name for name in self._eviction.victims() if name not in self._pinned]:
                 if self._bytes <= max_bytes:
                     break
                 freed += self._evict(name)
-            self._forget_chunks()
+            self._remove_empty_chunks()
         return freed
 
-    def flush(self) -> None:
-        """Nothing to do: `write` returns when the block is held."""
-
     def close(self) -> None:
-        """See `KVStore.close`: forgets everything."""
+        """See `KVStore.close`. Removes all blocks, pins and manifests."""
         with self._lock:
             self._held.clear()
             self._pinned.clear()

@@ -1,4 +1,4 @@
-"""How fast a store is read: by layer, a few blocks and many, as requests read it."""
+"""Measures how fast a store is read, layer by layer as requests read it: throughput and latency of each tier."""
 
 import contextlib
 import os
@@ -13,64 +13,62 @@ from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store.base import KVStore
-from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.combined.striped import StripedStore
-from cacheblend.store.combined.tiered import TieredStore
-from cacheblend.store.disk.disk import DiskStore
+from cacheblend.store.combined import CascadeStore, StripedStore, TieredStore
+from cacheblend.store.disk import DiskStore
 
 FEW, MANY = 1, 8
-"""Blocks of the two measurements."""
+"""Numbers of blocks in the two measurements; their difference separates throughput from latency."""
 
 
 def tiers_of(store: KVStore) -> list[KVStore]:
-    """The stores that a store is made of, as its entries name them; a striped one counts as one."""
+    """The tiers that a store is made of, fastest first; a striped store is one tier."""
     if isinstance(store, TieredStore):
         return [store.front, *tiers_of(store.back)]
-    return [part for each in store.stores for part in tiers_of(each)] if isinstance(store, CascadeStore) else [store]
+    return [part for each in store.members for part in tiers_of(each)] if isinstance(store, CascadeStore) else [store]
 
 
 def measure(store: KVStore, layout: KVLayout, *, block_tokens: int = 256, rounds: int = 3) -> tuple[str, TierSpeed]:
-    """The tier's name, and how long it takes.
-
-    Writes random blocks under names that nobody else has, reads them past the page cache where there is one, and
-    removes them.
+    """The tier's name and speed. Writes random blocks under unique names, reads them uncached and removes them.
 
     Args:
         store: one tier; see `tiers_of`.
-        layout: of the records.
-        block_tokens: of a block.
-        rounds: the median of so many.
+        layout: layout of the records.
+        block_tokens: tokens of a block.
+        rounds: number of measurements, of which the median counts.
 
     Raises:
-        StoreError: it cannot be written to, or read.
+        StoreError: the store cannot be written or read.
     """
-    layers = range(len(layout.layers))
     root = root_name(f"a measurement {secrets.token_hex(8)}", "float32")
     names: list[BlockName] = []
     try:
         for number in range(MANY):
             names.append(_write(store, root, layout, number, block_tokens))
         entries = store.find(names)
-        times: dict[int, float] = {}
-        for count in (FEW, MANY):
-            taken = []
-            for _ in range(rounds):
-                for name in names[:count]:
-                    _forget_pages(store, name)
-                started = time.perf_counter()
-                for layer in layers:
-                    for record in store.read_many(names[:count], layer):
-                        if isinstance(record, BlockLostError):
-                            raise StoreError(f"the store cannot be measured: {record.reason}")
-                taken.append(time.perf_counter() - started)
-            times[count] = statistics.median(taken) / len(layers)
+        few_s, many_s = (_layer_seconds(store, names[:count], len(layout.layers), rounds) for count in (FEW, MANY))
     finally:
         for name in names:
             with contextlib.suppress(StoreError):
                 store.delete(name)
-    block_s = max((times[MANY] - times[FEW]) / (MANY - FEW), 1e-9)
+    block_s = max((many_s - few_s) / (MANY - FEW), 1e-9)
+    record_bytes = layout.block_bytes(block_tokens) / len(layout.layers)
     tier = next((entry.tier for entry in entries if entry is not None), "unknown")
-    return tier, TierSpeed(layout.block_bytes(block_tokens) / len(layers) / block_s, max(0.0, times[FEW] - block_s))
+    return tier, TierSpeed(record_bytes / block_s, max(0.0, few_s - block_s))
+
+
+def _layer_seconds(store: KVStore, names: list[BlockName], layers: int, rounds: int) -> float:
+    """Median seconds to read one layer of these blocks."""
+    taken = []
+    for _ in range(rounds):
+        for name in names:
+            _drop_cached_pages(store, name)
+        started = time.perf_counter()
+        for layer in range(layers):
+            for record in store.read_many(names, layer):
+                if isinstance(record, BlockLostError):
+                    raise StoreError(f"the store cannot be measured: {record.reason}")
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken) / layers
 
 
 def _write(store: KVStore, root: BlockName, layout: KVLayout, number: int, tokens: int) -> BlockName:
@@ -85,9 +83,9 @@ def _write(store: KVStore, root: BlockName, layout: KVLayout, number: int, token
     return block.name
 
 
-def _forget_pages(store: KVStore, name: BlockName) -> None:
-    """Asks the kernel to drop a block's file from its page cache."""
-    for disk in store.stores if isinstance(store, StripedStore) else [store]:
+def _drop_cached_pages(store: KVStore, name: BlockName) -> None:
+    """Asks the kernel to drop the block's file from the page cache."""
+    for disk in store.members if isinstance(store, StripedStore) else [store]:
         if isinstance(disk, DiskStore):
             with contextlib.suppress(OSError):
                 fd = os.open(disk.file_of(name), os.O_RDONLY)

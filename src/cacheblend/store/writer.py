@@ -1,4 +1,4 @@
-"""Writing behind the request: a bounded queue and one thread in front of a store.
+"""Write-behind: blocks are written to a store by one thread from a bounded queue, so that no request waits for it.
 
 Knows blocks and a store; knows nothing of requests, and never raises into one.
 """
@@ -18,7 +18,7 @@ from cacheblend.store.base import LOGGER_NAME, KVStore
 logger = logging.getLogger(LOGGER_NAME)
 
 BlockMaker = Callable[[], Block | None]
-"""Makes the block when its turn comes, on the writer's thread; None for nothing to write."""
+"""Makes a block on the writer's thread, when it is written; None: nothing is written."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class WriterStats:
         waiting_bytes: their bytes, as submitted.
         written: blocks that the store took.
         held: blocks that the store held already.
-        duplicates: not accepted, since a block of that name was waiting.
-        dropped: not accepted, since the queue was full or closed.
-        failed: blocks whose making or writing raised.
+        duplicates: blocks not accepted because one of the same name was waiting.
+        dropped: blocks not accepted because the queue was full or closed.
+        failed: blocks for which making or writing raised.
     """
 
     waiting: int
@@ -47,13 +47,16 @@ class WriterStats:
 class WriteBehind:
     """Writes blocks to a store on a thread of its own; safe to call from several threads.
 
-    The thread is a daemon and starts with the first block. At the end of the process, what waits is lost
+    The thread is a daemon and starts with the first block. Blocks that still wait when the process ends are lost
     unless `flush` or `close` is called.
 
     Args:
-        store: where the blocks go; stays open.
-        max_bytes: bound on the bytes that wait; a block that would exceed it is dropped and counted: a slow
-            store costs hits, never a request's time.
+        store: where the blocks are written; stays open.
+        max_bytes: bound on the bytes that wait. A block that would exceed it is dropped and counted, so a slow store
+            causes misses but delays no request.
+
+    Raises:
+        InvalidInputError: `max_bytes` is not above 0.
     """
 
     def __init__(self, store: KVStore, max_bytes: int = 1 << 30) -> None:
@@ -70,15 +73,15 @@ class WriteBehind:
         self._written = self._held = self._duplicates = self._dropped = self._failed = 0
 
     def submit(self, item: Block | BlockMaker, name: BlockName | None = None, nbytes: int = 0) -> bool:
-        """Queues a block; False if it is dropped or waits already. Returns at once and never raises later.
+        """Queues a block; False if it is dropped or waits already. Returns at once.
 
         Args:
-            item: the block, or what makes it.
-            name: the block's name; needed with a maker.
-            nbytes: the bytes of the records that a maker keeps or will make; a block's are counted.
+            item: the block, or a callable that makes it. Do not change its tensors afterwards.
+            name: the block's name; required with a callable.
+            nbytes: bytes of the records that a callable keeps alive or will make; counted for a block.
 
         Raises:
-            InvalidInputError: a maker without a name.
+            InvalidInputError: a callable without a name.
         """
         if isinstance(item, Block):
             name, nbytes = item.name, sum(record.nbytes for record in item.records)
@@ -120,12 +123,12 @@ class WriteBehind:
         try:
             block = item if isinstance(item, Block) else item()
             new = block is not None and self._store.write(block)
-        except Exception as error:  # the thread must live on, whatever a maker or a store does
+        except Exception as error:  # the thread must survive every error of a maker or a store
             self._failed += 1
             if type(error) not in self._reported:
                 self._reported.add(type(error))
                 logger.warning(
-                    "writing behind failed: %s: %s (further %s are only counted)",
+                    "a block was not stored: %s: %s (further %s are counted, not logged)",
                     type(error).__name__,
                     error,
                     type(error).__name__,
@@ -136,7 +139,7 @@ class WriteBehind:
             self._held += not new
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits for all that was submitted before; False if that takes longer than `timeout_s`."""
+        """Waits until all blocks submitted before are written; False if that takes longer than `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             before = list(self._waiting.items())
@@ -149,7 +152,7 @@ class WriteBehind:
         return True
 
     def stats(self) -> WriterStats:
-        """Counters, a snapshot."""
+        """The counters, a snapshot."""
         with self._changed:
             return WriterStats(
                 waiting=len(self._waiting),
@@ -162,11 +165,11 @@ class WriteBehind:
             )
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Accepts nothing more, writes what waits and ends the thread; may be called twice.
+        """Accepts no more blocks, writes those that wait and ends the thread; may be called twice.
 
         Returns:
-            False if that takes longer than `timeout_s`; what still waits then is dropped but for the block
-            being written.
+            False if that takes longer than `timeout_s`: then all waiting blocks are dropped except the one being
+            written.
         """
         with self._changed:
             self._closed = True

@@ -1,4 +1,4 @@
-// The page's state is the list of chosen passages; everything else is read from the controls when it is needed.
+// The page's only state is the list of chosen passages; everything else is read from the controls when needed.
 const byId = (id) => document.getElementById(id);
 const library = { passages: [], questions: [] };
 let chosen = [];
@@ -16,7 +16,7 @@ function headers() {
   return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 }
 
-function tell(message) {
+function showError(message) {
   const box = byId("error");
   box.textContent = message;
   box.hidden = !message;
@@ -138,16 +138,16 @@ function drawTimes(blend, full) {
     byId(`bar-${mode}`).style.width = `${(100 * one.ttft) / longest}%`;
     byId(`time-${mode}`).textContent = `${(1000 * one.ttft).toFixed(0)} ms`;
   }
-  byId("speedup").textContent = `The first token came ${(full.ttft / blend.ttft).toFixed(1)} times sooner.`;
-  if (full.ttft < blend.ttft) byId("speedup").textContent = "This prompt is too short to gain by it.";
+  byId("speedup").textContent = `Blending was ${(full.ttft / blend.ttft).toFixed(1)} times faster to the first token.`;
+  if (full.ttft < blend.ttft) byId("speedup").textContent = "This prompt is too short for blending to be faster.";
 }
 
 function drawWhy(found, blend, full) {
   const same = blend.text === full.text ? "Both answers are the same." : "The answers differ.";
-  const first = found.top_1 ? "The likeliest first token is the same" : `The likeliest first token is ${found.first_token}, not ${found.full_first_token}`;
-  byId("quality").textContent = `${same} ${first}; its distribution is ${found.kl.toPrecision(2)} nats from full recompute's.`;
+  const first = found.top_1 ? "The most likely first token is the same" : `The most likely first token is ${found.first_token}, not ${found.full_first_token}`;
+  byId("quality").textContent = `${same} ${first}; KL divergence of its distribution from full recompute: ${found.kl.toPrecision(2)} nats.`;
   byId("heat").hidden = !found.strength;
-  byId("heat").textContent = found.strength === "attention" ? "darker: the question attends more" : "darker: deviates more";
+  byId("heat").textContent = found.strength === "attention" ? "darker: more attention by the question" : "darker: larger deviation";
   byId("why").replaceChildren(...found.segments.map((segment) => {
     const title = segment.is_chunk ? segment.title || "passage" : "text";
     const part = element("div", undefined, { class: "part", "data-title": title });
@@ -164,9 +164,9 @@ function drawWhy(found, blend, full) {
 }
 
 async function ask() {
-  if (!chosen.length) return tell("Pick a passage first.");
-  if (!byId("question").value.trim()) return tell("Ask a question.");
-  tell("");
+  if (!chosen.length) return showError("Pick a passage first.");
+  if (!byId("question").value.trim()) return showError("Enter a question.");
+  showError("");
   byId("ask").disabled = true;
   byId("ask").textContent = "Asking ...";
   byId("speedup").textContent = byId("quality").textContent = "";
@@ -174,17 +174,17 @@ async function ask() {
   try {
     const texts = chosen.map(({ title, text }) => ({ title, text }));
     const body = { documents: texts, question: byId("question").value, recompute_ratio: Number(byId("ratio").value), selector: byId("selector").value };
-    // It stores what is not stored yet, so that both arms find the passages as a server that has been running would.
+    // This stores missing passages, so that both answers find them stored, as on a server that has run for a while.
     const why = await fetch("/playground/explain", { method: "POST", headers: headers(), body: JSON.stringify(body) });
     if (!why.ok) throw await failure(why);
     const found = await why.json();
-    const blend = await answer("blend"); // one after the other: side by side they would share the processors
+    const blend = await answer("blend"); // one after the other: at the same time they would share the processors
     const full = await answer("full");
     drawTimes(blend, full);
     drawWhy(found, blend, full);
     document.body.dataset.state = "done";
   } catch (error) {
-    tell(error.message);
+    showError(error.message);
     document.body.dataset.state = "failed";
   } finally {
     byId("ask").disabled = false;

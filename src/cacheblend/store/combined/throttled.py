@@ -1,4 +1,4 @@
-"""A store that is as slow as one says: for measuring what slow devices would do, and for tests."""
+"""Memory that is as slow as a given device: for measuring what slow devices would do, and for tests."""
 
 import threading
 import time
@@ -14,15 +14,15 @@ from cacheblend.store.memory import MemoryStore
 
 
 class ThrottledStore(MemoryStore):
-    """Memory whose reads take as long as a device's of this throughput and latency.
+    """Memory whose reads take as long as those of a device with this throughput and latency.
 
-    Reads wait for each other, as on one device or wire; waiting keeps no processor busy. Writes are not slowed.
+    Reads queue up, as on one device or wire; waiting keeps no processor busy. Writes are not slowed.
 
     Args:
-        bytes_per_s: of reading.
-        latency_s: of each `read_many`.
-        tier: its name in entries and reports.
-        max_bytes: bound; None for memory's own.
+        bytes_per_s: read throughput.
+        latency_s: seconds added to each `read_many`.
+        tier: the store's name in entries and reports.
+        max_bytes: bound; None for the default of `MemoryStore`.
 
     Raises:
         InvalidInputError: a throughput that is not above 0, or a latency below 0.
@@ -37,7 +37,7 @@ class ThrottledStore(MemoryStore):
             )
         super().__init__(max_bytes)
         self.bytes_per_s, self.latency_s, self._tier = bytes_per_s, latency_s, tier
-        self._wire, self._free_at = threading.Lock(), 0.0
+        self._device, self._free_at = threading.Lock(), 0.0
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`."""
@@ -46,10 +46,10 @@ class ThrottledStore(MemoryStore):
     def read_many(
         self, names: Sequence[BlockName], layer: int, heads: slice | None = None
     ) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`; returns when a device so slow would have."""
+        """See `KVStore.read_many`. Returns when the slow device would have."""
         records = super().read_many(names, layer, heads)
         size = sum(record.nbytes for record in records if isinstance(record, torch.Tensor))
-        with self._wire:
+        with self._device:
             now = time.perf_counter()
             self._free_at = max(now, self._free_at) + self.latency_s + size / self.bytes_per_s
             until = self._free_at

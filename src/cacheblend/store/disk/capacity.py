@@ -1,11 +1,11 @@
-"""Keeps a folder's blocks within their bound: who was used least recently, and evicting them.
+"""Keeps a folder's blocks within the bound by evicting blocks.
 
-Knows sizes, times and pins of files; does not know what is in them.
+Knows sizes, times and pins of files; does not know their content.
 
-Recency is the file's modification time, which all processes see, or this process's own last use where that is
-later. Other processes' writes are noticed when the folder is listed: when this process's own count says that
-the bound is reached, and after every 1/32 of the bound written. So each further writing process can put the
-folder over its bound by at most 1/32, until its next listing.
+A block's last use is its file's modification time, which all processes see, or this process's own last use where
+that is later. Other processes' writes are noticed when the folder is listed: when this process's own count reaches
+the bound, and after every 1/32 of the bound written. So each further writing process can exceed the bound by at most
+1/32 until its next listing.
 """
 
 # System calls on strings, since this is the hot path:
@@ -21,16 +21,15 @@ from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.disk.files import BlockFiles
-from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder
-from cacheblend.store.disk.manifests import name_of_file, named_files
+from cacheblend.store.disk.block_files import BlockFiles
+from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, name_of_file, named_files
 from cacheblend.store.eviction import Eviction
 from cacheblend.store.expiry import Expiry
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockFile:
-    """A block's file as the folder lists it; the least recently used compares lowest."""
+    """A block's file as the folder lists it; the least recently used one compares lowest."""
 
     used_ns: int
     name: BlockName
@@ -40,17 +39,20 @@ class BlockFile:
 
 
 class Capacity:
-    """The bytes that a folder's blocks take; safe to call from several threads.
+    """Reserves bytes for blocks and evicts others for them; safe to call from several threads.
 
     Args:
         folder: the store's folder.
-        files: told of what is evicted.
+        files: the folder's open block files; evicted ones are closed.
         max_bytes: bound on the block files' sizes; None for no bound but the disk's.
-        expiry: of unpinned blocks.
-        eviction: who goes first; None: what was not used for longest, as the files' times have it.
+        eviction: the policy; None: least recently used first, by the files' times.
+        expiry: time to live of unpinned blocks.
 
     Attributes:
         evictions: blocks evicted so far.
+
+    Raises:
+        InvalidInputError: `max_bytes` is not above 0.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Capacity:
         self._files = files
         self._eviction, self._expiry = eviction, expiry or Expiry(None)
         self._lock = threading.RLock()
-        self._using = threading.Lock()  # of the policy: a look-up does not wait for an eviction
-        self._total: int | None = None  # as last listed, with this process's writes since
+        self._policy_lock = threading.Lock()  # separate, so that a look-up does not wait for an eviction
+        self._total: int | None = None  # bytes as last listed, plus this process's writes since
         self._since_listed = 0
         self._in_flight = 0
 
@@ -79,7 +81,7 @@ class Capacity:
         return set(named_files(str(self._folder.pins)))
 
     def blocks(self) -> Iterator[BlockFile]:
-        """All blocks of the folder, in no order."""
+        """All blocks of the folder, in no order. Raises `OSError`."""
         pinned = self.pinned()
         for file in self._files_of_blocks():
             name = name_of_file(file.name, BLOCK_SUFFIX)
@@ -91,24 +93,24 @@ class Capacity:
                 yield BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned)
 
     def used(self, worths: Sequence[tuple[BlockName, float]]) -> None:
-        """Tells the policy which blocks were written or found, in this order; see `Eviction.used`."""
+        """Records for the policy that blocks were written or found, in this order; see `Eviction.used`."""
         if self._eviction is not None:
-            with self._using:
+            with self._policy_lock:
                 for name, worth in worths:
                     self._eviction.used(name, worth)
 
     def gone(self, name: BlockName) -> None:
-        """Tells the policy that a block was removed."""
+        """Records for the policy that a block was removed."""
         if self._eviction is not None:
-            with self._using:
+            with self._policy_lock:
                 self._eviction.gone(name)
 
     @contextlib.contextmanager
     def reserved(self, need: int) -> Iterator[None]:
-        """Capacity for `need` bytes while they are written; evicts for it.
+        """A context in which `need` bytes may be written; evicts blocks for them first.
 
         Raises:
-            StoreFullError: there is no room, and nothing unpinned left to evict.
+            StoreFullError: they do not fit, and nothing unpinned is left to evict.
         """
         with self._lock:
             if self._expiry.is_due(time.time()):
@@ -130,7 +132,7 @@ class Capacity:
 
     def _admit(self, need: int, max_bytes: int) -> None:
         if need > max_bytes:
-            raise StoreFullError(f"a block file of {need} bytes, the store is bounded to {max_bytes}: raise max_bytes")
+            raise StoreFullError(f"a block file of {need} bytes; the store is bounded to {max_bytes}: raise max_bytes")
         limit = max_bytes - need - self._in_flight
         stale = self._total is None or self._since_listed > max_bytes // 32
         if not stale and self._total is not None and self._total <= limit:
@@ -140,15 +142,15 @@ class Capacity:
             if kept > limit:
                 raise StoreFullError(
                     f"{need} more bytes do not fit: {kept} of at most {max_bytes} bytes in "
-                    f"{self._folder.path} are pinned: unpin something, or raise max_bytes"
+                    f"{self._folder.path} are pinned: unpin blocks, or raise max_bytes"
                 )
-            if total > limit:  # a little more than needed, so that not every write lists the folder
+            if total > limit:  # evict a little more than needed, so that not every write lists the folder
                 total -= self._evict(total - max(0, limit - max_bytes // 64))
             self._total = total
             self._since_listed = 0
 
     def _count(self) -> tuple[int, int]:
-        """(bytes of all blocks, of those that are pinned); of a million blocks within seconds, and without memory."""
+        """(bytes of all blocks, bytes of the pinned ones); takes seconds for a million blocks, and no memory."""
         pinned = {f"{name.hex()}{BLOCK_SUFFIX}" for name in self.pinned()}
         total = kept = 0
         for file in self._files_of_blocks():
@@ -160,15 +162,15 @@ class Capacity:
         return total, kept
 
     def free(self, need: int) -> int:
-        """Evicts blocks of `need` bytes or more together, the bound notwithstanding; the bytes freed."""
-        self._files.close_idle(0)  # a deleted file takes space for as long as it is open
+        """Evicts blocks of at least `need` bytes in total, even if the bound is not reached; the bytes freed."""
+        self._files.close_idle(0)  # a deleted file occupies the disk for as long as it is open
         with self._lock, self._folder.evicting():
             freed = self._evict(need)
             self._total = None
             return freed
 
     def shrink(self, max_bytes: int) -> int:
-        """Evicts until at most `max_bytes` are held, pinned blocks apart; the bytes freed."""
+        """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed."""
         with self._lock, self._folder.evicting():
             self._total = None
             return self._evict(self._count()[0] - max_bytes)
@@ -190,14 +192,14 @@ class Capacity:
                 return 0  # another process has used it since
             os.unlink(path)
             if self._eviction is not None:
-                with self._using:
+                with self._policy_lock:
                     self._eviction.evicted(block.name)
             self.evictions += 1
         self._files.forget(block.name)
         return block.nbytes
 
     def _expire(self) -> None:
-        """Removes what nobody has asked for in its time to live."""
+        """Removes unpinned blocks whose time to live has passed."""
         since = 1e9 * self._expiry.since(time.time())
         with self._folder.evicting():
             freed = sum(self._remove(block) for block in self.blocks() if block.used_ns < since and not block.pinned)
@@ -205,8 +207,11 @@ class Capacity:
                 self._total -= freed
 
     def _victims(self, surplus: int) -> list[BlockFile]:
-        """Those to go first in front, with twice the bytes: some may turn out to be in use. Keeps no others."""
-        chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last to go on top
+        """The first blocks in the order of eviction, with twice the bytes, as some may turn out to be in use.
+
+        Keeps no other blocks in memory.
+        """
+        chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last one in that order on top
         nbytes, gone = 0, self._files.known()
         for block in self.blocks() if surplus > 0 else ():
             gone.discard(block.name)
@@ -217,14 +222,14 @@ class Capacity:
             while nbytes - chosen[0][1].nbytes >= 2 * surplus:
                 nbytes -= heapq.heappop(chosen)[1].nbytes
         for name in gone if surplus > 0 else ():
-            self._files.forget(name)  # others removed it, and its open file takes space
+            self._files.forget(name)  # another process removed it, and its open file occupies the disk
         return [block for _, block in sorted(chosen, reverse=True)]
 
     def _order(self, block: BlockFile) -> tuple[float, ...]:
-        """The smallest goes first."""
+        """Sort key: the smallest is evicted first."""
         if self._eviction is None:
             return (block.used_ns,)
-        with self._using:
+        with self._policy_lock:
             return self._eviction.first(block.name, block.used_ns)
 
     def _files_of_blocks(self) -> Iterator["os.DirEntry[str]"]:

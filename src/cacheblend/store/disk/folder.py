@@ -1,4 +1,4 @@
-"""A store's folder: where things lie in it, whether it is one, and writing a file all or nothing.
+"""A store's folder: its layout and format version, locks, and files that appear complete or not at all.
 
     cacheblend.json          the format version; makes the folder a store
     blocks/ab/abcd....safetensors
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.disk.record_file import FORMAT
+from cacheblend.store.format.block_file import FORMAT, NAME_BYTES
 
 FORMAT_FILE = "cacheblend.json"
 BLOCK_SUFFIX = ".safetensors"
@@ -45,11 +45,12 @@ class Folder:
         path: the folder.
         read_only: never write to it.
         durable: fsync files and folders before a write counts as done.
-        locks: flock files being written, and while evicting; without (a server's lock manager may hang, or be missing)
-            temporary files of the dead are told by their age, and processes that evict at once may evict more.
+        locks: flock files being written, and the folder while evicting. Without locks (on a network file system they
+            may hang or be missing) temporary files of dead processes are recognised by their age, and processes that
+            evict at the same time may evict more than necessary.
 
     Attributes:
-        read_only: as asked, or because the folder cannot be written to.
+        read_only: as requested, or because the folder cannot be written to.
 
     Raises:
         StoreFormatError: written in a newer format.
@@ -72,7 +73,7 @@ class Folder:
             self._prepare()
 
     def block_path(self, name: BlockName) -> str:
-        """Where the block's file is, if there is one."""
+        """Path of the block's file, whether it exists or not."""
         text = name.hex()
         return f"{self._blocks_prefix}{text[:2]}/{text}{BLOCK_SUFFIX}"
 
@@ -108,7 +109,7 @@ class Folder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             others = [entry for entry in os.listdir(self.path) if not self._is_harmless(entry)]
-            if others and not self._has_format():  # again: another process may have just made the store
+            if others and not self._has_format():  # checked again: another process may have just made the store
                 raise StoreError(
                     f"{self.path} is not a store and not empty (it has {sorted(others)[0]!r}): use an empty folder"
                 )
@@ -118,8 +119,8 @@ class Folder:
             raise store_error(error, f"cannot make a store in {self.path}") from error
 
     def _is_harmless(self, entry: str) -> bool:
-        """Whether a folder that is not a store yet may have this in it."""
-        if entry == "tmp" and self.tmp.is_dir():  # of a process that died while it made the store
+        """Whether a folder that is to become a store may contain this entry."""
+        if entry == "tmp" and self.tmp.is_dir():  # left by a process that died while it made the store
             return all(_TEMPORARY.fullmatch(file) for file in os.listdir(self.tmp))
         return entry == "lost+found"
 
@@ -138,7 +139,7 @@ class Folder:
                 raise store_error(error, f"cannot open the store in {self.path}") from error
 
     def _clean_temporary(self) -> None:
-        """Removes temporary files of processes that have died; a living writer holds its file's lock."""
+        """Removes temporary files of dead processes; a live writer holds its file's lock."""
         for entry in os.scandir(self.tmp):
             if not _TEMPORARY.fullmatch(entry.name):
                 continue
@@ -149,7 +150,7 @@ class Folder:
                     os.unlink(entry.path)
                 except BlockingIOError:
                     pass
-                except OSError:  # a file system without flock: by age
+                except OSError:  # a file system without flock: decide by age
                     if time.time() - os.fstat(fd).st_mtime > _STALE_AFTER_S:
                         os.unlink(entry.path)
                 finally:
@@ -166,10 +167,10 @@ class Folder:
             )
 
     def publish(self, target: Path | str, buffers: Sequence[memoryview], mtime_ns: int | None = None) -> None:
-        """Makes a file with this content appear at `target` at once, replacing one that is there.
+        """Makes a file with this content appear at `target` in one step, replacing an existing one.
 
         Raises:
-            OSError: nothing is left behind (not even at `target`, if it fails when the file is there already).
+            OSError: no file is left, not even at `target` if the failure comes after it appeared.
         """
         path, fd = self._new_temporary()
         try:
@@ -219,7 +220,7 @@ class Folder:
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
-        """Held by one process at a time (if the disk has no room for the lock's file: by any)."""
+        """A context that one process at a time holds (any number, if the disk is too full for the lock's file)."""
         try:
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -236,7 +237,7 @@ class Folder:
 
 
 def format_file_text() -> str:
-    """What stands in a store's format file."""
+    """Content of a store's format file."""
     return json.dumps({"format": FORMAT, "what": "cacheblend KV cache store, see docs/format.md"}) + "\n"
 
 
@@ -250,12 +251,12 @@ def sync_folder(path: str) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether evicting something could help."""
+    """Whether the disk or a quota is full, so that evicting blocks could help."""
     return error.errno in _FULL
 
 
 def store_error(error: OSError, what: str) -> StoreError:
-    """The store's error for what the system said while writing."""
+    """The `StoreError` for a system error while writing; `what` says what failed."""
     if is_full(error):
         return StoreFullError(f"{what}: {error.strerror}; free some space or raise the quota")
     if error.errno == errno.EFBIG:
@@ -266,7 +267,7 @@ def store_error(error: OSError, what: str) -> StoreError:
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:
-    """The store's error for what the system said while the folder at `path` was read."""
+    """The `StoreError` for a system error while the folder at `path` was read."""
     where = "" if error.filename in (None, str(path)) else f"{error.filename}: "
     return StoreError(
         f"the store in {path} cannot be read: {where}{error.strerror or error}; check what is there and its "
@@ -282,3 +283,23 @@ def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
             written -= len(waiting.pop())
         if written:
             waiting[-1] = waiting[-1][written:]
+
+
+def named_files(folder: str, suffix: str = "") -> list[BlockName]:
+    """Block names, sorted, of the files in `folder` that are named by a block name in hexadecimal and `suffix`."""
+    try:
+        files = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(name for file in files if (name := name_of_file(file, suffix)) is not None)
+
+
+def name_of_file(file: str, suffix: str) -> BlockName | None:
+    """The block name in a file's name, None if it has another form."""
+    text = file.removesuffix(suffix)
+    if len(file) != 2 * NAME_BYTES + len(suffix) or len(text) != 2 * NAME_BYTES or text.lower() != text:
+        return None
+    try:
+        return BlockName(bytes.fromhex(text))
+    except ValueError:
+        return None

@@ -1,14 +1,15 @@
-"""Blocks in an S3-compatible bucket: an object a block, read by ranges, a layer at a time.
+"""Blocks in an S3-compatible bucket: one object per block, read by ranges, one layer at a time.
 
     blocks/<name>            the bytes of a block file
     manifests/<name>         the bytes of a manifest's file
-    pins/<name>              nothing
+    pins/<name>              empty
 
-An object appears whole or not at all. A bucket does not know when an object was last read: a block counts as used when
+An object appears complete or not at all. A bucket does not record when an object was read: a block counts as used when
 it was written, or when this process last found it.
 """
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,11 +21,19 @@ from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachab
 from cacheblend.core.naming import BlockName
 from cacheblend.store.remote.objects import Bytes, HeldBlock, Range
 
-AT_ONCE = 32  # requests under way
-UPLOAD_S = 60.0  # that writing an object may take: nobody waits for it
+AT_ONCE = 32
+"""Requests at the same time."""
+
+UPLOAD_S = 60.0
+"""Seconds that writing an object may take; no request waits for it."""
+
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+"""Environment variables with the credentials."""
+
+_INSTANCE_METADATA = "169.254."  # link-local: asked for credentials where the environment has none
 _FIRST_READ = 32 << 10  # covers most headers
 _LONGEST_HEADER = 64 << 20
-_TICK_S = 1e-6  # between blocks of one call, so that the first is used last
+_TICK_S = 1e-6  # time between blocks of one call, so that the first counts as used last
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -35,11 +44,11 @@ class BucketObjects:
     Args:
         url: ``s3://bucket/folder``.
         timeout: seconds that a request may take; writing a block may take `UPLOAD_S`, if that is more.
-        options: obstore's for S3 (``endpoint``, ``region``, ``access_key_id``, ...); what is missing is taken from
-            the usual environment variables, as AWS's own tools do.
+        options: obstore's options for S3 (``endpoint``, ``region``, ``access_key_id``, ...); missing ones are taken
+            from AWS's usual environment variables.
 
     Raises:
-        InvalidInputError: obstore is not installed, or does not know an option.
+        InvalidInputError: obstore is not installed, or rejects the URL or an option, or one of the two keys is missing.
     """
 
     tier = "s3"
@@ -51,6 +60,8 @@ class BucketObjects:
             from obstore.store import S3Store
         except ImportError as error:
             raise InvalidInputError("a store in a bucket needs obstore: pip install 'cacheblend[s3]'") from error
+        if "access_key_id" not in (options or {}):
+            check_keys(url)
         self.place = url
         settings = cast(Any, {"virtual_hosted_style_request": False, **(options or {})})
         plain = (options or {}).get("endpoint", "").startswith("http://")
@@ -64,7 +75,7 @@ class BucketObjects:
         try:
             self._bucket, self._uploads = opened(timeout), opened(max(timeout, UPLOAD_S))
         except exceptions.BaseError as error:
-            raise InvalidInputError(f"the bucket {url!r} cannot be opened: {error}") from error
+            raise InvalidInputError(f"the bucket {url!r} cannot be opened: {_first_line(error)}") from error
         self._obstore: Any = obstore
         self._missing = (exceptions.NotFoundError, FileNotFoundError)
         self._refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
@@ -98,7 +109,7 @@ class BucketObjects:
                 return None
             end = 8 + int.from_bytes(first[:8], "little")
             if end <= len(first) or len(first) < _FIRST_READ or end > _LONGEST_HEADER:
-                return first[:end]  # in full, or found to be damaged
+                return first[:end]  # complete, or damaged
             rest = self._range(_block(name), len(first), end)
             return None if rest is None else bytes(first) + bytes(rest)
 
@@ -177,7 +188,7 @@ class BucketObjects:
         return there
 
     def listing_stamp(self) -> str | None:
-        """See `Objects`. Listing is all that a bucket offers."""
+        """See `Objects`. A bucket cannot tell without listing."""
         return None
 
     def close(self) -> None:
@@ -190,7 +201,7 @@ class BucketObjects:
         return self._if_there(lambda: self._obstore.head(self._bucket, path))
 
     def _range(self, path: str, start: int, end: int) -> memoryview | None:
-        """Fewer bytes, or none, where the object ends earlier."""
+        """Bytes [start, end), fewer or none where the object ends earlier; None where it is missing."""
         try:
             return self._if_there(lambda: memoryview(self._obstore.get_range(self._bucket, path, start=start, end=end)))
         except StoreUnreachableError as error:
@@ -212,7 +223,7 @@ class BucketObjects:
         return self._ask(lambda: list(self._obstore.list(self._bucket, f"{folder}/").collect()))
 
     def _if_there(self, call: Callable[[], T]) -> T | None:
-        """The answer, None where the object is missing."""
+        """The answer; None where the object is missing."""
         try:
             return self._ask(call)
         except StoreError as error:
@@ -226,17 +237,36 @@ class BucketObjects:
         except (*self._missing, *self._refused) as error:
             raise StoreError(f"{self.place} refused: {_first_line(error)}") from error
         except self._no_answer as error:
+            if _INSTANCE_METADATA in _first_line(error):
+                raise StoreUnreachableError(
+                    f"{self.place} has no credentials: set {' and '.join(_missing_keys())}, or run where the instance "
+                    "has a role that may use the bucket"
+                ) from error
             raise StoreUnreachableError(f"{self.place} does not answer: {_first_line(error)}") from error
 
     def _each(self, what: Sequence[S], ask: Callable[[S], T]) -> list[T]:
-        """Several requests under way together."""
+        """The answers to several requests, made at the same time."""
         if len(what) == 1:
             return [ask(what[0])]
         return list(self._pool.map(ask, what))
 
 
+def check_keys(place: str) -> None:
+    """Raises `InvalidInputError` if the environment has one of the two `KEYS` but not the other.
+
+    With neither, an instance's role may still open the bucket.
+    """
+    missing = _missing_keys()
+    if len(missing) == 1:
+        raise InvalidInputError(f"{place} has no complete credentials: set {missing[0]}, too")
+
+
+def _missing_keys() -> list[str]:
+    return [key for key in KEYS if not os.environ.get(key)]
+
+
 def _first_line(error: Exception) -> str:
-    """obstore's errors go on for a page."""
+    """The first line of an error: obstore appends a page of debug output."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -249,7 +279,7 @@ def _manifest(name: BlockName) -> str:
 
 
 def _name(path: str) -> BlockName | None:
-    """The name that an object goes by; None of one that somebody else put there."""
+    """The block's name in an object's path; None for an object that does not belong to the store."""
     try:
         return BlockName(bytes.fromhex(path.rpartition("/")[2]))
     except ValueError:

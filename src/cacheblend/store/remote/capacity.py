@@ -1,4 +1,8 @@
-"""Capacity in a store elsewhere: who is evicted, and when what others wrote is counted again."""
+"""Keeps the blocks of an `Objects` within a bound by evicting the least recently used ones.
+
+Other processes' writes are noticed when the blocks are listed: every 30 s, and when this process's own count reaches
+the bound. Knows sizes, times and pins; does not know the blocks' content.
+"""
 
 import contextlib
 import threading
@@ -10,16 +14,20 @@ from cacheblend.core.errors import StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.store.remote.objects import HeldBlock, Objects
 
-_RECOUNT_S = 30.0  # others write, too
+_RECOUNT_S = 30.0  # other processes write too
 
 
 class RemoteCapacity:
-    """Keeps the blocks of an `Objects` below a bound, least recently used evicted first.
+    """The bound of one place; safe to call from several threads.
 
     Args:
-        objects: where.
-        max_bytes: bound on the blocks of all who write there; None leaves it to the other side.
-        drop: removes blocks and says which were held.
+        objects: the place.
+        max_bytes: bound on the blocks of all writers; None leaves eviction to the other side.
+        drop: removes blocks and returns which were held.
+
+    Attributes:
+        max_bytes: the same.
+        evictions: blocks evicted so far.
     """
 
     def __init__(
@@ -28,49 +36,49 @@ class RemoteCapacity:
         self._objects, self.max_bytes, self._drop = objects, max_bytes, drop
         self._lock = threading.Condition()
         self._bytes, self._counted_at = 0, -_RECOUNT_S
-        self._under_way = 0
+        self._being_written = 0  # bytes
         self.evictions = 0
 
     @contextlib.contextmanager
     def reserved(
-        self, need: int, name: BlockName, answering: Callable[[], AbstractContextManager[None]]
+        self, need: int, name: BlockName, asking: Callable[[], AbstractContextManager[None]]
     ) -> Iterator[None]:
-        """Around writing a block of `need` bytes: evicts until they fit, and counts them as taken.
+        """A context in which a block of `need` bytes may be written: evicts until it fits.
 
         Args:
-            need: bytes.
-            name: of the block, which is not evicted meanwhile.
-            answering: around calls of the other side.
+            need: the block's size in bytes.
+            name: the block's name; it is not evicted meanwhile.
+            asking: makes the context of calls to the place, see `CircuitBreaker.asking`.
 
         Raises:
-            StoreFullError: they cannot fit.
+            StoreFullError: the block cannot fit.
         """
         if self.max_bytes is None:
             yield
             return
         with self._lock:
-            while self._under_way and self._under_way + need > self.max_bytes:
-                self._lock.wait()  # what others are writing cannot be evicted yet
-            self._make_room(need, name, self.max_bytes, answering)
-            self._under_way += need
+            while self._being_written and self._being_written + need > self.max_bytes:
+                self._lock.wait()  # blocks being written by other threads cannot be evicted yet
+            self._evict_for(need, name, self.max_bytes, asking)
+            self._being_written += need
         written = 0
         try:
             yield
             written = need
         finally:
             with self._lock:
-                self._under_way -= need
+                self._being_written -= need
                 self._bytes += written
                 self._lock.notify_all()
 
     def shrink(self, max_bytes: int) -> int:
-        """Evicts until at most so many bytes are held, or only pinned blocks; the bytes freed."""
+        """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed. Raises `StoreError`."""
         with self._lock:
             freed, _ = self._evict(max_bytes, None)
         return freed
 
     def expire(self, since: float) -> None:
-        """Removes unpinned blocks that were not used since then."""
+        """Removes unpinned blocks that were last used before the time `since`. Raises `StoreError`."""
         with self._lock:
             pinned = self._objects.pinned()
             old = [block for block in self._objects.held(tidy=True) if block.used < since and block.name not in pinned]
@@ -78,24 +86,25 @@ class RemoteCapacity:
             self.evictions += sum(gone)
             self._bytes -= sum(block.nbytes for block, was in zip(old, gone, strict=True) if was)
 
-    def _make_room(
-        self, need: int, name: BlockName, bound: int, answering: Callable[[], AbstractContextManager[None]]
+    def _evict_for(
+        self, need: int, name: BlockName, bound: int, asking: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        taken = self._under_way + need
+        taken = self._being_written + need
         if time.monotonic() > self._counted_at + _RECOUNT_S or self._bytes + taken > bound:
-            with answering():
+            with asking():
                 _, self._bytes = self._evict(bound - taken, name, slack=bound // 64)
             self._counted_at = time.monotonic()
         if self._bytes + taken > bound:
             raise StoreFullError(
                 f"block {name.hex()} needs {need} bytes; {self._objects.place} is bounded to {bound} "
-                "bytes and what it holds is pinned: raise max_bytes or unpin"
+                "bytes and the blocks it holds are pinned: raise max_bytes or unpin blocks"
             )
 
     def _evict(self, at_most: int, keep: BlockName | None, slack: int = 0) -> tuple[int, int]:
-        """(freed, left): removes what was not used for longest; nothing, if not enough of it can go.
+        """Evicts the least recently used blocks until `at_most` bytes are left: (bytes freed, bytes left).
 
-        If anything has to go, `slack` bytes more go with it: not every write should have to list all.
+        Evicts nothing if that is not enough to write the block `keep`. If anything is evicted, `slack` bytes more
+        are, so that not every write has to list all blocks.
         """
         held = sorted(self._objects.held(tidy=True), key=lambda block: block.used)
         total = sum(block.nbytes for block in held)

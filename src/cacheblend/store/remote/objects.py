@@ -1,11 +1,12 @@
-"""What a store on another machine is made of: blocks in pieces, manifests, pins, and when a block was last used.
+"""What a remote store needs of a server or bucket: an interface for blocks in pieces, manifests, pins and last uses.
 
     block      header | record of layer 0 | record of layer 1 | ...     the bytes of a block file (docs/format.md)
     manifest   the bytes of a manifest's file
     pin        a name
 
-Implementations know how to move these; `RemoteStore` knows what they mean. Each call is one round trip, or a few that
-are under way together. All of them raise `StoreUnreachableError` where the other side does not answer in time.
+Implementations move bytes and do not know their meaning; `RemoteStore` does. Each call is one round trip, or several
+at the same time. Every call raises `StoreUnreachableError` where the other side does not answer in time, and
+`StoreError` where it refuses.
 """
 
 import math
@@ -18,14 +19,14 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Range(NamedTuple):
-    """Bytes start..stop - 1 of one layer's record.
+    """Bytes [start, stop) of one layer's record.
 
     Attributes:
-        name: of the block.
-        layer: whose record.
-        offset: of that record in the block file.
-        start, stop: within the record.
-        size: of the whole record.
+        name: the block.
+        layer: the layer.
+        offset: where the record begins in the block file.
+        start, stop: the bytes, relative to the record's begin.
+        size: bytes of the whole record.
     """
 
     name: BlockName
@@ -40,9 +41,9 @@ class HeldBlock(NamedTuple):
     """A block that is held.
 
     Attributes:
-        name: its own.
-        nbytes: of all its pieces.
-        used: seconds, by any clock that all who use the store share.
+        name: the block.
+        nbytes: bytes of all its pieces.
+        used: time of its last use in seconds, by a clock that all users of the store share.
     """
 
     name: BlockName
@@ -51,7 +52,7 @@ class HeldBlock(NamedTuple):
 
 
 class Objects(Protocol):
-    """One place elsewhere; safe to call from several threads."""
+    """One server or bucket; safe to call from several threads. Returned values are snapshots that the caller owns."""
 
     @property
     def tier(self) -> str:
@@ -60,32 +61,34 @@ class Objects(Protocol):
 
     @property
     def place(self) -> str:
-        """The place for people, without passwords."""
+        """The place's name for messages, without passwords."""
         ...
 
     def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
-        """Whether the blocks are held and were used at `since` (by `HeldBlock.used`'s clock) or later; marks those as
-        used, the first one last."""
+        """Whether each block is held and was last used at the time `since` (see `HeldBlock.used`) or later.
+
+        Marks those blocks as used now; of one call's blocks the first counts as used last.
+        """
         ...
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """Headers (see `record_file`), None where there is none."""
+        """Headers (see `store.format.block_file`), None where a block is not held."""
         ...
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
-        """Bytes of records, None where they are gone."""
+        """Bytes of records, None where they are not held."""
         ...
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
-        """Holds a block; nobody sees it before all of it is there."""
+        """Stores a block; it is not visible before it is complete."""
         ...
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
-        """Removes blocks; whether they were held."""
+        """Removes blocks; whether each was held."""
         ...
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
-        """All blocks; `tidy`: takes those off its lists that went without its doing."""
+        """All blocks held; `tidy` also cleans up after blocks that the other side evicted by itself."""
         ...
 
     def pin(self, names: Iterable[BlockName]) -> None:
@@ -93,27 +96,27 @@ class Objects(Protocol):
         ...
 
     def unpin(self, names: Iterable[BlockName]) -> None:
-        """Takes pins away."""
+        """Removes pins."""
         ...
 
     def pinned(self) -> set[BlockName]:
-        """All pins."""
+        """Names of all pins."""
         ...
 
     def put_manifest(self, name: BlockName, data: Bytes) -> None:
-        """Holds a manifest, in place of one of that name."""
+        """Stores a manifest, replacing one of the same name."""
         ...
 
     def manifests(self) -> Mapping[BlockName, str]:
-        """All manifests, each with a mark that changes when it does."""
+        """Names of all manifests, each with a mark that changes when the manifest does."""
         ...
 
     def read_manifests(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """Manifests, None where there is none."""
+        """Bytes of manifests, None where there is none."""
         ...
 
     def has_manifest(self, name: BlockName) -> bool:
-        """Whether there is one."""
+        """Whether there is a manifest of this name."""
         ...
 
     def delete_manifest(self, name: BlockName) -> bool:
@@ -121,9 +124,9 @@ class Objects(Protocol):
         ...
 
     def listing_stamp(self) -> str | None:
-        """Equal marks: no manifest came, changed or went in between. None: it cannot tell."""
+        """A value that changes when any manifest is added, changed or removed; None: unknown."""
         ...
 
     def close(self) -> None:
-        """Gives connections back."""
+        """Closes connections; may be called twice."""
         ...

@@ -1,12 +1,12 @@
-"""Blocks in Redis or Valkey: one value for a block's header and one for each layer, so that a layer is one GET.
+"""Blocks in Redis or Valkey: one value for a block's header and one per layer, so that a layer is read by one GET.
 
     {prefix}:{<name>}:h      header               {prefix}:{<name>}:<layer>    record
     {prefix}:used            name -> when         {prefix}:sizes               name -> "bytes layers"
     {prefix}:manifests       name -> manifest     {prefix}:marks               name -> when it was put
     {prefix}:pins            names                {prefix}:changes             when manifests last changed
 
-Names are written as hexadecimal digits; those in braces keep a block's values on one node of a cluster. A block's
-header is written last, and its layers expire unless that happens: a writer that dies leaves nothing.
+Names are written as hexadecimal digits; the braces keep a block's values on one node of a cluster. A block's header is
+written last, and its layers expire unless that happens, so a writer that dies leaves nothing.
 """
 
 import math
@@ -17,15 +17,14 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError
+from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.naming import BlockName
 from cacheblend.store.remote.objects import Bytes, HeldBlock, Range
-from cacheblend.store.remote.remote import in_time
 
-_AT_ONCE = 10_000  # commands of a pipeline
-_PUBLISHED_S = 60.0
-_HALF_WRITTEN_S = 3600  # what a writer that died leaves, expires
-_TICK_S = 1e-6  # between blocks of one call, so that the first is used last
+_MAX_COMMANDS = 10_000  # per pipeline
+_PUBLISHED_S = 60.0  # a block is listed up to this long before it can be found
+_HALF_WRITTEN_S = 3600  # after which the layers of a writer that died expire
+_TICK_S = 1e-6  # time between blocks of one call, so that the first counts as used last
 
 
 class RedisObjects:
@@ -33,12 +32,12 @@ class RedisObjects:
 
     Args:
         url: ``redis://``, ``rediss://`` or ``valkey://`` host:port/database.
-        prefix: of all keys.
+        prefix: prefix of all keys.
         timeout: seconds that a connection or an answer may take.
         cluster: the server is a node of a cluster.
 
     Raises:
-        InvalidInputError: redis-py is not installed, or the URL is not one of its.
+        InvalidInputError: redis-py is not installed.
     """
 
     tier = "redis"
@@ -58,22 +57,22 @@ class RedisObjects:
         options: dict[str, Any] = {
             "socket_timeout": timeout,
             "socket_connect_timeout": timeout,
-            "retry": Retry(NoBackoff(), 1),  # a connection that was closed while idle
+            "retry": Retry(NoBackoff(), 1),  # for a connection that was closed while idle
         }
         if cluster:
-            options["retry"] = Retry(NoBackoff(), 0)  # it tries each command of a lost node by itself
+            options["retry"] = Retry(NoBackoff(), 0)  # the cluster's client repeats commands of a lost node by itself
         kind = redis.RedisCluster if cluster else redis.Redis
         self._no_answer = (redis.ConnectionError, redis.TimeoutError, RedisClusterException, OSError)
         self._full, self._refused = redis.OutOfMemoryError, redis.RedisError
         self._prefix = prefix
         self._open = partial(kind.from_url, urlunsplit((scheme, *parts[1:3], "", "")), **options)
-        self._client: Any = None  # a cluster's connects at once
+        self._client: Any = None  # opened on first use: a cluster's client connects at once
         self._opening = threading.Lock()
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
     def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
-        """See `Objects`. A server without memory left takes no note of the time, and serves on."""
+        """See `Objects`. A server without memory left does not record the use, but still answers."""
         now = time.time()
         if since > -math.inf:
             digits = [name.hex() for name in names]
@@ -97,7 +96,7 @@ class RedisObjects:
         return self._together(lambda pipe: [pipe.get(self._piece(name, "h")) for name in names])
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
-        """See `Objects`. An empty value is one that is gone: records have bytes."""
+        """See `Objects`. An empty value means that the record is gone: no record has 0 bytes."""
 
         def ask(pipe: Any) -> None:
             for each in ranges:
@@ -145,7 +144,7 @@ class RedisObjects:
         return [bool(was) for was in self._together(remove)[: len(names)]]
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
-        """See `Objects`. A server that evicts by itself does not tell."""
+        """See `Objects`. Checks that each block still exists, as the server may have evicted it by itself."""
         sizes, used = self._together(
             lambda pipe: (pipe.hgetall(self._key("sizes")), pipe.zrange(self._key("used"), 0, -1, withscores=True))
         )
@@ -155,7 +154,7 @@ class RedisObjects:
             for digits, size in sizes.items()
         ]
         there = self._exist([block.name for block in blocks])
-        published = time.time() - _PUBLISHED_S  # a block is listed a moment before it can be found
+        published = time.time() - _PUBLISHED_S
         gone = [block.name for block, held in zip(blocks, there, strict=True) if not held and block.used < published]
         if gone and tidy:
             self.delete(gone)
@@ -163,8 +162,8 @@ class RedisObjects:
 
     def _exist(self, names: Sequence[BlockName]) -> list[bool]:
         found: list[bool] = []
-        for start in range(0, len(names), _AT_ONCE):
-            part = names[start : start + _AT_ONCE]
+        for start in range(0, len(names), _MAX_COMMANDS):
+            part = names[start : start + _MAX_COMMANDS]
             asked = self._together(lambda pipe, part=part: [pipe.exists(self._piece(name, "h")) for name in part])
             found += [bool(there) for there in asked]
         return found
@@ -232,10 +231,14 @@ class RedisObjects:
     # ---- the connection ---------------------------------------------------------------------------------
 
     def _together(self, ask: Any, all_of: int | None = None) -> list[Any]:
-        """The answers to the commands that `ask` puts into a pipeline; those behind the first `all_of` may fail."""
+        """The answers to the commands that `ask` adds to a pipeline; commands after the first `all_of` may fail.
+
+        Raises:
+            StoreUnreachableError, StoreFullError, StoreError: no answer in time, no memory left, or refused.
+        """
 
         def run() -> list[Any]:
-            with self._opening:  # of two clients the one that is let go would close connections in use
+            with self._opening:  # a second client, once garbage, would close connections that are in use
                 if self._client is None:
                     self._client = self._open()
             with self._client.pipeline(transaction=False) as pipe:
@@ -247,7 +250,10 @@ class RedisObjects:
             return answers
 
         try:
-            return in_time(self.place, self._no_answer, run)
+            return run()
+        except self._no_answer as error:
+            message = f"{self.place} does not answer: {error or type(error).__name__}"
+            raise StoreUnreachableError(message) from error
         except self._full as error:
             raise StoreFullError(f"{self.place} has no memory left: {error}") from error
         except self._refused as error:

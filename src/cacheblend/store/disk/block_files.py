@@ -1,6 +1,6 @@
-"""The block files of a folder: headers and descriptors kept open, reading, and what to do about damage.
+"""The block files of a folder: cached headers and open descriptors, reading, and handling of damage.
 
-Knows single files; does not know the bound, pins or eviction.
+Knows single files; does not know the bound or eviction.
 
 A known block is a header together with the file it was read from (its stamp: inode, size and modification
 time). A descriptor is only kept with the header that was read from the same file, so a file that another
@@ -25,10 +25,11 @@ import torch
 from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.store.base import LOGGER_NAME, Damage
+from cacheblend.store.disk.block_reader import Known, Stamp, read_header, read_record, stamp_of
 from cacheblend.store.disk.folder import Folder
-from cacheblend.store.disk.reading import Known, Stamp, read_header, read_record, stamp_of
-from cacheblend.store.disk.record_file import BlockHeader, DamagedError
 from cacheblend.store.expiry import Expiry
+from cacheblend.store.format.block_file import BlockHeader
+from cacheblend.store.format.checksum import DamagedError
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -41,10 +42,10 @@ class BlockFiles:
 
     Args:
         folder: the store's folder.
-        max_known: headers to remember (about 4 KB each).
-        max_open: descriptors to keep; by default 512, or a quarter of what the process may have.
-        direct: read past the page cache, where the file system can.
-        expiry: of unpinned blocks.
+        max_known: number of headers to cache (about 4 KB each).
+        max_open: number of descriptors to keep; by default 512, or a quarter of the process's limit if that is less.
+        direct: bypass the page cache, where the file system can.
+        expiry: time to live of unpinned blocks.
 
     Attributes:
         damaged: blocks found damaged so far.
@@ -68,20 +69,20 @@ class BlockFiles:
         self._lock = threading.RLock()
         self._known: OrderedDict[BlockName, Known] = OrderedDict()
         self._open: OrderedDict[BlockName, Known] = OrderedDict()
-        self._bad: dict[BlockName, Stamp] = {}  # damaged, reported, and could not be removed
+        self._bad: dict[BlockName, Stamp] = {}  # damaged files that were reported and could not be removed
         self.damaged = 0
 
-    # Finding
+    # ---- finding ----------------------------------------------------------------------------------------
 
     def find(self, names: Sequence[BlockName]) -> list[BlockHeader | None]:
-        """Headers of the blocks that are there, checked against their files; marks them as used."""
+        """Headers of the blocks that are held, None for others, checked against their files; marks them as used."""
         headers: list[BlockHeader | None] = [None] * len(names)
         now = time.time_ns()
         # From the last to the first, so that of one call's blocks the first are evicted last.
         for index in range(len(names) - 1, -1, -1):
             known = self._current(names[index])
             if known is not None and self._has_expired(known, now):
-                self._remove(known)
+                self._remove_expired(known)
             elif known is not None:
                 headers[index] = known.header
                 known.used_ns = now - 1000 * index
@@ -90,12 +91,12 @@ class BlockFiles:
         return headers
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
-        """Whether each block is there and sound; marks none as used."""
+        """Whether each block's file exists with a sound header; marks none as used."""
         now, known = time.time_ns(), [self._current(name) for name in names]
         return [each is not None and not self._has_expired(each, now) for each in known]
 
     def _current(self, name: BlockName) -> Known | None:
-        """The block, if its file is there and sound; reads the header if the file is not the known one."""
+        """The block, if its file exists with a sound header; reads the header if the file is not the known one."""
         known = self._known.get(name)
         if known is not None:
             try:
@@ -115,8 +116,8 @@ class BlockFiles:
         used = max(known.stamp[2], known.used_ns)
         return used < 1e9 * self._expiry.since(now / 1e9) and not os.path.exists(self._folder.pins / known.name.hex())
 
-    def _remove(self, known: Known) -> None:
-        """An expired block, unless somebody has used it this very moment."""
+    def _remove_expired(self, known: Known) -> None:
+        """Removes an expired block, unless another process has just used it."""
         self.forget(known.name)
         if not self._folder.read_only:
             with contextlib.suppress(OSError):
@@ -124,8 +125,8 @@ class BlockFiles:
                     os.unlink(known.path)
 
     def _touch(self, known: Known) -> None:
-        """Tells other processes, at most once a minute, that the block is used."""
-        with contextlib.suppress(OSError):  # gone, or not ours to touch
+        """Shows other processes, at most once a minute, that the block is used."""
+        with contextlib.suppress(OSError):  # the file is gone, or belongs to another user
             os.utime(known.path, ns=(known.used_ns, known.used_ns))
             stamp = stamp_of(os.stat(known.path))
             if known.stamp[:2] == stamp[:2]:
@@ -136,12 +137,15 @@ class BlockFiles:
         known = self._known.get(name)
         return 0 if known is None else known.used_ns
 
-    # Reading
+    # ---- reading ----------------------------------------------------------------------------------------
 
-    def read(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor:
-        """See `KVStore.read`; one pread into the tensor's own memory."""
-        with self._opened(name) as known:
-            return self._read_record(known, layer, heads)
+    def read(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | BlockLostError:
+        """One record as `KVStore.read_many` returns it: one pread into the tensor's own memory."""
+        try:
+            with self._opened(name) as known:
+                return self._read_record(known, layer, heads)
+        except BlockLostError as error:
+            return error
 
     def verify(self, name: BlockName) -> Damage | None:
         """What is wrong with the block's file, None if nothing is or it is gone; reads all of it."""
@@ -163,7 +167,7 @@ class BlockFiles:
 
     @contextlib.contextmanager
     def _opened(self, name: BlockName, fresh: bool = False) -> Iterator[Known]:
-        """The block with its descriptor open for as long as the context lasts; raises `BlockLostError`."""
+        """The block, its descriptor open for as long as the context lasts; raises `BlockLostError`."""
         known = None if fresh else self._acquire(name)
         if known is None:
             known = self._load(name, fresh)
@@ -187,7 +191,7 @@ class BlockFiles:
                 os.close(known.fd)
 
     def _load(self, name: BlockName, fresh: bool) -> Known:
-        """Opens the file, with its header if that is not known: a new `Known` with one user."""
+        """Opens the file and reads its header if that is not known: a new `Known` with one user."""
         path = self._folder.block_path(name)
         try:
             fd = self._open_file(path)
@@ -206,7 +210,7 @@ class BlockFiles:
         return known
 
     def _checked(self, name: BlockName, path: str, fd: int, old: Known | None) -> Known:
-        """The block with its header, which is `old`'s if that was read from this very file."""
+        """The block with its header, taken from `old` if that was read from the same file."""
         status = os.fstat(fd)
         stamp = stamp_of(status)
         if old is not None and old.stamp == stamp:
@@ -223,7 +227,7 @@ class BlockFiles:
             return os.open(path, self._flags)
         except OSError as error:
             if error.errno == errno.EINVAL and self._direct:
-                logger.warning("the file system of %s cannot be read past the page cache; it is read through it", path)
+                logger.warning("the file system of %s has no direct reads; it is read through the page cache", path)
                 self._direct = False
             elif error.errno not in _OUT_OF_DESCRIPTORS:
                 raise
@@ -234,7 +238,7 @@ class BlockFiles:
     def _flags(self) -> int:
         return os.O_RDONLY | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if self._direct else 0)
 
-    # What is remembered
+    # ---- cached headers and descriptors -----------------------------------------------------------------
 
     def _remember(self, known: Known) -> None:
         with self._lock:
@@ -249,19 +253,19 @@ class BlockFiles:
             self.close_idle(self._max_open)
 
     def close_idle(self, keep: int) -> None:
-        """Closes the descriptors that have not been used for longest, all but `keep`."""
+        """Closes all but the `keep` most recently used descriptors."""
         with self._lock:
             while len(self._open) > keep:
                 self._drop_fd(next(iter(self._open)))
 
     def forget(self, name: BlockName) -> None:
-        """Drops what is remembered of a block; a thread that reads it now reads on."""
+        """Drops a block's cached header and descriptor; a thread that reads the block now finishes its read."""
         with self._lock:
             self._known.pop(name, None)
             self._drop_fd(name)
 
     def known(self) -> set[BlockName]:
-        """Blocks of which something is remembered."""
+        """Blocks whose header is cached; a copy."""
         with self._lock:
             return set(self._known)
 
@@ -271,22 +275,22 @@ class BlockFiles:
             os.close(known.fd)
 
     def close(self) -> None:
-        """Closes all descriptors and forgets all headers."""
+        """Closes all descriptors and drops all headers."""
         with self._lock:
             for name in list(self._known):
                 self.forget(name)
 
-    # Damage
+    # ---- damage -----------------------------------------------------------------------------------------
 
     def _lost(self, name: BlockName, path: str, stamp: Stamp, error: DamagedError | OSError) -> BlockLostError:
-        """What to raise for a failed read; reports damage, which a disk's I/O error is too."""
+        """The error for a failed read; reports damage, including I/O errors of the disk."""
         if isinstance(error, OSError) and error.errno != errno.EIO:
             return BlockLostError([name], f"{path} cannot be read: {error.strerror}")
         removed = self.report_damage(name, stamp, str(error))
         return BlockDamagedError(name, f"{path} is damaged: {error}", removed)
 
     def report_damage(self, name: BlockName, stamp: Stamp, reason: str) -> bool:
-        """Reports a damaged block once and removes its file, unless another has taken the file's place.
+        """Reports a damaged block once and removes its file, unless it has been replaced meanwhile.
 
         Returns:
             Whether the damaged file is gone.
@@ -313,10 +317,10 @@ class BlockFiles:
 
 
 def _is_there(path: str, stamp: Stamp) -> bool:
-    """Whether the file at `path` is still the one of that stamp."""
+    """Whether the file at `path` is still the one with this stamp."""
     try:
         return os.stat(path).st_ino == stamp[0]
     except FileNotFoundError:
         return False
-    except OSError:  # it cannot be told, so it is not gone
+    except OSError:  # unknown, so it does not count as gone
         return True

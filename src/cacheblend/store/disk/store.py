@@ -1,7 +1,7 @@
 """A store in a folder, which several processes may share (docs/format.md has every byte).
 
-A block is there, whole and checked, or it is not: files appear at once under their final name, and whatever
-fails its checksum is reported, removed and counts as not there.
+A block is held completely or not at all: a file appears under its final name once it is complete, and a file that
+fails its checksum is reported, removed and counts as not held.
 """
 
 # System calls on strings, since this is the hot path:
@@ -17,30 +17,24 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError
+from cacheblend.core.errors import BlockLostError, StoreError, StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest
-from cacheblend.store.base import (
-    LOGGER_NAME,
-    Damage,
-    KVStore,
-    Progress,
-    StoreStats,
-    check_block,
-    check_manifest,
-)
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
+from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
+from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.capacity import Capacity
-from cacheblend.store.disk.files import BlockFiles
 from cacheblend.store.disk.folder import Folder, is_full, store_error, sync_folder, unreadable
-from cacheblend.store.disk.manifests import ManifestFiles
-from cacheblend.store.disk.record_file import DamagedError, encode_block
+from cacheblend.store.disk.manifest_files import ManifestFiles
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
+from cacheblend.store.format.block_file import encode_block
+from cacheblend.store.format.checksum import DamagedError
 
 logger = logging.getLogger(LOGGER_NAME)
 
 DEFAULT_DISK_BYTES = 50 << 30
-"""Bound of a folder that is opened without one."""
+"""Bound of a folder for which none is given."""
 
 _FULL_DISK_TRIES = 4
 
@@ -49,20 +43,22 @@ class DiskStore(KVStore):
     """Blocks in a folder, at most `max_bytes` of files.
 
     Args:
-        path: the folder; made if it is not there.
+        path: the folder; made if it does not exist.
         max_bytes: bound on the block files of all models in the folder; None for no bound but the disk's.
             Each process that writes keeps the bound that it was given.
-        read_only: never write: nothing is marked as used, damage is reported but not removed.
-        direct: read past the page cache, where the file system can: for devices as fast as memory's copies, or
-            folders that are read once and much larger than memory.
-        eviction: who goes first, see `eviction_of`; what other processes used is known by time alone.
-        ttl: seconds without use behind which an unpinned block is gone; None: for ever.
+        read_only: never write: no block is marked as used, damage is reported but not removed.
         durable: fsync every block, so that it also survives a power failure. Without it a block survives the
             end of the process, `kill -9` included.
+        direct: bypass the page cache, where the file system can: for devices that are as fast as copies in memory, or
+            folders that are read once and are much larger than memory.
+        eviction: the policy's name, see `eviction_of`; of other processes' uses only their time is known.
+        ttl: seconds without use after which an unpinned block is removed; None: no limit.
+        locks: lock files while they are written; see `Folder`.
 
     Raises:
+        InvalidInputError: a bound or `ttl` that is not above 0, or an unknown policy.
         StoreFormatError: the folder was written in a newer format.
-        StoreError: the folder holds other things, or cannot be read or made.
+        StoreError: the folder contains other files, or cannot be read or made.
     """
 
     def __init__(
@@ -80,11 +76,12 @@ class DiskStore(KVStore):
         self._folder, expiry = Folder(Path(path), read_only, durable, locks), Expiry(ttl)
         self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
         policy = eviction_of(eviction)
-        # Files have times, which all processes see: nothing need be remembered for recency.
-        self._room = Capacity(self._folder, self._files, max_bytes, None if eviction == "lru" else policy, expiry)
+        # For lru no policy is needed: the files' times say when they were used, and all processes see them.
+        self._capacity = Capacity(self._folder, self._files, max_bytes, None if eviction == "lru" else policy, expiry)
         self._manifests = ManifestFiles(self._folder)
+        self._finds = FindCounter()
         self._lock = threading.Lock()
-        self._hits = self._misses = self._write_failures = self._damaged_manifests = 0
+        self._write_failures = self._damaged_manifests = 0
 
     @property
     def path(self) -> Path:
@@ -92,7 +89,7 @@ class DiskStore(KVStore):
         return self._folder.path
 
     def file_of(self, name: BlockName) -> str:
-        """Path of a block's file, whether it is there or not."""
+        """Path of a block's file, whether it exists or not."""
         return self._folder.block_path(name)
 
     @property
@@ -100,25 +97,25 @@ class DiskStore(KVStore):
         """Whether writes raise `StoreReadOnlyError`."""
         return self._folder.read_only
 
-    # Blocks
+    # ---- blocks -----------------------------------------------------------------------------------------
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `KVStore.find`. A stat for a known block, reading the header for others."""
+        """See `KVStore.find`. One stat for a known block; reads the header of others."""
         headers = self._files.find(names)
-        self._room.used([(h.name, len(h.entry.token_ids) / h.file_bytes) for h in reversed(headers) if h is not None])
-        found = sum(header is not None for header in headers)
-        with self._lock:
-            self._hits += found
-            self._misses += len(headers) - found
+        used = [(h.name, len(h.entry.token_ids) / h.file_bytes) for h in reversed(headers) if h is not None]
+        self._capacity.used(used)
+        self._finds.count(headers)
         return [None if header is None else header.entry for header in headers]
 
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """See `KVStore.held`."""
         return self._files.held(names)
 
-    def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
-        """See `KVStore.read`. One pread of these heads into a new tensor, checked head by head."""
-        return self._files.read(name, layer, heads)
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        """See `KVStore.read_many`. One pread per block into a new tensor, checked head by head."""
+        return [self._files.read(name, layer, heads) for name in names]
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. The records are written from their own memory, without a copy."""
@@ -130,9 +127,9 @@ class DiskStore(KVStore):
         need = sum(len(buffer) for buffer in buffers)
         path = self._folder.block_path(block.name)
         try:
-            with self._room.reserved(need):
+            with self._capacity.reserved(need):
                 self._publish(path, buffers, need)
-            self._room.used([(block.name, len(block.token_ids) / need)])
+            self._capacity.used([(block.name, len(block.token_ids) / need)])
         except (StoreError, OSError) as error:
             with self._lock:
                 self._write_failures += 1
@@ -142,17 +139,17 @@ class DiskStore(KVStore):
         return True
 
     def _publish(self, path: str, buffers: Sequence[memoryview], need: int) -> None:
-        """Writes a file, evicting blocks where the disk is full."""
+        """Writes a file, evicting blocks while the disk is full."""
         for tries_left in reversed(range(_FULL_DISK_TRIES)):
             try:
                 return self._folder.publish(path, buffers, time.time_ns())
             except OSError as error:
                 if not is_full(error):
                     raise
-                if not tries_left or not self._room.free(need):
+                if not tries_left or not self._capacity.free(need):
                     raise StoreFullError(
                         f"cannot write {need} bytes to {path}: {error.strerror}, and nothing unpinned is "
-                        "left to evict: free some space on the disk, raise the quota, or unpin something"
+                        "left to evict: free some space on the disk, raise the quota, or unpin blocks"
                     ) from error
 
     def delete(self, name: BlockName) -> bool:
@@ -160,13 +157,13 @@ class DiskStore(KVStore):
         self._folder.require_writable()
         self.unpin([name])
         self._files.forget(name)
-        self._room.gone(name)
+        self._capacity.gone(name)
         return _unlink(self._folder.block_path(name))
 
-    # Pins and manifests
+    # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.pin`: an empty file a pin."""
+        """See `KVStore.pin`. Each pin is an empty file."""
         self._folder.require_writable()
         try:
             for name in names:
@@ -185,7 +182,7 @@ class DiskStore(KVStore):
     def pinned(self) -> set[BlockName]:
         """See `KVStore.pinned`."""
         with self._reading():
-            return self._room.pinned()
+            return self._capacity.pinned()
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
         """See `KVStore.put_manifest`."""
@@ -203,12 +200,12 @@ class DiskStore(KVStore):
         return [m for chunk_id in chunk_ids if (m := self._manifest(chunk_id)) is not None]
 
     def listing_stamp(self) -> Hashable | None:
-        """See `KVStore.listing_stamp`: when the folder of manifests last changed, once that is a while ago."""
+        """See `KVStore.listing_stamp`. When the folder of manifests last changed; None for 2 s after a change."""
         with self._reading():
             return self._manifests.stamp()
 
     def _manifest(self, chunk_id: BlockName, found: list[Damage] | None = None) -> ChunkManifest | None:
-        """The manifest; a damaged one is reported, removed, put on the list `found` and None."""
+        """The manifest, None if it is missing or damaged; damage is reported, removed and appended to `found`."""
         path = self._manifests.path(chunk_id)
         try:
             return self._manifests.read(chunk_id, fresh=found is not None)
@@ -230,7 +227,7 @@ class DiskStore(KVStore):
         return None
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.has_manifest`: a stat."""
+        """See `KVStore.has_manifest`. One stat."""
         return self._manifests.has(chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
@@ -241,11 +238,11 @@ class DiskStore(KVStore):
         except OSError as error:
             raise store_error(error, f"cannot remove the manifest of chunk {chunk_id.hex()}") from error
 
-    # The whole
+    # ---- the whole store --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Around listing the folder."""
+        """Turns a system error while the folder is listed into a `StoreError`."""
         try:
             yield
         except OSError as error:
@@ -255,19 +252,19 @@ class DiskStore(KVStore):
         """See `KVStore.stats`."""
         with self._reading():
             count = nbytes = pinned = 0
-            for block in self._room.blocks():
+            for block in self._capacity.blocks():
                 count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
             chunks = len(self._manifests.names())
         return StoreStats(
             tier="disk",
             blocks=count,
             bytes=nbytes,
-            max_bytes=self._room.max_bytes,
+            max_bytes=self._capacity.max_bytes,
             chunks=chunks,
             pinned=pinned,
-            hits=self._hits,
-            misses=self._misses,
-            evictions=self._room.evictions,
+            hits=self._finds.hits,
+            misses=self._finds.misses,
+            evictions=self._capacity.evictions,
             damaged=self._files.damaged + self._damaged_manifests,
             write_failures=self._write_failures,
         )
@@ -275,7 +272,7 @@ class DiskStore(KVStore):
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
         with self._reading():
-            names, chunk_ids = [block.name for block in self._room.blocks()], self._manifests.names()
+            names, chunk_ids = [block.name for block in self._capacity.blocks()], self._manifests.names()
         found: list[Damage] = []
         for done, name in enumerate(names, start=1):
             damage = self._files.verify(name)
@@ -290,20 +287,14 @@ class DiskStore(KVStore):
     def prune(self, max_bytes: int) -> int:
         """See `KVStore.prune`."""
         self._folder.require_writable()
-        if max_bytes < 0:
-            raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
+        check_max_bytes(max_bytes)
         try:
-            freed = self._room.shrink(max_bytes)
-            held = {block.name for block in self._room.blocks()}
-            for manifest in self.manifests():
-                if held.isdisjoint(manifest.block_names):
-                    self._manifests.remove(manifest.chunk_id)
+            freed = self._capacity.shrink(max_bytes)
+            for chunk_id in empty_chunks(self.manifests(), {block.name for block in self._capacity.blocks()}):
+                self._manifests.remove(chunk_id)
         except OSError as error:
             raise store_error(error, f"cannot prune {self.path}") from error
         return freed
-
-    def flush(self) -> None:
-        """Nothing to do: `write` returns when the block is on disk."""
 
     def close(self) -> None:
         """See `KVStore.close`."""
@@ -311,7 +302,7 @@ class DiskStore(KVStore):
 
 
 def _unlink(path: str) -> bool:
-    """Removes a file; False if there was none."""
+    """Removes a file; False if it does not exist."""
     try:
         os.unlink(path)
     except FileNotFoundError:

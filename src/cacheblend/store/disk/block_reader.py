@@ -1,6 +1,6 @@
-"""Reads a block file's header and records through a descriptor.
+"""Reads a block file's header and records through a file descriptor.
 
-Knows one open file; raises on damage and leaves it to others what to do about it.
+Knows one open file; raises on damage, and the caller decides what to do about it.
 """
 
 import os
@@ -8,25 +8,26 @@ import os
 import torch
 
 from cacheblend.core.naming import BlockName
-from cacheblend.store.base import check_layer, head_range
-from cacheblend.store.disk.record_file import BlockHeader, DamagedError, check_heads, decode_header, header_bytes
+from cacheblend.store.checks import check_layer, head_range
+from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header, header_bytes
+from cacheblend.store.format.checksum import DamagedError
 
 Stamp = tuple[int, int, int]
-"""Inode, size and modification time (ns): tells one state of a file from another."""
+"""Inode, size and modification time (ns): identifies one state of a file."""
 
 _FIRST_READ = 16 << 10  # covers most headers
-_SECTOR = 4096  # reads past the page cache begin and end at multiples of it, in memory as well
+_SECTOR = 4096  # direct reads begin and end at multiples of this, in the file and in memory
 
 
 class Known:
     """A block whose header has been read and checked.
 
     Attributes:
-        name, path, header: which block it is.
-        stamp: the file that the header was read from.
-        fd: a descriptor of that very file, or -1.
-        users: threads reading through `fd` now.
-        used_ns: when this process last found it.
+        name, path, header: the block.
+        stamp: the state of the file that the header was read from.
+        fd: a descriptor of this file, or -1.
+        users: number of threads that read through `fd` now.
+        used_ns: when this process last found the block.
     """
 
     __slots__ = ("fd", "header", "name", "path", "stamp", "used_ns", "users")
@@ -47,7 +48,7 @@ def stamp_of(status: os.stat_result) -> Stamp:
 
 
 def read_header(fd: int, file_bytes: int, name: BlockName, *, direct: bool = False) -> BlockHeader:
-    """The header, checked; raises `DamagedError` and `OSError`. `direct` as in `read_record`."""
+    """The header, checked; raises `DamagedError` and `OSError`. `direct`: see `read_record`."""
     first = _read_bytes(fd, min(_FIRST_READ, file_bytes), 0, direct)
     data_at = header_bytes(first, file_bytes)
     if data_at > len(first):
@@ -56,13 +57,16 @@ def read_header(fd: int, file_bytes: int, name: BlockName, *, direct: bool = Fal
 
 
 def read_record(fd: int, header: BlockHeader, layer: int, heads: slice | None, *, direct: bool = False) -> torch.Tensor:
-    """One record of all heads, or of those in `heads`, checked: one pread into new memory.
+    """One record of all heads, or of `heads`, checked: one pread into new memory.
 
     Args:
-        fd: of the file.
-        header: its header.
+        fd: descriptor of the file.
+        header: the file's header.
         layer, heads: what to read.
-        direct: the file was opened to be read past the page cache.
+        direct: the file was opened with O_DIRECT, to bypass the page cache.
+
+    Returns:
+        The record, [heads, ...] as the block's layout has it, on the CPU.
 
     Raises:
         DamagedError: a checksum differs, or the file is too short.
@@ -89,7 +93,7 @@ def _read_bytes(fd: int, count: int, offset: int, direct: bool) -> bytes:
 
 
 def _read(fd: int, count: int, offset: int, direct: bool) -> torch.Tensor:
-    """`count` bytes from `offset` on, uint8; read directly they are part of whole sectors."""
+    """`count` bytes from `offset` on, uint8; a direct read takes whole sectors and returns a view of them."""
     if not direct:
         data = torch.empty(count, dtype=torch.uint8)
         _pread_all(fd, data.numpy().data, offset, count)
@@ -104,7 +108,7 @@ def _read(fd: int, count: int, offset: int, direct: bool) -> torch.Tensor:
 
 
 def _pread_all(fd: int, view: memoryview, offset: int, least: int) -> None:
-    """Fills the view with the file's bytes, `least` of them at least: the file may end behind those.
+    """Fills the view with the file's bytes; the file may end after the first `least` of them.
 
     Raises:
         DamagedError: the file ends earlier.

@@ -1,7 +1,7 @@
 """One block as one file, byte for byte (docs/format.md); a valid safetensors file.
 
     | 8 bytes     | header                            | padding | layer 0 | layer 1 | ...
-    | length, LE  | {"__metadata__":{"checksum":...}} | spaces  | records, one a layer, no gaps
+    | length, LE  | {"__metadata__":{"checksum":...}} | spaces  | one record per layer, no gaps
     ^0                                                          ^multiple of 4096
 
 Knows bytes; does not know folders, processes or eviction.
@@ -19,13 +19,16 @@ import torch
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName, TokenIds, block_name
 from cacheblend.core.plan.blocks import Block, BlockEntry, KVLayout, LayerShape
-from cacheblend.store.checksum import DIGITS, digest, is_sealed, seal
+from cacheblend.store.format.checksum import DIGITS, DamagedError, digest, is_sealed, seal
 
 FORMAT = 1
 """Version of the folder, of the block files and of the manifests in it."""
 
 ALIGNMENT = 4096
 """Records begin at a multiple of this."""
+
+NAME_BYTES = 32
+"""Length of a block's name."""
 
 _OPENING = b'{"__metadata__":{"checksum":"'
 _CHECKSUM_AT = 8 + len(_OPENING)
@@ -44,22 +47,18 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class DamagedError(Exception):
-    """The bytes are not what was written; the message is one line for the report."""
-
-
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
     """What a block file's header says.
 
     Attributes:
         name: the block's name.
-        parent: the name of the block in front of it.
+        parent: the preceding block's name.
         entry: token ids [tokens] and layout.
         digests: 8 bytes per layer and head, layers in order.
         data_at: offset of layer 0's record in the file.
         file_bytes: size that the whole file must have.
-        geometry: where the records lie behind `data_at`.
+        geometry: where the records are, relative to `data_at`.
     """
 
     name: BlockName
@@ -73,13 +72,13 @@ class BlockHeader:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the records of a layout lie; shared by all blocks of one layout and token count.
+    """Where the records of a layout are; shared by all blocks of one layout and token count.
 
     Attributes:
         layout: the layout that it describes.
-        offsets: of each layer behind `data_at`, and of the end.
-        head_bytes: of one head of each layer.
-        first_digest: index of the digest of each layer's head 0, and the number of digests.
+        offsets: offset of each layer's record relative to `data_at`, then the end of the last one.
+        head_bytes: bytes of one head of each layer.
+        first_digest: index of the digest of each layer's head 0, then the number of digests.
     """
 
     layout: KVLayout
@@ -130,7 +129,7 @@ def encode_block(block: Block) -> list[memoryview]:
 
 
 def record_bytes(record: torch.Tensor) -> memoryview:
-    """The tensor's memory, flat."""
+    """The tensor's memory, flat; a copy only if it is not contiguous."""
     return record.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -172,10 +171,10 @@ def _json(value: object) -> bytes:
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Bytes from the start of the file to its records, read off its first 8 bytes or more.
+    """Bytes from the start of the file to its records, from its first 8 bytes or more.
 
     Raises:
-        DamagedError: it cannot be true of a file of `file_bytes`.
+        DamagedError: the length is impossible for a file of `file_bytes`.
     """
     data_at = 8 + int.from_bytes(first[:8], "little")
     if len(first) < 8 or data_at > file_bytes or data_at % ALIGNMENT:
@@ -184,15 +183,15 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
 
 
 def decode_header(header: bytes, file_bytes: int | None, name: BlockName) -> BlockHeader:
-    """The header, checked in full.
+    """Decodes a header and checks all of it.
 
     Args:
         header: the file up to its records.
         file_bytes: the file's size; None where header and records are not one file.
-        name: the name that the file goes by.
+        name: the block's name according to the file's name.
 
     Raises:
-        DamagedError: a byte of the header is wrong, the file has another size than it says, or another name.
+        DamagedError: a byte of the header is wrong, or the header states another size or name than the file has.
     """
     if header[8:_CHECKSUM_AT] != _OPENING or not is_sealed(header, _CHECKSUM_AT):
         raise DamagedError("the header does not match its checksum")

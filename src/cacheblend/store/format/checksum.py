@@ -1,7 +1,7 @@
-"""Checksums: of records, and of a file's header with the checksum inside it.
+"""Checksums of records, and of headers that contain their own checksum.
 
-xxh3_64 finds accidents (bit rot, torn writes, truncation); it is no protection against an attacker who can
-write to the folder.
+xxh3_64 detects accidents (bit rot, torn writes, truncation); it does not protect against an attacker who can
+write to the store.
 """
 
 import xxhash
@@ -9,7 +9,11 @@ import xxhash
 Bytes = bytes | memoryview
 
 DIGITS = 16
-"""A checksum in text: 16 lower-case hexadecimal digits."""
+"""Length of a checksum as text: 16 lower-case hexadecimal digits."""
+
+
+class DamagedError(Exception):
+    """Stored bytes are not what was written; the message is one line for the report."""
 
 
 def digest(data: Bytes) -> bytes:

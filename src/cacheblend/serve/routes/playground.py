@@ -1,14 +1,14 @@
-"""The page: pick passages, reorder them, ask; blend and full recompute answer side by side, and one sees why.
+"""The page: pick passages, reorder them and ask; shows the answers of blending and full recompute, and explains them.
 
 GET  /                       the page and its files
 GET  /playground/passages    a small library of passages to pick from, and questions about them
-POST /playground/explain     the prompt's text by source, with the deviation of its loaded tokens; how far the first
-                             token's distribution is from full recompute's
+POST /playground/explain     the prompt's tokens by source, with the deviation of loaded ones, and the distance of the
+                             first token's distribution from that of full recompute
 """
 
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from fastapi import Depends, FastAPI, Request
@@ -25,17 +25,15 @@ from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.schemas import Document, Name
+from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
-
-if TYPE_CHECKING:
-    from cacheblend.serve.app import Server
 
 LIBRARY_SEED = 4321
 STATIC = Path(str(files("cacheblend.serve"))) / "static"
 
 
 class Explain(BaseModel):
-    """What is to be explained: a prompt, and how it is blended."""
+    """A prompt to explain, and how it is blended."""
 
     documents: Annotated[list[Document], Field(min_length=1, max_length=64)]
     question: str
@@ -43,9 +41,9 @@ class Explain(BaseModel):
     selector: Name = "hkvd"
 
 
-def add_routes(app: FastAPI, server: "Server") -> None:
-    """The page and what it asks for."""
-    key_of = Annotated[ApiKey, Depends(server.key_of)]
+def add_routes(app: FastAPI, state: ServerState) -> None:
+    """Adds the routes of this module to the app."""
+    Key = Annotated[ApiKey, Depends(state.authenticate)]  # noqa: N806
 
     @app.get("/", include_in_schema=False)
     async def page() -> Any:
@@ -62,14 +60,14 @@ def add_routes(app: FastAPI, server: "Server") -> None:
         return library
 
     @app.post("/playground/explain", include_in_schema=False)
-    async def explain(request: Request, asked: Explain, key: key_of) -> dict[str, Any]:
-        return await server.beside(request, lambda: _explain(server, asked, key))
+    async def explain(request: Request, asked: Explain, key: Key) -> dict[str, Any]:
+        return await state.run_serially(request, lambda: _explain(state, asked, key))
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
 
 def _library() -> dict[str, Any]:
-    """Passages of the small world that the shipped model was trained on, and questions that need several of them."""
+    """Passages like those that the shipped model was trained on, and questions that need several of them."""
     rows = draw_questions(LIBRARY_SEED, 1)
     texts = {text.text: text.title for row in rows for text in row.passages}
     passages = [{"title": f"note {number}", "text": text} for number, text in enumerate(texts, 1)]
@@ -86,41 +84,41 @@ def _library() -> dict[str, Any]:
     return {"passages": passages, "questions": questions}
 
 
-def _explain(server: "Server", asked: Explain, key: ApiKey) -> dict[str, Any]:
-    engine = server.engine
+def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
+    engine = state.engine
     if engine.builder is None:
         raise ApiError(400, "this server has no tokenizer")
     documents = [Passage(each.text, each.title) for each in asked.documents]
     prompt = engine.chat_prompt([{"role": "user", "content": asked.question}], documents)
-    server.check_size(prompt)
+    state.check_size(prompt)
     chosen = BlendConfig(selector=asked.selector, recompute_ratio=asked.recompute_ratio).make_selector()
     watched = Recorded(chosen)
     tenant = tenant_of(key, "")
-    server.tenants.count(key)
-    if server.tenants.take_room(key, sum(map(len, prompt.chunks))):
+    state.tenants.count(key)
+    if state.tenants.reserve(key, sum(map(len, prompt.chunks))):
         engine.warm([segment for segment in prompt.segments if segment.is_chunk], tenant=tenant)
-    with torch.no_grad(), engine.open_prefill(prompt, selector=watched, tenant=tenant) as prefilling:
-        while not prefilling.advance():
+    with torch.no_grad(), engine.open_prefill(prompt, selector=watched, tenant=tenant) as prefill:
+        while not prefill.advance():
             pass
-        result = prefilling.result()
+        result = prefill.result()
         report = result.report
     full = full_recompute(engine, prompt)
     close = agreement(result.logits, full.logits)
     return {
-        "segments": _segments(server, result.plan, watched),
+        "segments": _segments(state, result.plan, watched),
         "strength": _measured(watched),
         "kl": close.kl,
         "top_1": close.top_1,
-        "first_token": server.token_text(int(result.logits.argmax())),
-        "full_first_token": server.token_text(int(full.logits.argmax())),
+        "first_token": state.token_text(int(result.logits.argmax())),
+        "full_first_token": state.token_text(int(full.logits.argmax())),
         "prompt_tokens": report.prompt_tokens,
         "hit_tokens": report.hit_tokens,
         "recomputed_tokens": report.recomputed_tokens,
     }
 
 
-def _segments(server: "Server", plan: BlendPlan, watched: Recorded) -> list[dict[str, Any]]:
-    """The prompt by segment: its tokens' text, source, and strength 0..1 of those that were loaded."""
+def _segments(state: ServerState, plan: BlendPlan, watched: Recorded) -> list[dict[str, Any]]:
+    """The prompt by segment: each token's text and source, and for loaded tokens a strength 0..1."""
     strengths, kept = _strengths(watched), set(watched.kept)
     highest = max(strengths.values(), default=0.0) or 1.0
     ids = plan.prompt.token_ids.tolist()
@@ -135,20 +133,20 @@ def _segments(server: "Server", plan: BlendPlan, watched: Recorded) -> list[dict
                 source = "recomputed"
             strength = strengths.get(position, 0.0) / highest
             found[-1]["tokens"].append(
-                {"text": server.shown(ids[position]), "source": source, "strength": round(strength, 3)}
+                {"text": state.token_label(ids[position]), "source": source, "strength": round(strength, 3)}
             )
     return found
 
 
 def _measured(watched: Recorded) -> str:
-    """What strengths are of: ``deviation``, the question's ``attention``, or nothing where rows are chosen without."""
+    """What strengths measure: ``deviation``, the question's ``attention``, or "" if the selector uses neither."""
     if any(asked.deviation is not None for asked in watched.asked):
         return "deviation"
     return "attention" if any(asked.attention is not None for asked in watched.asked) else ""
 
 
 def _strengths(watched: Recorded) -> dict[int, float]:
-    """By position: deviation where it was last measured, or the question's attention."""
+    """By position: the deviation at the last layer that measured it, or the question's attention."""
     found: dict[int, float] = {}
     for asked in watched.asked:
         values = asked.deviation if asked.deviation is not None else asked.attention

@@ -1,20 +1,24 @@
-"""OpenAI's forms of an answer: whole, and as a stream; of chats and of completions."""
+"""OpenAI's response formats, whole and streamed, of chats and of completions."""
 
+import json
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from cacheblend.engines.hf.tickets import TokenEvent
-from cacheblend.serve.answers import DONE, Answering, new_id, sse, told, usage
+from cacheblend.core.report import BlendReport
+from cacheblend.engines.hf.tickets import Ask, TokenEvent
 from cacheblend.serve.errors import log_internal
+from cacheblend.serve.running import RunningRequest
 
+DONE = "data: [DONE]\n\n"
 TokenText = Callable[[int], str]
 
 
 @dataclass
 class Choice:
-    """One choice as it came together."""
+    """One choice, put together from its events."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -22,7 +26,7 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, event: TokenEvent) -> None:
-        """The next one."""
+        """Appends the next token."""
         self.text += event.text
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
@@ -30,38 +34,38 @@ class Choice:
         self.finish_reason = event.finish_reason or self.finish_reason
 
 
-class Form(Protocol):
-    """A kind of answer."""
+class ResponseFormat(Protocol):
+    """A kind of response."""
 
     @property
     def kind(self) -> str:
-        """Of ids: ``chatcmpl`` or ``cmpl``."""
+        """Prefix of ids: ``chatcmpl`` or ``cmpl``."""
         ...
 
     @property
     def objects(self) -> tuple[str, str]:
-        """The field ``object`` of a whole answer, and of a stream's events."""
+        """The field ``object`` of a whole response, and of a stream's events."""
         ...
 
     def opening(self, number: int) -> dict[str, Any] | None:
-        """What a stream says of a choice before its first token."""
+        """A choice in the event before its first token; None: there is no such event."""
         ...
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
-        """A choice in a stream's event, behind so many characters of it."""
+        """A choice in the event of one token; `offset` characters of the choice were sent before."""
         ...
 
     def choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """A choice of a whole response."""
         ...
 
 
 @dataclass(frozen=True)
-class ChatForm:
-    """``chat.completion``.
+class ChatFormat:
+    """``chat.completion``; the methods are those of `ResponseFormat`.
 
     Attributes:
-        token_text: of a token, for log-probabilities.
+        token_text: the text of a token, for log-probabilities.
     """
 
     token_text: TokenText
@@ -69,17 +73,17 @@ class ChatForm:
     objects: tuple[str, str] = ("chat.completion", "chat.completion.chunk")
 
     def opening(self, number: int) -> dict[str, Any] | None:
-        """See `Form`."""
+        """See `ResponseFormat`."""
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
-        """See `Form`."""
+        """See `ResponseFormat`."""
         delta = {"content": event.text} if event.text else {}
         logprobs = self._logprobs([event])
         return {"index": event.choice, "delta": delta, "logprobs": logprobs, "finish_reason": event.finish_reason}
 
     def choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        """See `Form`."""
+        """See `ResponseFormat`."""
         message = {"role": "assistant", "content": choice.text}
         logprobs = self._logprobs(choice.events)
         return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
@@ -99,24 +103,24 @@ class ChatForm:
 
 
 @dataclass(frozen=True)
-class CompletionForm:
-    """``text_completion``; `token_text`: see `ChatForm`."""
+class CompletionFormat:
+    """``text_completion``; `token_text`: see `ChatFormat`."""
 
     token_text: TokenText
     kind: str = "cmpl"
     objects: tuple[str, str] = ("text_completion", "text_completion")
 
     def opening(self, number: int) -> dict[str, Any] | None:
-        """See `Form`."""
+        """See `ResponseFormat`."""
         return None
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
-        """See `Form`."""
+        """See `ResponseFormat`."""
         logprobs = self._logprobs([event], offset)
         return {"index": event.choice, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason}
 
     def choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        """See `Form`."""
+        """See `ResponseFormat`."""
         logprobs = self._logprobs(choice.events, 0)
         return {"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
@@ -137,55 +141,81 @@ class CompletionForm:
         }
 
 
-async def whole(answering: Answering, form: Form, model: str) -> dict[str, Any]:
-    """The answer at once.
+async def whole_response(running: RunningRequest, form: ResponseFormat, model: str) -> dict[str, Any]:
+    """The response in one piece, as JSON.
 
     Raises:
-        Exception: what ended it early.
+        Exception: the error that ended the request.
     """
-    choices = [Choice() for _ in range(answering.ask.choices)]
-    async for event in answering.events():
+    choices = [Choice() for _ in range(running.ask.choices)]
+    async for event in running.events():
         choices[event.choice].add(event)
     return {
-        **_head(form, form.objects[0], model, new_id(form.kind)),
+        **_head(form.kind, form.objects[0], model),
         "choices": [form.choice(number, choice) for number, choice in enumerate(choices)],
-        "usage": usage(answering.ask, answering.report, sum(len(choice.token_ids) for choice in choices)),
-        "cacheblend": told(answering.report),
+        "usage": _usage(running.ask, running.report, sum(len(choice.token_ids) for choice in choices)),
+        "cacheblend": _report(running.report),
     }
 
 
-async def stream(answering: Answering, form: Form, model: str, *, with_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events. The last one carries the report: that of the last token, so that clients which read
-    ``choices[0]`` of every event can, or with `with_usage`, as OpenAI has it, one without a choice."""
-    head = _head(form, form.objects[1], model, new_id(form.kind))
-    generated, lengths, last = 0, [0] * answering.ask.choices, None
-    for number in range(answering.ask.choices):
+async def streamed_response(
+    running: RunningRequest, form: ResponseFormat, model: str, *, with_usage: bool
+) -> AsyncIterator[str]:
+    """The response as server-sent events; an error becomes an event, too.
+
+    The last event carries the report. By default that is the event of the last token, so that clients may read
+    ``choices[0]`` of every event; with `with_usage` it is one without a choice, as OpenAI specifies.
+    """
+    head = _head(form.kind, form.objects[1], model)
+    generated, lengths, last = 0, [0] * running.ask.choices, None
+    for number in range(running.ask.choices):
         opening = form.opening(number)
         if opening is not None:
-            yield sse({**head, "choices": [opening]})
+            yield _sse({**head, "choices": [opening]})
     try:
-        async for event in answering.events():
+        async for event in running.events():
             if last is not None:
-                yield sse(last)
+                yield _sse(last)
             generated += event.token_id is not None
             piece, last = {**head, "choices": [form.piece(event, lengths[event.choice])]}, None
             lengths[event.choice] += len(event.text)
             if event.finish_reason is None:
-                yield sse(piece)
-            else:  # it may be the very last
+                yield _sse(piece)
+            else:  # may be the last event, which gets the report
                 last = piece
-    except Exception as error:  # the status was sent long ago
-        yield sse(log_internal(error).body())
+    except Exception as error:  # too late for a status: that has been sent
+        yield _sse(log_internal(error).body())
         yield DONE
         return
-    report = {"cacheblend": told(answering.report)}
     if with_usage:
         if last is not None:
-            yield sse(last)
-        last = {**head, "choices": [], "usage": usage(answering.ask, answering.report, generated)}
-    yield sse({**(last or head), **report})
+            yield _sse(last)
+        last = {**head, "choices": [], "usage": _usage(running.ask, running.report, generated)}
+    yield _sse({**(last or head), "cacheblend": _report(running.report)})
     yield DONE
 
 
-def _head(form: Form, kind: str, model: str, name: str) -> dict[str, Any]:
-    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+def _head(kind: str, object_name: str, model: str) -> dict[str, Any]:
+    """The fields that a whole response and every event of a stream begin with."""
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "object": object_name, "created": int(time.time()), "model": model}
+
+
+def _usage(ask: Ask, report: BlendReport | None, generated: int) -> dict[str, Any]:
+    """OpenAI's usage; tokens count as cached if they were loaded and not recomputed."""
+    cached = 0 if report is None else max(0, sum(report.hit_tokens.values()) - report.recomputed_tokens)
+    return {
+        "prompt_tokens": len(ask.prompt),
+        "completion_tokens": generated,
+        "total_tokens": len(ask.prompt) + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _report(report: BlendReport | None) -> dict[str, Any] | None:
+    """The field ``cacheblend`` of a response: how the request was prefilled."""
+    return None if report is None else asdict(report)
+
+
+def _sse(data: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

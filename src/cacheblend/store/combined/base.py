@@ -1,0 +1,112 @@
+"""What stores made of other stores share: pins, manifests and checks go to the members that keep them.
+
+Knows which member answers for a name; does not know how blocks are read or written.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.store.base import Damage, KVStore, Progress
+
+T = TypeVar("T")
+
+
+class CombinedStore(KVStore):
+    """A store that keeps everything in its members.
+
+    A call about a name goes to the members that answer for it (`_members_of`), any other to all of them. What they
+    return is merged: sets are united, lists joined, truth values or-ed. Where and whether a block is read or written
+    is up to the subclass, and so is `stats`.
+
+    Attributes:
+        members: the stores that keep blocks, pins and manifests, nearest first; closed with this store.
+    """
+
+    def __init__(self, members: Sequence[KVStore]) -> None:
+        self.members = tuple(members)
+
+    def _members_of(self, name: BlockName) -> Sequence[KVStore]:
+        """The members that answer for a name: all, unless the subclass splits names between them."""
+        return self.members
+
+    def _ask(self, members: Sequence[KVStore], call: Callable[[KVStore], T]) -> list[T]:
+        """The members' answers. A subclass may leave out members that fail."""
+        return [call(member) for member in members]
+
+    def _ask_about(self, names: Iterable[BlockName], call: Callable[[KVStore, list[BlockName]], None]) -> None:
+        """Calls each member once, with those of the names that it answers for."""
+        own: dict[KVStore, list[BlockName]] = {}
+        for name in names:
+            for member in self._members_of(name):
+                own.setdefault(member, []).append(name)
+        self._ask(list(own), lambda member: call(member, own[member]))
+
+    @property
+    def is_reachable(self) -> bool:
+        """See `KVStore.is_reachable`. All members, as each may be the one that holds a block."""
+        return all(member.is_reachable for member in self.members)
+
+    def held(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `KVStore.held`. In any member."""
+        return [any(there) for there in zip(*(member.held(names) for member in self.members), strict=True)]
+
+    def delete(self, name: BlockName) -> bool:
+        """See `KVStore.delete`."""
+        return any(self._ask(self._members_of(name), lambda member: member.delete(name)))
+
+    # ---- pins and manifests -----------------------------------------------------------------------------
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.pin`."""
+        self._ask_about(names, lambda member, own: member.pin(own))
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.unpin`."""
+        self._ask_about(names, lambda member, own: member.unpin(own))
+
+    def pinned(self) -> set[BlockName]:
+        """See `KVStore.pinned`."""
+        return set().union(*self._ask(self.members, lambda member: member.pinned()))
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        """See `KVStore.put_manifest`."""
+        self._ask(self._members_of(manifest.chunk_id), lambda member: member.put_manifest(manifest))
+
+    def manifests(self) -> list[ChunkManifest]:
+        """See `KVStore.manifests`. The nearest member's where several list a chunk."""
+        listed = self._ask(self.members, lambda member: member.manifests())
+        if len(listed) == 1:
+            return listed[0]
+        found = {manifest.chunk_id: manifest for each in reversed(listed) for manifest in each}
+        return [found[chunk_id] for chunk_id in sorted(found)]
+
+    def listing_stamp(self) -> Hashable | None:
+        """See `KVStore.listing_stamp`."""
+        stamps = tuple(self._ask(self.members, lambda member: member.listing_stamp()))
+        return None if None in stamps else stamps
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.has_manifest`."""
+        return any(self._ask(self._members_of(chunk_id), lambda member: member.has_manifest(chunk_id)))
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.delete_manifest`."""
+        return any(self._ask(self._members_of(chunk_id), lambda member: member.delete_manifest(chunk_id)))
+
+    # ---- the whole store --------------------------------------------------------------------------------
+
+    def verify(self, progress: Progress | None = None) -> list[Damage]:
+        """See `KVStore.verify`. Progress is reported member by member."""
+        return [damage for found in self._ask(self.members, lambda member: member.verify(progress)) for damage in found]
+
+    def flush(self) -> None:
+        """See `KVStore.flush`."""
+        for member in self.members:
+            member.flush()
+
+    def close(self) -> None:
+        """See `KVStore.close`. Closes all members."""
+        for member in self.members:
+            member.close()

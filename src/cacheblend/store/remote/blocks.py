@@ -1,0 +1,189 @@
+"""Headers and records of the blocks in an `Objects`: read, checked, and removed where they are damaged.
+
+Headers are cached. Knows the bytes of blocks; does not know the bound, pins or manifests.
+"""
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from cacheblend.core.errors import BlockDamagedError, BlockLostError, StoreError
+from cacheblend.core.naming import BlockName
+from cacheblend.store.base import LOGGER_NAME, Damage
+from cacheblend.store.checks import check_layer, head_range
+from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header
+from cacheblend.store.format.checksum import DamagedError
+from cacheblend.store.remote.breaker import CircuitBreaker
+from cacheblend.store.remote.objects import Bytes, Objects, Range
+
+_MAX_KNOWN = 65_536  # headers that are cached
+logger = logging.getLogger(LOGGER_NAME)
+warnings.filterwarnings("ignore", message="The given buffer is not writable")  # records are never written to
+
+
+class _Gone(NamedTuple):
+    """A record that is missing, though its block's header may be held."""
+
+    header_held: bool
+
+
+class RemoteBlocks:
+    """The blocks of one place; safe to call from several threads.
+
+    Args:
+        objects: the place.
+        breaker: around every call to it.
+        read_only: damaged blocks are reported but not removed.
+
+    Attributes:
+        damaged: blocks found damaged so far.
+    """
+
+    def __init__(self, objects: Objects, breaker: CircuitBreaker, read_only: bool) -> None:
+        self._objects, self._breaker, self._read_only = objects, breaker, read_only
+        self._known: OrderedDict[BlockName, BlockHeader] = OrderedDict()
+        self._lock = threading.Lock()
+        self.damaged = 0
+
+    def headers(self, names: Sequence[BlockName], found: list[Damage] | None = None) -> dict[BlockName, BlockHeader]:
+        """Headers of the blocks that are held, from the cache or in one call; damage is appended to `found`.
+
+        Raises:
+            StoreError: the place cannot be asked.
+        """
+        with self._lock:
+            known = {name: self._known[name] for name in names if name in self._known}
+        missing = list(dict.fromkeys(name for name in names if name not in known))
+        if missing:
+            with self._breaker.asking():
+                data = self._objects.headers(missing)
+            for name, header in zip(missing, data, strict=True):
+                decoded = None if header is None else self._decoded(name, header, found)
+                if decoded is not None:
+                    known[name] = decoded
+            with self._lock:
+                self._known.update(known)
+                while len(self._known) > _MAX_KNOWN:
+                    self._known.popitem(last=False)
+        return known
+
+    def read(self, names: Sequence[BlockName], layer: int, heads: slice | None) -> list[torch.Tensor | BlockLostError]:
+        """See `KVStore.read_many`. One call for all records."""
+        wanted = list(dict.fromkeys(names))
+        with self._lock:
+            cached = [name for name in wanted if name in self._known]
+        try:
+            found = self._records(wanted, layer, heads)
+            suspect = [name for name in cached if isinstance(found[name], DamagedError)]
+            if suspect:  # another process may have replaced the block since its header was read
+                with self._lock:
+                    for name in suspect:
+                        self._known.pop(name, None)
+                found |= self._records(suspect, layer, heads)
+        except StoreError as error:
+            return [BlockLostError([name], str(error)) for name in names]
+        given = {
+            name: part if isinstance(part, torch.Tensor) else self._lost(name, part) for name, part in found.items()
+        }
+        return [given[name] for name in names]
+
+    def verify(self, name: BlockName, found: list[Damage]) -> None:
+        """Reads a whole block and appends its damage to `found`; a block that is gone has none."""
+        with self._lock:
+            self._known.pop(name, None)
+        header = self.headers([name], found).get(name)
+        for layer in range(len(header.entry.layout.layers) if header else 0):
+            (record,) = self.read([name], layer, None)
+            if isinstance(record, BlockDamagedError):
+                found.append(Damage("block", name, record.reason, record.removed))
+            if isinstance(record, BlockLostError):
+                return
+
+    def drop(self, names: Sequence[BlockName]) -> list[bool]:
+        """Removes blocks; which of them were held. Not through the breaker: the caller's call is.
+
+        Raises:
+            StoreError: the place cannot be asked, or refuses.
+        """
+        with self._lock:
+            for name in names:
+                self._known.pop(name, None)
+        return self._objects.delete(names) if names else []
+
+    def _decoded(self, name: BlockName, header: Bytes, found: list[Damage] | None) -> BlockHeader | None:
+        try:
+            return decode_header(bytes(header), None, name)
+        except DamagedError as error:
+            damaged = self._damage(name, str(error))
+        if found is not None:
+            found.append(Damage("block", name, damaged.reason, damaged.removed))
+        return None
+
+    def _records(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None
+    ) -> dict[BlockName, torch.Tensor | DamagedError | _Gone]:
+        """One layer's record of each block, or what is wrong with it."""
+        headers = self.headers(names)
+        ranges = {name: _range(header, layer, heads) for name, header in headers.items()}
+        with self._breaker.asking():
+            parts = dict(zip(ranges, self._objects.records(list(ranges.values())), strict=True))
+        found: dict[BlockName, torch.Tensor | DamagedError | _Gone] = {}
+        for name in names:
+            data = parts.get(name)
+            if data is None:
+                found[name] = _Gone(header_held=name in headers)
+                continue
+            try:
+                found[name] = _checked(headers[name], ranges[name], data)
+            except DamagedError as error:
+                found[name] = error
+        return found
+
+    def _lost(self, name: BlockName, found: DamagedError | _Gone) -> BlockLostError:
+        if isinstance(found, DamagedError):
+            return self._damage(name, str(found))
+        with self._lock:
+            self._known.pop(name, None)
+        if found.header_held and not self._read_only:  # the rest of the block is useless
+            with contextlib.suppress(StoreError):
+                self.drop([name])
+        return BlockLostError([name], f"{name.hex()} is not in {self._objects.place} (never written, or evicted)")
+
+    def _damage(self, name: BlockName, reason: str) -> BlockDamagedError:
+        """Reports and removes a damaged block."""
+        removed = False
+        if not self._read_only:
+            with contextlib.suppress(StoreError):
+                removed = self.drop([name])[0]
+        with self._lock:
+            self.damaged += 1
+            self._known.pop(name, None)
+        outcome = "removed" if removed else "could not be removed"
+        logger.warning("damaged block %s in %s: %s; %s", name.hex(), self._objects.place, reason, outcome)
+        return BlockDamagedError(name, reason, removed)
+
+
+def _checked(header: BlockHeader, wanted: Range, data: Bytes) -> torch.Tensor:
+    """The bytes as a tensor that shares their memory; `DamagedError` if they are not what the header says."""
+    head_bytes = header.geometry.head_bytes[wanted.layer]
+    if len(data) != wanted.stop - wanted.start:
+        raise DamagedError(f"layer {wanted.layer} has {len(data)} bytes, not {wanted.stop - wanted.start}")
+    check_heads(header, wanted.layer, wanted.start // head_bytes, memoryview(data))
+    layout = header.geometry.layout
+    rest = layout.record_shape(wanted.layer, len(header.entry.token_ids))[1:]
+    return torch.frombuffer(data, dtype=torch.uint8).view(layout.record_dtype).view(-1, *rest)
+
+
+def _range(header: BlockHeader, layer: int, heads: slice | None) -> Range:
+    geometry = header.geometry
+    shape = check_layer(geometry.layout, layer)
+    start, stop = head_range(heads, shape.kv_heads)
+    size = geometry.head_bytes[layer]
+    offset = header.data_at + geometry.offsets[layer]
+    return Range(header.name, layer, offset, start * size, stop * size, shape.kv_heads * size)

@@ -1,0 +1,231 @@
+"""A store on another machine: blocks, manifests and pins in an `Objects`.
+
+A place that does not answer counts as empty: `find` finds nothing and reads are lost blocks, so requests are computed
+instead of failing, and for some seconds the place is not asked again.
+"""
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from cacheblend.core.errors import BlockLostError, StoreError, StoreReadOnlyError, StoreUnreachableError
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
+from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
+from cacheblend.store.expiry import Expiry
+from cacheblend.store.format.block_file import BlockHeader, encode_block
+from cacheblend.store.format.manifest_file import encode_manifest
+from cacheblend.store.remote.blocks import RemoteBlocks
+from cacheblend.store.remote.breaker import CircuitBreaker
+from cacheblend.store.remote.capacity import RemoteCapacity
+from cacheblend.store.remote.manifests import RemoteManifests
+from cacheblend.store.remote.objects import Objects
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+class RemoteStore(KVStore):
+    """Blocks on another machine, least recently used evicted first.
+
+    Args:
+        objects: moves the bytes; closed with the store.
+        max_bytes: bound on the blocks of all writers; None leaves eviction to the other side.
+        read_only: never write: damage is reported but not removed.
+        ttl: seconds without use after which an unpinned block is removed; None: no limit.
+
+    Raises:
+        InvalidInputError: a `ttl` that is not above 0.
+    """
+
+    def __init__(
+        self, objects: Objects, max_bytes: int | None = None, *, read_only: bool = False, ttl: float | None = None
+    ) -> None:
+        self._objects, self.read_only = objects, read_only
+        self._expiry = Expiry(ttl)
+        self._breaker = CircuitBreaker(objects.place)
+        self._blocks = RemoteBlocks(objects, self._breaker, read_only)
+        self._listing = RemoteManifests(objects, self._breaker, read_only)
+        self._capacity = RemoteCapacity(objects, max_bytes, self._blocks.drop)
+        self._finds = FindCounter()
+        self._lock = threading.Lock()
+        self._write_failures = 0
+
+    # ---- blocks -----------------------------------------------------------------------------------------
+
+    @property
+    def is_reachable(self) -> bool:
+        """See `KVStore.is_reachable`."""
+        return not self._breaker.is_paused
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        """See `KVStore.find`. One round trip for known blocks, two for others."""
+        headers: dict[BlockName, BlockHeader] = {}
+        try:
+            with self._breaker.asking():
+                held = self._mark_used(names)
+            headers = self._blocks.headers([name for name, there in zip(names, held, strict=True) if there])
+        except StoreUnreachableError:
+            pass  # the breaker has logged it
+        except StoreError as error:
+            logger.warning("%s", error)
+        entries = [self._entry(headers[name]) if name in headers else None for name in names]
+        self._finds.count(entries)
+        return entries
+
+    def _entry(self, header: BlockHeader) -> BlockEntry:
+        return replace(header.entry, tier=self._objects.tier)
+
+    def _mark_used(self, names: Sequence[BlockName]) -> list[bool]:
+        """Which blocks are held; marks them as used. An expired block is held only if it is pinned."""
+        since = self._expiry.since(time.time())
+        held = self._objects.use(names, since)
+        gone = [name for name, there in zip(names, held, strict=True) if not there]
+        if since == -math.inf or not gone or not (pinned := self._objects.pinned().intersection(gone)):
+            return held
+        kept = dict(zip(pinned, self._objects.use(list(pinned)), strict=True))
+        return [there or kept.get(name, False) for name, there in zip(names, held, strict=True)]
+
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        """See `KVStore.read_many`. One round trip."""
+        return self._blocks.read(names, layer, heads)
+
+    def write(self, block: Block) -> bool:
+        """See `KVStore.write`."""
+        self._require_writable()
+        check_block(block)
+        try:
+            with self._breaker.asking():
+                if self._mark_used([block.name])[0]:
+                    return False
+                now = time.time()
+                if self._expiry.is_due(now):
+                    self._capacity.expire(self._expiry.since(now))
+            header, *records = encode_block(block)
+            nbytes = len(header) + sum(len(record) for record in records)
+            with self._capacity.reserved(nbytes, block.name, self._breaker.asking):
+                self._objects.put(block.name, header, records)  # no pause: a place too slow to write may be read
+        except StoreError:
+            with self._lock:
+                self._write_failures += 1
+            raise
+        return True
+
+    def delete(self, name: BlockName) -> bool:
+        """See `KVStore.delete`."""
+        with self._writing():
+            self._objects.unpin([name])
+            return self._blocks.drop([name])[0]
+
+    # ---- pins and manifests -----------------------------------------------------------------------------
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.pin`."""
+        with self._writing():
+            self._objects.pin(names)
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.unpin`."""
+        with self._writing():
+            self._objects.unpin(names)
+
+    def pinned(self) -> set[BlockName]:
+        """See `KVStore.pinned`."""
+        with self._breaker.asking():
+            return self._objects.pinned()
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        """See `KVStore.put_manifest`."""
+        self._require_writable()
+        check_manifest(manifest)
+        with self._breaker.asking():
+            self._objects.put_manifest(manifest.chunk_id, encode_manifest(manifest))
+
+    def manifests(self) -> list[ChunkManifest]:
+        """See `KVStore.manifests`. Manifests that did not change since the last call are not read again."""
+        return self._listing.all()
+
+    def listing_stamp(self) -> Hashable | None:
+        """See `KVStore.listing_stamp`."""
+        with self._breaker.asking():
+            return self._objects.listing_stamp()
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.has_manifest`."""
+        with self._breaker.asking():
+            return self._objects.has_manifest(chunk_id)
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.delete_manifest`."""
+        with self._writing():
+            return self._objects.delete_manifest(chunk_id)
+
+    # ---- the whole store --------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """See `KVStore.stats`."""
+        with self._breaker.asking():
+            held, pinned, chunks = self._objects.held(), self._objects.pinned(), len(self._objects.manifests())
+        return StoreStats(
+            tier=self._objects.tier,
+            blocks=len(held),
+            bytes=sum(block.nbytes for block in held),
+            max_bytes=self._capacity.max_bytes,
+            chunks=chunks,
+            pinned=sum(block.name in pinned for block in held),
+            hits=self._finds.hits,
+            misses=self._finds.misses,
+            evictions=self._capacity.evictions,
+            damaged=self._blocks.damaged + self._listing.damaged,
+            write_failures=self._write_failures,
+        )
+
+    def verify(self, progress: Progress | None = None) -> list[Damage]:
+        """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
+        with self._breaker.asking():
+            names = [block.name for block in self._objects.held()]
+        found: list[Damage] = []
+        for done, name in enumerate(names, start=1):
+            self._blocks.verify(name, found)
+            if progress is not None:
+                progress(done, len(names))
+        self._listing.verify(found)
+        return found
+
+    def prune(self, max_bytes: int) -> int:
+        """See `KVStore.prune`."""
+        self._require_writable()
+        check_max_bytes(max_bytes)
+        with self._breaker.asking():
+            freed = self._capacity.shrink(max_bytes)
+            held = {block.name for block in self._objects.held(tidy=True)}
+            for chunk_id in empty_chunks(self.manifests(), held):
+                self._objects.delete_manifest(chunk_id)
+        return freed
+
+    def close(self) -> None:
+        """See `KVStore.close`. Closes the objects."""
+        self._objects.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The context of every call that changes something besides `write`.
+
+        Raises:
+            StoreReadOnlyError, StoreUnreachableError: the store is read only, or does not answer.
+        """
+        self._require_writable()
+        with self._breaker.asking():
+            yield
+
+    def _require_writable(self) -> None:
+        if self.read_only:
+            raise StoreReadOnlyError(f"{self._objects.place} was opened read-only: open it without read_only")
