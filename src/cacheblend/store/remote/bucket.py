@@ -30,7 +30,9 @@ UPLOAD_S = 60.0
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """Environment variables with the credentials."""
 
-_INSTANCE_METADATA = "169.254."  # link-local: asked for credentials where the environment has none
+_INSTANCE_METADATA = ("169.254.", "/latest/api/token", "/latest/meta-data")
+"""In errors of the service that is asked for credentials where the environment has none."""
+
 _FIRST_READ = 32 << 10  # covers most headers
 _LONGEST_HEADER = 64 << 20
 _TICK_S = 1e-6  # time between blocks of one call, so that the first counts as used last
@@ -237,7 +239,7 @@ class BucketObjects:
         except (*self._missing, *self._refused) as error:
             raise StoreError(f"{self.place} refused: {_first_line(error)}") from error
         except self._no_answer as error:
-            if _INSTANCE_METADATA in _first_line(error):
+            if any(part in _first_line(error) for part in _INSTANCE_METADATA):
                 raise StoreUnreachableError(
                     f"{self.place} has no credentials: set {' and '.join(_missing_keys())}, or run where the instance "
                     "has a role that may use the bucket"
