@@ -51,7 +51,7 @@ bench: $(VENV)/.installed ## time to first token of a 0.5B shape with random wei
 
 clean: ## remove the environment and what tools leave behind
 	rm -rf $(VENV) $(VLLM_VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp a purpose; each is redone only when what it depends on has changed.
 $(VENV)/.created:

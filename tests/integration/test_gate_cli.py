@@ -353,7 +353,7 @@ def test_too_few_rows_leave_the_profile_alone(run: Run, model: Path, data: Path)
     (model / PROFILE_NAME).write_text("{")
     code, text, _ = run("doctor", "--quality", "-m", model, "-d", data, "--selector", "all", "--max-tokens", 1)
     assert code == 1
-    assert "too few rows to know: 14 are there" in text
+    assert "too few rows to decide: 14 rows" in text
     assert "598" in text
     assert (model / PROFILE_NAME).read_text() == "{"
 
@@ -410,7 +410,7 @@ def test_a_profile_of_other_weights_and_a_damaged_one(
     assert "other weights" in " ".join(run("doctor", "-m", model)[1].split())
 
     (model / PROFILE_NAME).write_text('{"format": 1}')
-    with pytest.raises(InvalidInputError, match=r"cacheblend\.json, field 'blend': it is missing"):
+    with pytest.raises(InvalidInputError, match=r"blend-profile\.json, field 'blend': it is missing"):
         BlendEngine.from_pretrained(model)
     code, text, _ = run("doctor", "-m", model, "--json")
     assert (code, text["blendable"]) == (1, False)

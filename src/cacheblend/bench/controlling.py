@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import CostModel
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.engines import provenance
 from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
@@ -119,9 +119,7 @@ def run(
         "model": name,
         "profile": profile.to_dict(),
         "cells": cells,
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from cacheblend.bench.shapes import shape_config
+from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.codec import CODECS
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.survey import expected_layout
 from cacheblend.store import DiskStore, KVStore, open_store
@@ -97,9 +97,7 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
     return {
         "figures": figures,
         **result,
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 

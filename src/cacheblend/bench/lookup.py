@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from cacheblend.bench.loading import random_block
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
-from cacheblend.engines import provenance
 from cacheblend.store import DiskStore
 
 Progress = Callable[[int, int], None]
@@ -80,9 +80,7 @@ def run(
         "figures": figures,
         "blocks": blocks,
         **measured,
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 

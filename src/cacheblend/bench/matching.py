@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.matching import ChunkIndex
-from cacheblend.engines import provenance
 
 VOCABULARY = 150_000
 
@@ -62,7 +62,5 @@ def run(
         "stored": stored,
         "chunk_tokens": chunk_tokens,
         "prompt_tokens": of_prompt * (chunk_tokens + 4),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }

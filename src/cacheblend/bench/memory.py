@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.store import open_store
@@ -45,9 +45,7 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         "model": settings.model or settings.shape,
         "prompt_tokens": settings.prompt_tokens,
         "ratio": settings.ratios[0],
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 

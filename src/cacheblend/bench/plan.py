@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.naming import BlockName, TokenIds, block_name, root_name, split_blocks
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.plan import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
-from cacheblend.engines import provenance
 from cacheblend.store import KVStore, open_store
 
 VOCAB = 150_000
@@ -46,9 +46,7 @@ def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", run
         "chunks": chunks,
         "store": store,
         "plan_s": {"median": statistics.median(seconds[1:]), "min": min(seconds[1:]), "max": max(seconds[1:])},
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 

@@ -27,9 +27,9 @@ from cacheblend.bench.prompts import LAST_ID, Prompts, PromptShape
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
 from cacheblend.bench.replaying import Sample, row_layer_ceiling
 from cacheblend.bench.shapes import check_choice, config_of
+from cacheblend.bench.stamp import stamp
 from cacheblend.bench.vllm_server import shape_folder
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import provenance
 
 Progress = Callable[[str, int, int], None]
 """Called with (one of `STAGES`, done, in all)."""
@@ -181,9 +181,7 @@ def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
         "model": what.model or what.shape,
         "ratio": what.ratio,
         "settings": {**vars(what), "trace": what.trace and what.trace.name, "prompt": vars(what.prompt)},
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 

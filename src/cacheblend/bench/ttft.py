@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from cacheblend.bench.passages import read_chunks
 from cacheblend.bench.shapes import build_shape, check_choice
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import NoRows, check_ratio
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.store import KVStore, MemoryStore, open_store
@@ -123,9 +123,7 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
             "arms": points[0][1],
             "model": name,
             "prompt": _prompt_facts(points[0][0]),
-            "machine": provenance.machine(),
-            "versions": provenance.versions(),
-            "commit": provenance.commit(),
+            **stamp(),
         }
         if settings.sweep:
             result["sweep"] = {
