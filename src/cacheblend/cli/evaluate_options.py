@@ -113,7 +113,7 @@ class MethodOptions:
             InvalidInputError: a ratio or a check layer is no number.
         """
         return {
-            "names": names(self.methods) or ("full", "prefix", "reuse", "blend"),
+            "names": names(self.methods) if self.methods else ("full", "prefix", "reuse", "blend"),
             "selectors": tuple(self.selector or ("hkvd",)),
             "ratios": [numbers("--ratio", text, float) for text in self.ratio or ("0.15",)],
             "check_layers": [numbers("--check-layers", text, int) for text in self.check_layers or ("1",)],

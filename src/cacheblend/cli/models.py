@@ -36,6 +36,7 @@ def open_engine(
     """
     folder, name = model_folder(folder), model_name(folder)
     _check_early(folder, config, profile)
+    check_store(store)
     with status(f"opening {name} ...", quiet=quiet):
         quiet_transformers()
         from cacheblend.engines.hf import BlendEngine
@@ -56,6 +57,21 @@ def open_engine(
             raise InvalidInputError(f"{folder} cannot be loaded: {reason[0]}") from error
     engine.name = name
     return engine
+
+
+def check_store(url: str) -> None:
+    """Refuses a URL whose port is none; the rest is checked when the store is opened.
+
+    Raises:
+        InvalidInputError: the port is no number, or out of range.
+    """
+    from urllib.parse import urlsplit
+
+    try:
+        for each in url.split(","):
+            _ = urlsplit(each.strip()).port
+    except ValueError as error:
+        raise InvalidInputError(f"store {url!r} is not a URL: {error}") from error
 
 
 def _check_early(folder: Path, config: "BlendConfig | Mapping[str, Any]", profile: Path | None) -> None:

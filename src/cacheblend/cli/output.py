@@ -79,16 +79,18 @@ def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True)) as bars:
-        tasks = {stage: bars.add_task(title, total=None) for stage, title in titles.items()}
-        try:
-            yield lambda stage, done, total: bars.update(tasks[stage], completed=done, total=total)
-        except BaseException:
-            bars.live.transient = True
-            raise
-        finally:
-            for task in bars.tasks:
-                task.visible = task.total is not None
+    bars = Progress(*columns, console=console(stderr=True))
+    tasks = {stage: bars.add_task(title, total=None) for stage, title in titles.items()}
+    bars.start()
+    try:
+        yield lambda stage, done, total: bars.update(tasks[stage], completed=done, total=total)
+    except BaseException:
+        bars.live.transient = True
+        bars.live.stop()  # `bars.stop` would print an empty line
+        raise
+    for task in bars.tasks:
+        task.visible = task.total is not None
+    bars.stop()
 
 
 @contextmanager

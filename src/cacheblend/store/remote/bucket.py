@@ -22,6 +22,7 @@ from cacheblend.store.remote.objects import Bytes, HeldBlock, Range
 
 AT_ONCE = 32  # requests under way
 UPLOAD_S = 60.0  # that writing an object may take: nobody waits for it
+_INSTANCE_ROLE = "169.254.169.254"  # where a machine in AWS asks for the keys of its role
 _FIRST_READ = 32 << 10  # covers most headers
 _LONGEST_HEADER = 64 << 20
 _TICK_S = 1e-6  # between blocks of one call, so that the first is used last
@@ -226,6 +227,10 @@ class BucketObjects:
         except (*self._missing, *self._refused) as error:
             raise StoreError(f"{self.place} refused: {_first_line(error)}") from error
         except self._no_answer as error:
+            if _INSTANCE_ROLE in str(error):  # the last place to look for credentials
+                raise StoreError(
+                    f"{self.place} has no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                ) from error
             raise StoreUnreachableError(f"{self.place} does not answer: {_first_line(error)}") from error
 
     def _each(self, what: Sequence[S], ask: Callable[[S], T]) -> list[T]:
