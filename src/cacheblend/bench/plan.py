@@ -1,4 +1,4 @@
-"""Time of names and plan of a long prompt, all chunks held: what blending costs before the first layer."""
+"""Time to name and plan a long prompt whose chunks are all stored: what blending costs before the first layer."""
 
 import random
 import statistics
@@ -17,14 +17,14 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.store import KVStore, open_store
 
 VOCAB = 150_000
-_LAYOUT = KVLayout((LayerShape(1, 1),), torch.float32)  # what is stored is not read
+_LAYOUT = KVLayout((LayerShape(1, 1),), torch.float32)  # records are not read
 
 
 def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", runs: int = 20) -> dict[str, Any]:
-    """Plans prompts of `chunks` stored chunks in ever new orders, 32 plain tokens in front and behind.
+    """Plans prompts of `chunks` stored chunks in new orders; 32 plain tokens precede and follow them.
 
-    The store is warm; what is timed is `Planner.plan`: all names, one look-up of all blocks, the plan. The prompt's
-    ids are arrays, as engines hold them.
+    The store is warm; `Planner.plan` is timed: all names, one look-up of all blocks, the plan. The ids of a prompt are
+    arrays, as in engines.
     """
     draw = random.Random(0)
     generator = np.random.default_rng(0)

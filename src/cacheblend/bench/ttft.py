@@ -1,8 +1,8 @@
-"""Time to first token: full prefill, prefix caching, full reuse and blend on the same prompts, arms alternating.
+"""Time to first token: full prefill, prefix caching, full reuse and blend, alternating on the same prompts.
 
 A prompt is 32 tokens of plain text that no cache holds (new ones each round), the stored chunks in shuffled order,
-the question: no chunk is an exact prefix hit. Full prefill is what a user would run today: transformers' own forward
-with SDPA and a cache, last logits only.
+the question: no chunk is an exact prefix hit. Full prefill is transformers' own forward with SDPA and a cache, last
+logits only.
 """
 
 import random
@@ -48,13 +48,13 @@ class TtftSettings:
         model: a model folder; or `shape`: random weights of a known shape.
         data: real passages (JSON as the CacheBlend authors' inputs, JSON lines, or text); None: random tokens.
         chunks, chunk_tokens, question_tokens, plain_tokens: the prompt.
-        ratios: one blend arm each.
+        ratios: each is measured as its own blend arm.
         arms: of `ARMS`; ``miss`` is blend with nothing stored.
-        stores: ``memory``, ``disk`` (without memory in front): the cached arms run on each.
-        runs: measured rounds, behind one that is not.
-        threads: of torch; None leaves it as it is.
-        seed: of the weights, the tokens and the orders.
-        sweep: one of `SWEEPS`: the benchmark at each of its values (of several `ratios` at those).
+        stores: ``memory``, ``disk`` (without memory in front); arms that load run on each.
+        runs: measured rounds, after one warm-up.
+        threads: of torch; None keeps torch's own number.
+        seed: of weights, tokens and orders.
+        sweep: one of `SWEEPS`: runs the benchmark at each of its values; several `ratios` replace those of the sweep.
     """
 
     model: str | None = None
@@ -145,7 +145,7 @@ def _points(settings: TtftSettings) -> list[TtftSettings]:
 
 
 def _check(points: list[TtftSettings], model: PreTrainedModel, tokenizer: Any) -> None:
-    """Holds the prompts of all points against the model's limits, before any is measured."""
+    """Checks the prompts of all points against the model's limits, before any is measured."""
     with _engine(model, tokenizer, "memory") as engine:
         for point in points:
             draw = random.Random(point.seed)
