@@ -464,6 +464,17 @@ def test_a_bucket_without_credentials_names_the_keys(run: Run, monkeypatch: pyte
     assert "AWS_ACCESS_KEY_ID" in result.err and "169.254" not in result.err
 
 
+@pytest.mark.parametrize("line", ["ttft", "latency", "replay --trace {tmp}"])
+def test_without_vllm_its_benchmarks_end_before_they_make_weights(
+    run: Run, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr("cacheblend.bench.vllm_server.find_spec", lambda name: None)
+    monkeypatch.setattr("cacheblend.bench.vllm_server.build_shape", lambda *_, **__: pytest.fail("made weights"))
+    result = run("bench", "vllm", *filled(line.split(" "), places, tmp_path))
+    check(result.code, result.out, result.err)
+    assert "make vllm" in result.err
+
+
 def test_a_port_of_zero_is_told_as_the_one_that_was_taken(
     run: Run, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,6 +198,12 @@ class Pair:
         }
 
 
+def check_installed() -> None:
+    """Raises `InvalidInputError` where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        raise InvalidInputError("vLLM cannot be imported here: install it beside cacheblend (make vllm)")
+
+
 @contextmanager
 def serving(settings: ServerSettings) -> Iterator[Server]:
     """A running server; stopped at the end.
@@ -205,8 +211,7 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
     Raises:
         InvalidInputError: vLLM is not installed here, or the server ended; with the end of its output.
     """
-    if find_spec("vllm") is None:
-        raise InvalidInputError("vLLM cannot be imported here: install it beside cacheblend (make vllm)")
+    check_installed()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

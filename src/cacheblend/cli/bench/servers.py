@@ -65,7 +65,9 @@ def serve(
         raise InvalidInputError("--plot draws a replay: also give --trace")
     picture, chosen = picture_file(plot), model.chosen(DEFAULT_SHAPE)
     from cacheblend.bench import serving as bench
+    from cacheblend.cli.models import quiet_transformers
 
+    quiet_transformers()
     what = bench.Serving(
         model=None if chosen.model is None else str(chosen.model),
         shape=chosen.shape,
@@ -175,9 +177,12 @@ def _measure(
 
 
 def _pair(model: ModelOrShape, ratio: float, batched_tokens: int) -> "Pair":
-    from cacheblend.bench.vllm_server import Pair
+    from cacheblend.bench.vllm_server import Pair, check_installed
+    from cacheblend.cli.models import quiet_transformers
 
     chosen = model.chosen(DEFAULT_SHAPE)
+    check_installed()  # before the weights of a shape are made
+    quiet_transformers()
     return Pair(None if chosen.model is None else str(chosen.model), chosen.shape, ratio, batched_tokens)
 
 
