@@ -21,7 +21,7 @@ TINY = ("--shape", "tiny", "--chunk-tokens", 64, "--runs", 1)
 def test_load_writes_every_figure(run: Run, tmp_path: Path) -> None:
     with redis_server() as server:
         out = tmp_path / "load.json"
-        options = ("--chunks", 3, "--folder", tmp_path, "--redis", server.url, "--direct", "--json", out)
+        options = ("--chunks", 3, "--folder", tmp_path, "--redis", server.url, "--direct", "--json-file", out)
         done = run("load", *TINY, *options)
     assert done.code == 0, done.err
     figures = json.loads(out.read_text())["figures"]
@@ -41,7 +41,7 @@ def test_load_writes_every_figure(run: Run, tmp_path: Path) -> None:
 
 def test_controller_writes_a_grid(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "controller.json"
-    done = run("controller", *TINY, "--chunks", 2, "--chunks", 5, "--json", out)
+    done = run("controller", *TINY, "--chunks", 2, "--chunks", 5, "--json-file", out)
     assert done.code == 0, done.err
     result = json.loads(out.read_text())
     assert len(result["cells"]) == 20
@@ -55,12 +55,12 @@ def test_controller_writes_a_grid(run: Run, tmp_path: Path) -> None:
 
 def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:
     assert "size" in run("evict", "--trace", tmp_path, "--size", 2).err
-    assert "model folder or a shape" in run("load").err
+    assert "name a model folder with --model, or a shape with --shape" in run("load").err
 
 
 def test_store_writes_every_figure_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "store.json"
-    done = run("store", "--blocks", 200, "--folder", tmp_path, "--json", out)
+    done = run("store", "--blocks", 200, "--folder", tmp_path, "--json-file", out)
     assert done.code == 0, done.err
     result = json.loads(out.read_text())
     assert set(result["figures"]) == {"lookup_us", "open_s", "bytes_per_block"}

@@ -15,7 +15,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def test_serve_writes_its_figures(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
-    done = run("serve", "-m", "nano", "--chunks", 3, "--chunk-tokens", 70, "--runs", 1, "--json", out)
+    done = run("serve", "-m", "nano", "--chunks", 3, "--chunk-tokens", 70, "--runs", 1, "--json-file", out)
     assert done.code == 0, done.err
     result = json.loads(out.read_text())
     assert set(result["figures"]) == {"ttft_speedup", "overhead_ms"}
@@ -24,5 +24,5 @@ def test_serve_writes_its_figures(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:
-    assert "model folder or a shape" in run("serve").err
+    assert "exclude each other" in run("serve", "-m", "nano", "--shape", "tiny").err
     assert run("serve", "-m", "nano", "--trace", tmp_path).code == 2

@@ -494,7 +494,7 @@ def test_the_command_reports_tables_json_and_plots(run: Run, model: Path, tmp_pa
     data = write_rows(tmp_path / "rows.jsonl")
     arguments = ["-m", model, "-d", data, "-n", 3, "--ratio", 0.1, "--ratio", 0.5, "--selector", "hkvd"]
     arguments += ["--selector", "profile", "--scorer", "em", "--scorer", "rouge-l", "--device", "cpu"]
-    result = run(*arguments, "--json", tmp_path / "all.json")
+    result = run(*arguments, "--json-file", tmp_path / "all.json")
     assert result.code == 0, result.err
     for part in ("Exact match", "ROUGE-L", "blend hkvd @1 r=0.5", "blend profile", "minus full", "1st token"):
         assert part in result.out
@@ -506,7 +506,7 @@ def test_the_command_reports_tables_json_and_plots(run: Run, model: Path, tmp_pa
     (folder,) = (tmp_path / "evaluations").iterdir()
     assert folder.name.startswith("tiny-llama-rows-")
     assert {file.name for file in folder.iterdir()} >= {"config.json", "rows.jsonl", "summary.json", "em-ttft.png"}
-    again = run(*arguments, "--json", "-")
+    again = run(*arguments, "--json")
     assert "4 of 4 rows were there already" in again.err
     assert json.loads(again.out)["cells"] == written["cells"]
 
@@ -522,8 +522,8 @@ def test_longbench_contexts_are_split(run: Run, model: Path, engine: BlendEngine
     context = " ".join(PASSAGES)
     (tmp_path / "lb.jsonl").write_text(json.dumps({"input": "When?", "context": context, "answers": ["1871"]}))
     result = run(
-        *("-m", model, "-d", "lb.jsonl", "--chunk-tokens", 24, "-n", 1, "--method", "full", "--method", "reuse"),
-        *("--json", "-", "--device", "cpu"),
+        *("-m", model, "-d", "lb.jsonl", "--chunk-tokens", 24, "-n", 1, "--methods", "full,reuse"),
+        *("--json", "--device", "cpu"),
     )
     cells = json.loads(result.out)["cells"][0]["cells"]
     builder = engine.builder
@@ -534,7 +534,7 @@ def test_longbench_contexts_are_split(run: Run, model: Path, engine: BlendEngine
 
 def test_rows_without_gold_answers_are_still_compared(run: Run, model: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", answers=[])
-    result = run("-m", model, "-d", data, "-n", 1, "--rows", 2, "--device", "cpu")
+    result = run("-m", model, "-d", data, "-n", 1, "--limit", 2, "--device", "cpu")
     assert result.code == 0
     assert "no row has gold answers, so there are no scores" in " ".join(result.err.split())
     assert "Agreement with full recompute" in result.out and "Exact match" not in result.out
@@ -544,14 +544,14 @@ def test_rows_without_gold_answers_are_still_compared(run: Run, model: Path, tmp
     ("arguments", "message"),
     [
         (["--scorer", "bleu"], "there is no scorer 'bleu'"),
-        (["--method", "blnd"], "there is no method 'blnd'"),
+        (["--methods", "blnd"], "there is no method 'blnd'"),
         (["--ratio", "much"], "--ratio much: expected a number"),
         (["--check-layers", "1;2"], "--check-layers 1;2: expected a number"),
         (["--selector", "hkvdd"], "no selector is called 'hkvdd'"),
         (["--template", "none"], "there is no template [none]; the file has bare, qa, summary"),
         (["--format", "musique"], "there is no format 'musique'"),
         (["--chat"], "the tokenizer has no chat template"),
-        (["--json", "nowhere/file.json"], "there is no folder"),
+        (["--json-file", "nowhere/file.json"], "there is no folder"),
         (["--check-layers", "9"], "check layer 9 does not exist"),
         (["--out", "rows.jsonl"], "rows.jsonl is a file; name a folder"),
         (["--out", "rows.jsonl/in/it"], "rows.jsonl is a file; name a folder"),
@@ -590,7 +590,7 @@ def test_the_model_that_ships_is_called_nano(
     monkeypatch.setattr(models, "model_path", lambda: shipped)
     data = write_rows(tmp_path / "rows.jsonl")
     result = run(
-        "-m", "nano", "-d", data, "-n", 1, "--rows", 1, "--method", "full", "--device", "cpu", "--scorer", "em"
+        "-m", "nano", "-d", data, "-n", 1, "--limit", 1, "--methods", "full", "--device", "cpu", "--scorer", "em"
     )
     assert result.code == 0, result.err
     assert "Exact match, %, nano" in result.out

@@ -48,7 +48,7 @@ def test_deviation_is_measured_reported_and_not_measured_twice(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     methods = ("--selector", "all", "--selector", "hkvd", "--ratio", "0.3", "--deviation-rows", "9")
-    result = run(*methods, "--json", "all.json")
+    result = run(*methods, "--json-file", "all.json")
     assert result.code == 0, result.err
     assert "Deviation from full recompute, 2 rows" in result.out
     err = " ".join(result.err.split())
@@ -73,13 +73,13 @@ def test_deviation_is_measured_reported_and_not_measured_twice(
     assert json.loads((folder / "summary.json").read_text())["deviation"] == written["deviation"]
 
     monkeypatch.setattr(deviations, "prompt_deviations", lambda *_: pytest.fail("measured again"))
-    again = json.loads(run(*methods, "--json", "-").out)
+    again = json.loads(run(*methods, "--json").out)
     assert {method["method"]: method["deviation"] for method in again["methods"]} == by_name
 
 
 def test_without_the_option_nothing_is_measured(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deviations, "prompt_deviations", lambda *_: pytest.fail("measured"))
-    result = run("--method", "reuse", "--rows", "1", "--json", "all.json")
+    result = run("--methods", "reuse", "--limit", "1", "--json-file", "all.json")
     assert result.code == 0, result.err
     assert "Deviation" not in result.out and "deviation" not in json.loads((tmp_path / "all.json").read_text())
 
@@ -87,8 +87,8 @@ def test_without_the_option_nothing_is_measured(run: Run, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--deviation-rows", "-1"), "Invalid value for '--deviation-rows'"),
-        (("--deviation-rows", "2", "--method", "full"), "reuse and blend, and the methods are full"),
+        (("--deviation-rows", "-1"), "--deviation-rows: -1 is out of range, at least 0"),
+        (("--deviation-rows", "2", "--methods", "full"), "reuse and blend, and the methods are full"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_answered(

@@ -353,7 +353,7 @@ def test_too_few_rows_leave_the_profile_alone(run: Run, model: Path, data: Path)
     (model / PROFILE_NAME).write_text("{")
     code, text, _ = run("doctor", "--quality", "-m", model, "-d", data, "--selector", "all", "--max-tokens", 1)
     assert code == 1
-    assert "too few rows to know: 14 are there" in text
+    assert "too few rows to decide: 14 rows" in text
     assert "598" in text
     assert (model / PROFILE_NAME).read_text() == "{"
 

@@ -222,7 +222,7 @@ def test_the_command_reports_every_part_and_a_missed_bar_is_exit_code_1(
     monkeypatch.setattr(plots, "draw", lambda summary, folder, data: drawn.append(data) or [])  # takes seconds
     file = tmp_path / "nano.json"
     where = ("--model", built, "--device", "cpu", "--out", tmp_path / "out")
-    code, out, _ = run("evaluate", "--suite", "nano", "--rows", 1, "--suite-seed", 5, *where, "--json", file)
+    code, out, _ = run("evaluate", "--suite", "nano", "--limit", 1, "--suite-seed", 5, *where, "--json-file", file)
     assert code == 1  # random weights know no answer
     found = json.loads(file.read_text())
     assert set(found["bars"]) == set(BARS)
@@ -243,7 +243,7 @@ def test_the_command_reports_every_part_and_a_missed_bar_is_exit_code_1(
 def test_a_part_alone_is_judged_by_its_own_bars(built: Path, engine: BlendEngine, tmp_path: Path, run: Run) -> None:
     model = profiled(built, tmp_path, engine, selector="hkvd", recompute_ratio=1.0)
     where = ("--model", model, "--device", "cpu", "--out", tmp_path / "out")
-    code, out, _ = run("evaluate", "--suite", "nano", "--rows", 1, "--part", "gate", *where, "--json", "-")
+    code, out, _ = run("evaluate", "--suite", "nano", "--limit", 1, "--part", "gate", *where, "--json")
     found = json.loads(out)
     assert code == 0
     assert found["figures"]["gate_holds"] is True
@@ -254,7 +254,7 @@ def test_a_part_alone_is_judged_by_its_own_bars(built: Path, engine: BlendEngine
 @pytest.mark.parametrize(
     "given",
     [
-        ("--method", "full"), ("--selector", "hkvd"), ("--ratio", "0.15"), ("--check-layers", "1"), ("--scorer", "em"),
+        ("--methods", "full"), ("--selector", "hkvd"), ("--ratio", "0.15"), ("--check-layers", "1"), ("--scorer", "em"),
         ("--top-k", "2"), ("--template", "bare"), ("--templates", "x.toml"), ("--chat",), ("--store", "memory"),
         ("--anchor", "auto"), ("--max-tokens", "32"), ("--format", "auto"), ("--data", "x.jsonl"),
         ("--chunk-tokens", "512"),

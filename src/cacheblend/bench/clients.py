@@ -1,4 +1,4 @@
-"""Clients of a server: as many as keep it busy, or as they come by chance at a rate."""
+"""Clients of a server: a fixed number that keeps it busy, or Poisson arrivals at a rate."""
 
 import random
 import time
@@ -12,13 +12,13 @@ Prompt = TypeVar("Prompt")
 def saturate(
     ask: Callable[[Prompt], float], prompts: Sequence[Prompt], clients: int, done: Callable[[int], None]
 ) -> dict[str, Any]:
-    """So many clients, each with its next request as soon as it has an answer.
+    """Asks with a fixed number of clients; each sends its next request as soon as it has an answer.
 
     Args:
-        ask: sends a prompt, waits for the answer; its time to first token.
+        ask: sends a prompt, waits for the answer, returns its time to first token.
         prompts: in order.
-        clients: at once.
-        done: called with the number of answers.
+        clients: requests under way at once.
+        done: called with the number of answers so far.
     """
     times: list[float] = []
 
@@ -34,7 +34,13 @@ def saturate(
 
 
 def poisson_times(rate: float, count: int, seed: str) -> list[float]:
-    """Seconds at which so many requests come."""
+    """Arrival times in seconds of a Poisson process.
+
+    Args:
+        rate: requests per second.
+        count: of requests.
+        seed: of the process.
+    """
     rng, at, found = random.Random(seed), 0.0, []
     for _ in range(count):
         at += rng.expovariate(rate)
@@ -43,7 +49,7 @@ def poisson_times(rate: float, count: int, seed: str) -> list[float]:
 
 
 def ask_at(ask: Callable[[Prompt], float], due: Sequence[tuple[float, Prompt]]) -> list[float]:
-    """Time to first token of each, from when it should have been sent."""
+    """Time to first token of each prompt, counted from when it was due."""
     started = time.perf_counter()
 
     def one(at: float, prompt: Prompt) -> float:

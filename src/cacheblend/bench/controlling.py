@@ -1,31 +1,31 @@
 """The loading controller against every fixed choice: TTFT over a grid of throttled devices and context lengths.
 
-devices    a throttled one that holds all chunks, such that loading them takes 0.1, 0.3, 1, 3 and 10 times as long as
-           the context's full prefill: alone, and behind memory that has every other chunk
-arms       the controller; full prefill; ratios from the floor to 1 of all blocks, each from the nearest device that
-           has it, and of what memory has alone; in turns on new orders
+devices    a throttled device that holds all chunks, so slow that loading them takes 0.1, 0.3, 1, 3 and 10 times as
+           long as the context's full prefill; alone, and with memory in front that holds every other chunk
+arms       the controller; full prefill; fixed ratios from the floor to 1, of all blocks (each from the nearest device
+           that has it), and of the blocks in memory only; alternating, on new orders of the chunks
 
-A fixed ratio is not run where loading alone takes longer than full prefill by half: it would not be the lowest. Nothing
-moves from one device to the other.
+A fixed ratio is left out where loading alone takes 1.5 times as long as full prefill: it would not be the fastest.
+Blocks do not move between the devices.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.cost_model import CostModel
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.engines import provenance
 from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
@@ -36,11 +36,11 @@ from cacheblend.store.memory import MemoryStore
 from cacheblend.store.speed import measure
 
 SLOWNESS = (0.1, 0.3, 1.0, 3.0, 10.0)
-"""T_load of the context over T_prefill, of each device."""
+"""Loading time of the context over its prefill time, by device."""
 
 RATIOS = (0.15, 0.3, 0.5, 1.0)
 NOT_RUN_FROM = 1.5
-"""T_load of the throttled device's part over T_prefill."""
+"""Loading time of the throttled device's blocks over prefill time, from which fixed ratios are left out."""
 
 _UNTHROTTLED = 1e15
 Progress = Callable[[int, int], None]
@@ -53,8 +53,8 @@ def run(
     """The grid.
 
     Args:
-        settings: model or shape, tokens of a chunk, runs, seed; the first ratio is the floor.
-        lengths: chunks of a context.
+        settings: model or shape, tokens of a chunk, runs, seed; the first ratio is the least that may be chosen.
+        lengths: contexts, in chunks.
         progress: called with (cells done, cells in all).
 
     Raises:
@@ -63,53 +63,15 @@ def run(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     model, tokenizer, name = open_model(settings)
-    floor = settings.ratios[0]
-    config = BlendConfig(capture=False, recompute_ratio=floor)
     cells: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        near = _Filled(max_bytes=64 << 30)
-        far = ThrottledStore(_UNTHROTTLED, max_bytes=64 << 30)
-        both = CascadeStore([near, far])
-        stack.enter_context(both)
-        in_memory, on_device, engine = (
-            stack.enter_context(
-                BlendEngine(model, tokenizer, store=store, config=config, fingerprint="bench", name="bench")
-            )
-            for store in (near, far, both)
-        )
+    with _open_devices(model, tokenizer, settings) as devices:
         tokens = [count * settings.chunk_tokens for count in lengths]
-        profile = calibrate(engine, lengths=sorted({256, *tokens}), rounds=settings.runs)
-        ratios = sorted({floor, *(ratio for ratio in RATIOS if ratio > floor)})
+        profile = calibrate(devices.engine, lengths=sorted({256, *tokens}), rounds=settings.runs)
         for chunks in lengths:
             point = replace(settings, chunks=chunks)
-            draw = random.Random(settings.seed)
-            stored = open_chunks(point, engine, draw)
-            near.full, far.bytes_per_s = False, _UNTHROTTLED
-            in_memory.warm(stored[::2])
-            on_device.warm(stored)
-            both.flush()
-            near.full = True
-            context = chunks * settings.chunk_tokens
-            nbytes = engine.stored_layout.block_bytes(256) / 256 * context
-
-            def prompts(point: TtftSettings = point, stored: Any = stored, draw: random.Random = draw) -> Prompt:
-                return draw_prompt(point, stored, engine.survey.vocab_size, draw)
-
+            prompts = devices.fill(point)
             for slowness, behind_memory in product(SLOWNESS, (False, True)):
-                far.bytes_per_s = nbytes / (slowness * profile.full_s(context))
-                tier, speed = measure(far, engine.stored_layout, rounds=1)
-                known = replace(profile, tiers={**profile.tiers, tier: speed})
-                decider = engine if behind_memory else on_device
-                fixed = {f"memory r={ratio}": (in_memory, ratio) for ratio in ratios if behind_memory}
-                if slowness * (chunks // 2 / chunks if behind_memory else 1.0) < NOT_RUN_FROM:
-                    fixed |= {f"all r={ratio}": (decider, ratio) for ratio in ratios}
-                cell = {
-                    "tokens": context,
-                    "load_over_prefill": slowness,
-                    "behind_memory": behind_memory,
-                    "bytes_per_s": far.bytes_per_s,
-                }
-                cells.append(cell | _cell(decider, known, fixed, prompts, settings.runs))
+                cells.append(_cell_at(devices, profile, point, slowness, behind_memory, prompts))
                 if progress is not None:
                     progress(len(cells), 2 * len(lengths) * len(SLOWNESS))
     worst = max(cell["over_best"] for cell in cells)
@@ -119,17 +81,89 @@ def run(
         "model": name,
         "profile": profile.to_dict(),
         "cells": cells,
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 
-class _Filled(MemoryStore):
-    """Memory that can be told to take nothing more.
+@dataclass
+class _Devices:
+    """Memory, a throttled device, and engines on them.
 
     Attributes:
-        full: it takes nothing.
+        near, far: memory with every other chunk, and the throttled device with all of them.
+        in_memory, on_device: engines on `near` alone, on `far` alone.
+        engine: on both.
+    """
+
+    near: "_Filled"
+    far: ThrottledStore
+    in_memory: BlendEngine
+    on_device: BlendEngine
+    engine: BlendEngine
+
+    def fill(self, point: TtftSettings) -> Callable[[], Prompt]:
+        """Stores the chunks of a context; returns what draws prompts of them."""
+        draw = random.Random(point.seed)
+        stored = open_chunks(point, self.engine, draw)
+        self.near.full, self.far.bytes_per_s = False, _UNTHROTTLED
+        self.in_memory.warm(stored[::2])
+        self.on_device.warm(stored)
+        self.engine.store.flush()
+        self.near.full = True
+        return lambda: draw_prompt(point, stored, self.engine.survey.vocab_size, draw)
+
+
+@contextmanager
+def _open_devices(model: Any, tokenizer: Any, settings: TtftSettings) -> Iterator[_Devices]:
+    config = BlendConfig(capture=False, recompute_ratio=settings.ratios[0])
+    with ExitStack() as stack:
+        near = _Filled(max_bytes=64 << 30)
+        far = ThrottledStore(_UNTHROTTLED, max_bytes=64 << 30)
+        both = CascadeStore([near, far])
+        stack.enter_context(both)
+        engines = (
+            stack.enter_context(
+                BlendEngine(model, tokenizer, store=store, config=config, fingerprint="bench", name="bench")
+            )
+            for store in (near, far, both)
+        )
+        yield _Devices(near, far, *engines)
+
+
+def _cell_at(
+    devices: _Devices,
+    profile: CostModel,
+    point: TtftSettings,
+    slowness: float,
+    behind_memory: bool,
+    prompts: Callable[[], Prompt],
+) -> dict[str, Any]:
+    """Throttles the device, then measures the controller against the fixed choices."""
+    context = point.chunks * point.chunk_tokens
+    nbytes = devices.engine.stored_layout.block_bytes(256) / 256 * context
+    devices.far.bytes_per_s = nbytes / (slowness * profile.full_s(context))
+    tier, speed = measure(devices.far, devices.engine.stored_layout, rounds=1)
+    known = replace(profile, tiers={**profile.tiers, tier: speed})
+    decider = devices.engine if behind_memory else devices.on_device
+    floor = point.ratios[0]
+    ratios = sorted({floor, *(ratio for ratio in RATIOS if ratio > floor)})
+    fixed = {f"memory r={ratio}": (devices.in_memory, ratio) for ratio in ratios if behind_memory}
+    if slowness * (point.chunks // 2 / point.chunks if behind_memory else 1.0) < NOT_RUN_FROM:
+        fixed |= {f"all r={ratio}": (decider, ratio) for ratio in ratios}
+    cell = {
+        "tokens": context,
+        "load_over_prefill": slowness,
+        "behind_memory": behind_memory,
+        "bytes_per_s": devices.far.bytes_per_s,
+    }
+    return cell | _cell(decider, known, fixed, prompts, point.runs)
+
+
+class _Filled(MemoryStore):
+    """Memory that can be closed for new blocks.
+
+    Attributes:
+        full: it accepts no block.
     """
 
     full = False
@@ -146,7 +180,7 @@ def _cell(
     prompts: Callable[[], Prompt],
     runs: int,
 ) -> dict[str, Any]:
-    """One device and length: medians of all arms, in turns."""
+    """One device and length: times of all arms, alternating."""
     controller = controller_of(profile, engine.config, engine.stored_layout)
     arms: dict[str, list[float]] = {name: [] for name in ("controller", "full", *fixed)}
     reasons = []
@@ -176,7 +210,7 @@ def _cell(
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a cell."""
+    """A line for each cell."""
     head = f"{'tokens':>7}{'load/prefill':>14}{'memory':>8}{'controller':>12}{'best fixed':>12}{'full':>9}  over best"
     lines = [head]
     for cell in result["cells"]:

@@ -1,6 +1,6 @@
-"""Hit rate by cache size on a RAGPulse trace: each eviction policy, and the best that anybody could do.
+"""Hit rate by cache size on a RAGPulse trace: each eviction policy, and the optimum (Belady).
 
-The trace's passages as blocks of equal size, in the order in which its requests name them; nothing is computed.
+The passages of the trace are blocks of equal size, used in the order of its requests; nothing is computed.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ def run(trace: Path, shares: Sequence[float] = SHARES) -> dict[str, Any]:
     """Hit rates over the whole trace.
 
     Args:
-        trace: its folder.
-        shares: sizes of the cache, of all distinct blocks.
+        trace: folder of the trace.
+        shares: sizes of the cache as shares of all distinct blocks.
 
     Raises:
         InvalidInputError: the trace cannot be read, or a size lies outside 0..1.
@@ -35,9 +35,9 @@ def run(trace: Path, shares: Sequence[float] = SHARES) -> dict[str, Any]:
         for number in range(-(-passage.tokens // _BLOCK))
     ]
     distinct = len(set(uses))
-    rooms = [max(1, round(share * distinct)) for share in shares]
-    rates = {name: [hits(name, uses, room) / len(uses) for room in rooms] for name in POLICIES}
-    rates["belady"] = [belady(uses, room) / len(uses) for room in rooms]
+    capacities = [max(1, round(share * distinct)) for share in shares]
+    rates = {name: [hits(name, uses, capacity) / len(uses) for capacity in capacities] for name in POLICIES}
+    rates["belady"] = [belady(uses, capacity) / len(uses) for capacity in capacities]
     return {
         "trace": trace.name,
         "uses": len(uses),
@@ -48,12 +48,12 @@ def run(trace: Path, shares: Sequence[float] = SHARES) -> dict[str, Any]:
     }
 
 
-def hits(policy: str, uses: Sequence[BlockName], room: int) -> int:
-    """Hits of a cache of `room` equal blocks."""
+def hits(policy: str, uses: Sequence[BlockName], capacity: int) -> int:
+    """Hits of a cache of `capacity` equal blocks."""
     eviction, held, found = eviction_of(policy), set[BlockName](), 0
     for name in uses:
         found += name in held
-        if name not in held and len(held) >= room:
+        if name not in held and len(held) >= capacity:
             victim = next(eviction.victims())
             eviction.evicted(victim)
             held.remove(victim)
@@ -63,7 +63,7 @@ def hits(policy: str, uses: Sequence[BlockName], room: int) -> int:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a size."""
+    """A line for each size."""
     names = list(result["hit_rate"])
     lines = ["size    " + "".join(f"{name:>9}" for name in names)]
     for at, share in enumerate(result["shares"]):
@@ -73,7 +73,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Hit rate by size, a line each."""
+    """Draws hit rate by size, a curve for each policy. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,10 @@
-"""What loading costs: hidden behind computing or not, from disk and from Redis against plain reads, and by codec.
+"""What loading costs: hidden by computing or not; disk and Redis against plain reads; bytes by codec.
 
-pipeline   a throttled store that takes as long as computing does: TTFT with layers read ahead, and one by one
-disk       a request's blocks, by layer, page cache dropped, against one plain read of as many bytes; the model's own
-           KV, or that of another shape: what a record's size decides needs no such model
+pipeline   TTFT with a throttled store that takes as long as computing: with layers prefetched, and one by one
+disk       a request's blocks by layer, page cache dropped, against one plain read of as many bytes; KV of the model,
+           or of another shape: the result depends on the size of a record only
 redis      the same against one pipelined GET of the same values
-codecs     bytes of a stored block, header included, over bf16's
+codecs     bytes of a stored block, header included, relative to bf16
 """
 
 import mmap
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from cacheblend.bench.shapes import shape_config
+from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.codec import CODECS
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.survey import expected_layout
 from cacheblend.store import DiskStore, KVStore, open_store
@@ -46,10 +46,10 @@ class LoadSettings:
 
     Attributes:
         prompt: model or shape, chunks, ratio, runs, seed.
-        folder: where the disk is measured; None: the temporary folder.
-        redis: a server's URL; None leaves Redis out.
+        folder: on the disk to measure; None: the temporary folder.
+        redis: URL of a server; None leaves Redis out.
         direct: read the disk past the page cache.
-        kv_shape: of the records that disk and Redis are read with; None: the model's.
+        kv_shape: shape of the records that are read from disk and Redis; None: the model's.
     """
 
     prompt: TtftSettings
@@ -61,18 +61,18 @@ class LoadSettings:
 
 @torch.no_grad()
 def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """All of it; `figures` beside the raw numbers.
+    """Runs all parts; returns `figures` and the raw numbers.
 
     Raises:
         InvalidInputError: the model cannot be opened.
         StoreError: disk or server cannot be used.
     """
-    tell = progress or (lambda what: None)
+    advance = progress or (lambda what: None)
     stored = None if settings.kv_shape is None else expected_layout(shape_config(settings.kv_shape), torch.bfloat16)
     if settings.prompt.threads is not None:
         torch.set_num_threads(settings.prompt.threads)
     model, tokenizer, name = open_model(settings.prompt)
-    tell("pipelined loading")
+    advance("pipelined loading")
     pipeline, layout = _pipeline(settings.prompt, model, tokenizer)
     figures: dict[str, float | None] = {
         "pipelined_over_max": pipeline["pipelined_over_max"],
@@ -85,11 +85,11 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
         "shape": settings.kv_shape or name,
         "record_bytes": layout.block_bytes(_BLOCK) // len(layout.layers),
     }
-    tell("the disk")
+    advance("the disk")
     result["disk"] = _disk(layout, tokens, settings)
     figures["disk_read_share"] = result["disk"]["share"]
     if settings.redis is not None:
-        tell("Redis")
+        advance("Redis")
         result["redis"] = _redis(layout, tokens, settings.redis, settings.prompt.runs)
         figures["redis_read_share"] = result["redis"]["share"]
     result["codec_bytes"] = {codec: _codec_bytes(codec) for codec in CODECS}
@@ -97,9 +97,7 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
     return {
         "figures": figures,
         **result,
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 
@@ -107,7 +105,7 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
 
 
 def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[str, Any], KVLayout]:
-    """TTFT where loading takes as long as computing: arms in turns, each with its own throughput."""
+    """TTFT where loading takes as long as computing: three ways, alternating, each with its own throughput."""
     draw = random.Random(prompt.seed)
     with ExitStack() as stack:
         slow = ThrottledStore(1e15, max_bytes=_GROW_ROWS)
@@ -126,7 +124,7 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
 
         seconds(serial)
         unthrottled = statistics.median(seconds(serial) for _ in range(prompt.runs))
-        # Loading begins with the first layer whose loaded rows count: its bytes are spread over all that is computed.
+        # Loading starts with the first layer whose loaded rows are used: its bytes are spread over the whole pass.
         nbytes = layout.block_bytes(_BLOCK) / _BLOCK * prompt.chunks * prompt.chunk_tokens
         nbytes *= (len(layout.layers) - 1) / len(layout.layers)
         throttled = nbytes / unthrottled
@@ -181,7 +179,7 @@ def _disk(layout: KVLayout, tokens: int, settings: LoadSettings) -> dict[str, An
 
 
 def _redis(layout: KVLayout, tokens: int, url: str, runs: int) -> dict[str, Any]:
-    """A request's blocks by layer, and the same values by pipelines of GETs that nobody looks at."""
+    """A request's blocks by layer, and the same values by pipelines of plain GETs."""
     import redis
 
     prefix = f"bench-{os.getpid()}"
@@ -213,7 +211,7 @@ def _redis(layout: KVLayout, tokens: int, url: str, runs: int) -> dict[str, Any]
 
 
 def _fill(store: KVStore, layout: KVLayout, tokens: int) -> tuple[list[BlockName], int]:
-    """Random blocks of so many tokens together: their names, and the bytes of their records."""
+    """Stores random blocks with `tokens` tokens in all; returns their names and the bytes of their records."""
     root, names = root_name("bench", "load"), []
     for number in range(-(-tokens // _BLOCK)):
         block = random_block(layout, number, _BLOCK, root)
@@ -224,7 +222,7 @@ def _fill(store: KVStore, layout: KVLayout, tokens: int) -> tuple[list[BlockName
 
 
 def random_block(layout: KVLayout, number: int, tokens: int, root: BlockName) -> Block:
-    """A block of random numbers, another for each `number`."""
+    """A block of random numbers; its name depends on `number`."""
     ids = as_token_ids([number, *range(tokens - 1)])
     records = [
         layout.encode(torch.randn(shape.kv_heads, 2, tokens, shape.head_dim).to(layout.dtype))
@@ -252,7 +250,7 @@ def _write_plain(path: Path, nbytes: int) -> None:
 
 
 def _read_plain(path: Path, *, direct: bool) -> float:
-    """One read after the other into the same memory, a MiB each."""
+    """Seconds of sequential reads of 1 MiB into the same memory."""
     flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
     memory = mmap.mmap(-1, 1 << 20)  # begins at a page, as direct reads must
     fd = os.open(path, flags)
@@ -282,7 +280,7 @@ def _drop_pages(path: Path) -> None:
 
 
 def _codec_bytes(codec: str) -> float:
-    """Bytes of a block's file over those of the same block in bf16, heads of 64."""
+    """Bytes of a block's file relative to the same block in bf16, heads of 64."""
     raw = KVLayout((LayerShape(2, 64),) * 24, torch.bfloat16)
     sizes = []
     for layout in (replace(raw, codec=codec), raw):
@@ -292,7 +290,7 @@ def _codec_bytes(codec: str) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures, a line each."""
+    """A line for each figure."""
     lines = []
     pipeline = result["pipeline"]
     lines.append(

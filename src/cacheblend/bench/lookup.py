@@ -1,8 +1,8 @@
-"""A disk store with very many blocks: how long opening and a look-up take, and what memory a block takes.
+"""A disk store with very many blocks: time to open and to look up, memory per block.
 
-filled     small blocks of a real model's number of layers; the names of some of them are kept
-opened     in a process of its own, so that its memory is only the store's: open, look up names new to it, write one
-           block, which counts what the folder holds
+filled     small blocks with as many layers as a real model; some of their names are remembered
+opened     in a separate process, so that its memory is the store's alone: open, look up names for the first time, write
+           one block, which counts the folder's contents
 """
 
 import json
@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from cacheblend.bench.loading import random_block
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
-from cacheblend.engines import provenance
 from cacheblend.store import DiskStore
 
 Progress = Callable[[int, int], None]
 _LAYOUT = KVLayout((LayerShape(1, 8),) * 24, torch.bfloat16)
 _ROOT = root_name("bench", "look-up")
 _TOKENS = 2
-_TOLD_EVERY = 1000
+_REPORT_EVERY = 1000
 
 
 def run(
@@ -44,13 +44,13 @@ def run(
         progress: called with (blocks written, blocks in all).
 
     Raises:
-        InvalidInputError: no blocks, or fewer than are looked up; or this is not Linux, which tells of peaks.
+        InvalidInputError: no blocks, or fewer than are looked up; or this is not Linux, which reports peak memory.
         StoreError: the folder cannot be written to.
     """
     if not 0 < look_ups <= blocks:
         raise InvalidInputError(f"{look_ups} look-ups need at least as many blocks, not {blocks}")
     if not Path("/proc/self/clear_refs").exists():
-        raise InvalidInputError("memory is measured by what Linux tells in /proc, which is not here")
+        raise InvalidInputError("memory is measured through Linux's /proc, which is missing here")
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-", dir=folder) as place:
         asked = set(random.Random(0).sample(range(blocks), look_ups))
         names: list[BlockName] = []
@@ -60,7 +60,7 @@ def run(
                 store.write(block)
                 if number in asked:
                     names.append(block.name)
-                if progress is not None and (number + 1) % _TOLD_EVERY == 0:
+                if progress is not None and (number + 1) % _REPORT_EVERY == 0:
                     progress(number + 1, blocks)
         done = subprocess.run(
             [sys.executable, "-m", __name__, place, str(blocks)],
@@ -80,14 +80,12 @@ def run(
         "figures": figures,
         "blocks": blocks,
         **measured,
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 
 def line(result: dict[str, Any]) -> str:
-    """For people."""
+    """The result in one line."""
     figures = result["figures"]
     again = 1e6 * statistics.median(result["again_s"])
     return (
@@ -98,7 +96,7 @@ def line(result: dict[str, Any]) -> str:
 
 
 def _measure(folder: str, blocks: int) -> dict[str, Any]:
-    """In a process of its own; the names come on stdin."""
+    """Runs in a separate process; the names come on stdin."""
     names = [BlockName(bytes.fromhex(digits)) for digits in sys.stdin.read().split()]
     before = _restart_peak()
     started = time.perf_counter()
@@ -126,13 +124,13 @@ def _look_up(store: DiskStore, names: list[BlockName]) -> list[float]:
 
 
 def _restart_peak() -> int:
-    """Bytes of memory that this process has now; the peak counts from here on."""
+    """Resets the peak; returns the bytes of memory that this process has now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _peak_bytes()
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process had."""
+    """Peak memory of this process since the reset."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 

@@ -1,4 +1,4 @@
-"""Time in which a long prompt's stored chunks are found by their content, among many that are stored."""
+"""Time to find the stored chunks of a long prompt by their content, among many stored chunks."""
 
 import random
 import statistics
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.matching import ChunkIndex
-from cacheblend.engines import provenance
 
 VOCABULARY = 150_000
 
@@ -19,13 +19,13 @@ VOCABULARY = 150_000
 def run(
     *, stored: int = 100_000, chunk_tokens: int = 256, prompt_tokens: int = 32_768, runs: int = 20, seed: int = 0
 ) -> dict[str, Any]:
-    """Fills an index, then matches prompts that are stored chunks, each behind a few tokens of its own.
+    """Fills an index, then matches prompts of stored chunks; a few new tokens precede each chunk.
 
     Args:
         stored: chunks in the index.
-        chunk_tokens: of each.
-        prompt_tokens: of a prompt, at least.
-        runs: prompts.
+        chunk_tokens: tokens of each chunk.
+        prompt_tokens: least tokens of a prompt.
+        runs: number of prompts.
         seed: of ids and orders.
 
     Raises:
@@ -33,7 +33,7 @@ def run(
     """
     of_prompt = -(-prompt_tokens // (chunk_tokens + 4))
     if not 0 < of_prompt <= stored:
-        raise InvalidInputError(f"a prompt takes {of_prompt} chunks, and {stored} are stored")
+        raise InvalidInputError(f"a prompt needs {of_prompt} chunks, only {stored} are stored")
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, VOCABULARY, (stored, chunk_tokens), dtype=np.uint32).astype("<u4")
     nothing: TokenIds = np.empty(0, "<u4")
@@ -62,7 +62,5 @@ def run(
         "stored": stored,
         "chunk_tokens": chunk_tokens,
         "prompt_tokens": of_prompt * (chunk_tokens + 4),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }

@@ -1,4 +1,4 @@
-"""Peak resident memory of a blend and of a full prefill, each in a process of its own, the store on disk."""
+"""Peak resident memory of a blend and of a full prefill, each in its own process, the store on disk."""
 
 import json
 import random
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.store import open_store
@@ -25,10 +25,10 @@ STEPS = ("warm", "full", "blend")
 
 
 def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str, Any]:
-    """Warms a store in one process, then measures one prefill of each arm in another each.
+    """Warms a store in one process, then measures one prefill of each arm in its own process.
 
     Returns:
-        ``peak_bytes`` by arm, the prompt's ``kv_bytes``, and ``excess_over_kv``: blend less full, in KV caches.
+        ``peak_bytes`` by arm, the prompt's ``kv_bytes``, and ``excess_over_kv``: (blend - full) / KV cache.
     """
     measured: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
@@ -45,9 +45,7 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         "model": settings.model or settings.shape,
         "prompt_tokens": settings.prompt_tokens,
         "ratio": settings.ratios[0],
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 
@@ -100,14 +98,14 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
         if arm == "full":
             full_recompute(engine, prompt)
         elif arm == "blend":
-            # The KV cache is part of the peak, as it is in transformers' own: it is held until the end.
+            # The KV cache is part of the peak, as in transformers' own prefill: it is held until the end.
             result = engine.prefill(prompt, ratio=settings.ratios[0])
             assert result.kv
         return {"peak_bytes": _peak(), "kv_bytes": len(prompt) * engine.survey.layout.block_bytes(1)}
 
 
 def _forget_peak() -> None:
-    """Peak from here on: building the model has a peak of its own."""
+    """Resets the peak: building the model had its own."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -1,4 +1,4 @@
-"""Real passages as chunks of a stated length."""
+"""Real passages as chunks of a given length."""
 
 import hashlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from cacheblend.engines.hf import BlendEngine
 def read_chunks(path: Path, engine: BlendEngine, count: int, tokens: int) -> list[Segment]:
     """`count` different chunks of exactly `tokens` tokens, passages joined where one is too short.
 
-    Without a tokenizer each word becomes one id, the same word the same id.
+    Without a tokenizer each word becomes one id; equal words get equal ids.
 
     Raises:
         InvalidInputError: the file cannot be read, or has too little text.

@@ -1,4 +1,4 @@
-"""Time of names and plan of a long prompt, all chunks held: what blending costs before the first layer."""
+"""Time to name and plan a long prompt whose chunks are all stored: what blending costs before the first layer."""
 
 import random
 import statistics
@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.naming import BlockName, TokenIds, block_name, root_name, split_blocks
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
-from cacheblend.engines import provenance
 from cacheblend.store import KVStore, open_store
 
 VOCAB = 150_000
-_LAYOUT = KVLayout((LayerShape(1, 1),), torch.float32)  # what is stored is not read
+_LAYOUT = KVLayout((LayerShape(1, 1),), torch.float32)  # records are not read
 
 
 def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", runs: int = 20) -> dict[str, Any]:
-    """Plans prompts of `chunks` stored chunks in ever new orders, 32 plain tokens in front and behind.
+    """Plans prompts of `chunks` stored chunks in new orders; 32 plain tokens precede and follow them.
 
-    The store is warm; what is timed is `Planner.plan`: all names, one look-up of all blocks, the plan. The prompt's
-    ids are arrays, as engines hold them.
+    The store is warm; `Planner.plan` is timed: all names, one look-up of all blocks, the plan. The ids of a prompt are
+    arrays, as in engines.
     """
     draw = random.Random(0)
     generator = np.random.default_rng(0)
@@ -46,9 +46,7 @@ def run(*, chunks: int = 64, chunk_tokens: int = 511, store: str = "memory", run
         "chunks": chunks,
         "store": store,
         "plan_s": {"median": statistics.median(seconds[1:]), "min": min(seconds[1:]), "max": max(seconds[1:])},
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 

@@ -1,10 +1,10 @@
-"""Prompts for servers that are measured: random token ids, chunks that recur in new orders."""
+"""Prompts for benchmarks of servers: random token ids, chunks that recur in new orders."""
 
 import random
 from dataclasses import dataclass
 
 LAST_ID = 3000
-"""Of random ids: the tokenizer that ships knows as many."""
+"""Random ids are below this: the tokenizer that ships has as many."""
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,8 @@ class PromptShape:
     """A prompt: plain text that no cache holds, stored chunks in shuffled order, a question.
 
     Attributes:
-        chunks, chunk_tokens, question_tokens, plain_tokens: of a prompt.
+        chunks: number of chunks.
+        chunk_tokens, question_tokens, plain_tokens: tokens of a chunk, of the question, of the plain text.
     """
 
     chunks: int = 8
@@ -43,7 +44,7 @@ class Prompts:
         self.chunks = [self.ids(shape.chunk_tokens) for _ in range(shape.chunks)]
 
     def ids(self, count: int) -> list[int]:
-        """Of the tokenizer that ships, so that any server can say them."""
+        """Random ids that the tokenizer that ships can decode, so that any server can."""
         return [self._rng.randrange(300, self._last) for _ in range(count)]
 
     def draw(self) -> tuple[list[int], list[list[int]]]:

@@ -1,7 +1,7 @@
-"""Reads a RAGPulse trace: real RAG requests whose texts are known by id and length alone; gives them random tokens.
+"""Reads a RAGPulse trace: real RAG requests; of their texts only ids and lengths are known, tokens are random.
 
-The folder is that of the data set (flashserve/RAGPulse): `0_trace.jsonl` has the requests in the order in which they
-came, the other files the length of each text.
+The folder is the data set's (flashserve/RAGPulse): `0_trace.jsonl` has the requests in order of arrival, the other
+files have the length of each text.
 """
 
 import json
@@ -25,19 +25,19 @@ LENGTHS = {
 
 @dataclass(frozen=True)
 class TraceText:
-    """A text of the trace: its id, and its length in tokens."""
+    """A text of the trace: id, and length in tokens."""
 
     id: int
     tokens: int
 
     def token_ids(self) -> list[int]:
-        """Random, always the same for one text; of the tokenizer that ships."""
+        """Random ids of the tokenizer that ships; always the same for one text."""
         return random_ids(f"text {self.id}", self.tokens)
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request; each part in its order."""
+    """One request; each part in order."""
 
     system: tuple[TraceText, ...]
     passages: tuple[TraceText, ...]
@@ -52,12 +52,12 @@ def random_ids(seed: str, count: int) -> list[int]:
 
 
 def tokens_of(texts: Iterable[TraceText]) -> int:
-    """Their lengths together."""
+    """Tokens of all texts."""
     return sum(text.tokens for text in texts)
 
 
 def read_trace(folder: Path) -> list[TraceRequest]:
-    """The requests, in the order in which they came.
+    """The requests in order of arrival.
 
     Raises:
         InvalidInputError: a file is missing, or a line is not what it should be; names file, line and field.

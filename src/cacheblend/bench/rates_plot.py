@@ -1,4 +1,4 @@
-"""Time to first token against the rate of requests, drawn. Needs matplotlib."""
+"""Draws time to first token against the rate of requests. Needs matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 def draw_rates(
     rates: Sequence[float], curves: Mapping[str, tuple[Sequence[float], float]], title: str, path: Path
 ) -> None:
-    """A curve each, and a line where it saturates.
+    """Draws a curve for each server, and a line where it saturates.
 
     Args:
         rates: requests per second.

@@ -1,4 +1,4 @@
-"""What is replayed of a RAGPulse trace: which requests, what of them is stored, what blending can gain at most."""
+"""Which requests of a RAGPulse trace are replayed, what is stored before, and the most that blending can gain."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, tokens_of
 from cacheblend.core.errors import InvalidInputError
 
-CHECK_LAYER = 1  # as the benches set it
+CHECK_LAYER = 1  # as the benchmarks set it
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The requests, and what of them is stored before they come.
+    """The requests, and the passages that are stored before they arrive.
 
     Attributes:
-        requests: sampled.
-        before: those in front of the cut.
-        stored: passages that both name.
+        requests: sampled from the last third.
+        before: requests of the first two thirds.
+        stored: passages that occur in both.
     """
 
     requests: list[TraceRequest]
@@ -26,30 +26,30 @@ class Sample:
 
     @staticmethod
     def of(trace: Sequence[TraceRequest], count: int, seed: int) -> "Sample":
-        """Of the last third's requests with passages.
+        """Samples requests with passages from the last third of a trace.
 
         Raises:
-            InvalidInputError: there are not as many.
+            InvalidInputError: there are fewer than `count`.
         """
         cut = len(trace) * 2 // 3
-        before, behind = ([r for r in part if r.passages] for part in (trace[:cut], trace[cut:]))
-        if len(behind) < count:
-            raise InvalidInputError(f"the trace's last third has {len(behind)} requests with passages, not {count}")
-        requests = random.Random(seed).sample(behind, count)
+        before, last = ([r for r in part if r.passages] for part in (trace[:cut], trace[cut:]))
+        if len(last) < count:
+            raise InvalidInputError(f"the trace's last third has {len(last)} requests with passages, not {count}")
+        requests = random.Random(seed).sample(last, count)
         named = {passage for request in before for passage in request.passages}
         return Sample(requests, before, frozenset(p for r in requests for p in r.passages if p in named))
 
     def held_tokens(self, request: TraceRequest) -> int:
-        """Of a request's tokens, those that are stored."""
+        """Stored tokens of a request."""
         return tokens_of(p for p in request.passages if p in self.stored)
 
 
 def row_layer_ceiling(requests: Iterable[tuple[int, int]], layers: int, ratio: float) -> float:
-    """How much less is computed if nothing but rows times layers counted, and nothing else were ever shared.
+    """Full prefill's row-layers over blending's: the gain if compute were all, and nothing else were shared.
 
     Args:
-        requests: (tokens, tokens that are stored) of each.
-        layers: of the model.
+        requests: (tokens, stored tokens) of each.
+        layers: number of the model's layers.
         ratio: recompute ratio.
     """
     plain = blended = 0.0

@@ -1,10 +1,10 @@
 """The embedded server over HTTP: time to first token, what the server adds to the engine, a trace of real requests.
 
-What is stored is stored ahead, and nothing of what is asked: each request finds what its ceiling counts on.
+Passages are stored before, and the requests store nothing: each finds exactly the passages that its ceiling assumes.
 
-ttft       stored chunks in shuffled order, `full` and `blend` in turns
-overhead   what a client waits beyond the engine's own plan and pass, on the same requests
-replay     RAGPulse at saturation, each mode by itself, then at a few rates
+ttft       stored chunks in shuffled order, `full` and `blend` alternating
+overhead   a client's waiting time beyond the engine's planning and prefill, on the same requests
+replay     RAGPulse at saturation, one mode after the other, then at a few rates
 """
 
 import json
@@ -27,9 +27,9 @@ from cacheblend.bench.prompts import LAST_ID, Prompts, PromptShape
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
 from cacheblend.bench.replaying import Sample, row_layer_ceiling
 from cacheblend.bench.shapes import check_choice, config_of
+from cacheblend.bench.stamp import stamp
 from cacheblend.bench.vllm_server import shape_folder
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import provenance
 
 Progress = Callable[[str, int, int], None]
 """Called with (one of `STAGES`, done, in all)."""
@@ -48,14 +48,14 @@ class Serving:
     Attributes:
         model: a model folder; or `shape`: random weights of a known shape.
         trace: folder of a RAGPulse trace; None leaves the replay out.
-        prompt: of the first part.
+        prompt: shape of the first part's prompts.
         ratio: recompute ratio.
-        runs: rounds of the first part, behind one that is not counted.
-        requests: replayed.
-        clients: at once.
-        rates: of blend's own saturation.
-        rate_requests: asked at each rate.
-        answer_tokens, own_tokens: of a replayed request.
+        runs: measured rounds of the first part, after one warm-up.
+        requests: number of requests replayed.
+        clients: requests under way at once.
+        rates: rates of requests, as shares of the saturation of `blend`.
+        rate_requests: number of requests at each rate.
+        answer_tokens, own_tokens: tokens of an answer, and of the text that only one request has.
         seed: of everything drawn.
     """
 
@@ -78,12 +78,12 @@ class Serving:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of the model's layers."""
         return int(config_of(self.model, self.shape).num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
+        """Size of the model's vocabulary."""
         return int(config_of(self.model, self.shape).vocab_size)
 
 
@@ -97,14 +97,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Got:
-    """What came of it: the client's time to first token, and the server's report."""
+    """The client's time to first token, and the server's report."""
 
     ttft_s: float
     report: dict[str, Any]
 
 
 class Client:
-    """Asks a server greedily, for a stream."""
+    """A client of a server: greedy, streamed."""
 
     def __init__(self, url: str, model: str, ratio: float) -> None:
         import httpx
@@ -113,10 +113,10 @@ class Client:
         self._http = httpx.Client(base_url=url, timeout=START_S)
 
     def ask(self, asked: Asked, tokens: int, mode: str) -> Got:
-        """One request, timed from before it is made into JSON.
+        """Sends one request; the time includes making its JSON.
 
         Raises:
-            InvalidInputError: the server did not answer it.
+            InvalidInputError: the server did not answer.
         """
         started, first = time.perf_counter(), 0.0
         report: dict[str, Any] = {}
@@ -137,12 +137,12 @@ class Client:
                     first = first or time.perf_counter() - started
                     event = json.loads(line[6:])
                     if "error" in event:
-                        raise InvalidInputError(f"the server gave up: {event['error']['message']}")
+                        raise InvalidInputError(f"the server ended the stream: {event['error']['message']}")
                     report = event.get("cacheblend") or report
         return Got(first, report)
 
     def store(self, chunks: list[list[int]]) -> None:
-        """Has chunks computed and stored.
+        """Makes the server compute and store chunks.
 
         Raises:
             InvalidInputError: the server refused.
@@ -154,12 +154,12 @@ class Client:
 
 
 def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
-    """All of it; `figures` beside the raw numbers.
+    """Runs all parts; returns `figures` and the raw numbers.
 
     Raises:
         InvalidInputError: the trace or the model cannot be read, or the server does not start.
     """
-    tell = progress or (lambda stage, done, total: None)
+    advance = progress or (lambda stage, done, total: None)
     if what.trace is not None and what.vocab_size < LAST_ID:
         raise InvalidInputError(f"a trace is replayed with token ids up to {LAST_ID}; this model has {what.vocab_size}")
     sample = None if what.trace is None else Sample.of(read_trace(what.trace), what.requests, what.seed)
@@ -167,10 +167,10 @@ def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(what.model) if what.model else stack.enter_context(shape_folder(what.shape or "", what.seed))
         client = stack.enter_context(serving(folder, what))
-        result["ttft"] = _first_tokens(client, what, tell)
+        result["ttft"] = _first_tokens(client, what, advance)
         figures = {name: result["ttft"].pop(name) for name in ("ttft_speedup", "overhead_ms")}
         if sample is not None:
-            result["replay"] = found = _replay(client, sample, what, tell)
+            result["replay"] = found = _replay(client, sample, what, advance)
             figures |= {
                 "replay_speedup": found["speedup"],
                 "replay_of_ceiling": found["speedup"] / found["ceiling"],
@@ -181,18 +181,16 @@ def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
         "model": what.model or what.shape,
         "ratio": what.ratio,
         "settings": {**vars(what), "trace": what.trace and what.trace.name, "prompt": vars(what.prompt)},
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **stamp(),
     }
 
 
 @contextmanager
 def serving(folder: Path, what: Serving) -> Iterator[Client]:
-    """`cacheblend serve` on a free port; stopped behind it.
+    """`cacheblend serve` on a free port; stopped at the end.
 
     Raises:
-        InvalidInputError: it ended, with its last words.
+        InvalidInputError: the server did not start; with the end of its output.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -224,7 +222,7 @@ def serving(folder: Path, what: Serving) -> Iterator[Client]:
                 process.wait()
 
 
-def _first_tokens(client: Client, what: Serving, tell: Progress) -> dict[str, Any]:
+def _first_tokens(client: Client, what: Serving, advance: Progress) -> dict[str, Any]:
     shape, prompts = what.prompt, Prompts(what.prompt, what.seed, what.vocab_size)
 
     def draw() -> Asked:
@@ -241,7 +239,7 @@ def _first_tokens(client: Client, what: Serving, tell: Progress) -> dict[str, An
                 times[mode].append(got.ttft_s)
                 own = got.report["plan_s"] + got.report["wait_s"] + got.report["compute_s"]
                 beyond.append(got.ttft_s - own)
-        tell(STAGES[0], number + 1, what.runs + 1)
+        advance(STAGES[0], number + 1, what.runs + 1)
     medians = {mode: statistics.median(taken) for mode, taken in times.items()}
     return {
         "ttft_speedup": medians["full"] / medians["blend"],
@@ -252,12 +250,12 @@ def _first_tokens(client: Client, what: Serving, tell: Progress) -> dict[str, An
     }
 
 
-def _replay(client: Client, sample: Sample, what: Serving, tell: Progress) -> dict[str, Any]:
-    """Each mode alone at saturation, then at rates."""
+def _replay(client: Client, sample: Sample, what: Serving, advance: Progress) -> dict[str, Any]:
+    """One mode after the other at saturation, then at rates."""
     waiting = sorted(sample.stored, key=lambda passage: passage.id)
     for at in range(0, len(waiting), FILLING):
         client.store([passage.token_ids() for passage in waiting[at : at + FILLING]])
-        tell(FILL, min(at + FILLING, len(waiting)), len(waiting))
+        advance(FILL, min(at + FILLING, len(waiting)), len(waiting))
     prompts = {mode: [_asked(r, f"{mode} {n}", what) for n, r in enumerate(sample.requests)] for mode in MODES}
     lengths = [(len(a.ids), sample.held_tokens(r)) for a, r in zip(prompts["full"], sample.requests, strict=True)]
     found: dict[str, Any] = {"ceiling": row_layer_ceiling(lengths, what.layers, what.ratio)}
@@ -271,7 +269,7 @@ def _replay(client: Client, sample: Sample, what: Serving, tell: Progress) -> di
             return got.ttft_s
 
         def done(count: int, mode: str = mode) -> None:
-            tell(f"{mode}, replay", count, what.requests)
+            advance(f"{mode}, replay", count, what.requests)
 
         found[mode] = saturate(ask, prompts[mode], what.clients, done) | {"loaded_tokens": sum(loaded)}
     found["speedup"] = found["blend"]["requests_per_s"] / found["full"]["requests_per_s"]
@@ -291,7 +289,7 @@ def _replay(client: Client, sample: Sample, what: Serving, tell: Progress) -> di
             times = ask_at(ask_late, due)
             point[mode] = {"ttft_s": times, "median_s": statistics.median(times)}
         found["rates"].append(point)
-        tell(RATES, number, len(what.rates))
+        advance(RATES, number, len(what.rates))
     return found
 
 
@@ -300,16 +298,16 @@ def _asked(request: TraceRequest, seed: str, what: Serving) -> Asked:
     return _prompt(own, list(request.passages), [token for text in request.question for token in text.token_ids()])
 
 
-def _prompt(front: list[int], passages: list[TraceText], behind: list[int]) -> Asked:
+def _prompt(front: list[int], passages: list[TraceText], question: list[int]) -> Asked:
     ids, spans = list(front), []
     for passage in passages:
         spans.append([len(ids), len(ids) + passage.tokens])
         ids += passage.token_ids()
-    return Asked(ids + behind, spans)
+    return Asked(ids + question, spans)
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures, a line each."""
+    """A line for each figure."""
     return "\n".join(f"{name}: {value:.3f}" for name, value in result["figures"].items())
 
 

@@ -1,6 +1,6 @@
-"""Random weights of known shapes: speed does not depend on what the weights say.
+"""Random weights of known shapes: speed does not depend on the values of weights.
 
-Figures are those of the models' published config files.
+Sizes are from the models' published config files.
 """
 
 import torch
@@ -18,13 +18,13 @@ _LLAMA3_ROPE = {
 
 
 def check_choice(model: str | None, shape: str | None) -> None:
-    """Raises `InvalidInputError` unless just one of the two is named."""
+    """Raises `InvalidInputError` unless exactly one of the two is given."""
     if (model is None) == (shape is None):
-        raise InvalidInputError("name either a model folder or a shape")
+        raise InvalidInputError("give either a model folder or a shape, not both and not none")
 
 
 def config_of(model: str | None, shape: str | None) -> PretrainedConfig:
-    """Of a model folder, or of a known shape; `InvalidInputError` for another shape."""
+    """Configuration of a model folder or a known shape; `InvalidInputError` for an unknown shape."""
     return shape_config(shape) if shape else AutoConfig.from_pretrained(model)
 
 
@@ -91,7 +91,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def shape_config(name: str) -> PretrainedConfig:
-    """The configuration of that shape.
+    """The configuration of a shape.
 
     Raises:
         InvalidInputError: no such shape.
@@ -105,7 +105,7 @@ def shape_config(name: str) -> PretrainedConfig:
 def build_shape(
     name: str, *, dtype: torch.dtype = torch.bfloat16, device: str | None = None, seed: int = 0
 ) -> PreTrainedModel:
-    """A model of that shape with random weights, on CUDA where there is one.
+    """A model of a shape with random weights, on CUDA if present.
 
     Raises:
         InvalidInputError: no such shape.

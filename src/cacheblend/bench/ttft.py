@@ -1,8 +1,8 @@
-"""Time to first token: full prefill, prefix caching, full reuse and blend on the same prompts, arms alternating.
+"""Time to first token: full prefill, prefix caching, full reuse and blend, alternating on the same prompts.
 
 A prompt is 32 tokens of plain text that no cache holds (new ones each round), the stored chunks in shuffled order,
-the question: no chunk is an exact prefix hit. Full prefill is what a user would run today: transformers' own forward
-with SDPA and a cache, last logits only.
+the question: no chunk is an exact prefix hit. Full prefill is transformers' own forward with SDPA and a cache, last
+logits only.
 """
 
 import random
@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from cacheblend.bench.passages import read_chunks
 from cacheblend.bench.shapes import build_shape, check_choice
+from cacheblend.bench.stamp import stamp
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import NoRows, check_ratio
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.store import KVStore, MemoryStore, open_store
@@ -48,13 +48,13 @@ class TtftSettings:
         model: a model folder; or `shape`: random weights of a known shape.
         data: real passages (JSON as the CacheBlend authors' inputs, JSON lines, or text); None: random tokens.
         chunks, chunk_tokens, question_tokens, plain_tokens: the prompt.
-        ratios: one blend arm each.
+        ratios: each is measured as its own blend arm.
         arms: of `ARMS`; ``miss`` is blend with nothing stored.
-        stores: ``memory``, ``disk`` (without memory in front): the cached arms run on each.
-        runs: measured rounds, behind one that is not.
-        threads: of torch; None leaves it as it is.
-        seed: of the weights, the tokens and the orders.
-        sweep: one of `SWEEPS`: the benchmark at each of its values (of several `ratios` at those).
+        stores: ``memory``, ``disk`` (without memory in front); arms that load run on each.
+        runs: measured rounds, after one warm-up.
+        threads: of torch; None keeps torch's own number.
+        seed: of weights, tokens and orders.
+        sweep: one of `SWEEPS`: runs the benchmark at each of its values; several `ratios` replace those of the sweep.
     """
 
     model: str | None = None
@@ -123,9 +123,7 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
             "arms": points[0][1],
             "model": name,
             "prompt": _prompt_facts(points[0][0]),
-            "machine": provenance.machine(),
-            "versions": provenance.versions(),
-            "commit": provenance.commit(),
+            **stamp(),
         }
         if settings.sweep:
             result["sweep"] = {
@@ -147,7 +145,7 @@ def _points(settings: TtftSettings) -> list[TtftSettings]:
 
 
 def _check(points: list[TtftSettings], model: PreTrainedModel, tokenizer: Any) -> None:
-    """Holds the prompts of all points against the model's limits, before any is measured."""
+    """Checks the prompts of all points against the model's limits, before any is measured."""
     with _engine(model, tokenizer, "memory") as engine:
         for point in points:
             draw = random.Random(point.seed)

@@ -12,7 +12,7 @@ def table(result: dict[str, Any]) -> Table:
     """The result for people, 80 columns wide; a sweep has one block a point."""
     out = Table(
         title=Text(f"Time to first token, {result['model']}", "table.title"),
-        caption="gain: full / arm; loaded: tokens from the store; again: those recomputed",
+        caption="gain: full / arm; loaded: tokens from the store; again: recomputed",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

@@ -1,6 +1,6 @@
-"""Blending in vLLM against vLLM with prefix caching: time to first token, and what other requests feel of it.
+"""Blending in vLLM against vLLM with prefix caching: time to first token, and gaps between other requests' tokens.
 
-Both servers run at once and are asked in turns, so that a noisy machine troubles both.
+Both servers run at once and are asked alternately, so that noise of the machine affects both.
 """
 
 import statistics
@@ -19,19 +19,19 @@ DECODED = 256
 """Tokens of the request whose gaps are measured."""
 
 QUIET_S = 1.5
-"""In front of what is timed: vLLM's processes spin for a second behind their last request, and where cores are few,
-those of the server asked before would be felt by the one asked now."""
+"""Pause before each timed request: vLLM's processes spin for a second after their last request, and on few cores they
+would slow the other server down."""
 
 
 def ttft(
     pair: Pair, shape: PromptShape, runs: int = 5, seed: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Time to first token of both servers on the same prompts, stored chunks in shuffled order, and of plain prompts.
+    """Time to first token of both servers: prompts of stored chunks in shuffled order, and plain prompts.
 
     Args:
         pair: the servers.
         shape: of the prompts.
-        runs: measured rounds, behind one that is not.
+        runs: measured rounds, after one warm-up.
         seed: of tokens and orders.
         progress: called with (rounds done, rounds in all).
 
@@ -70,7 +70,7 @@ def ttft(
 def latency(
     pair: Pair, shape: PromptShape, runs: int = 5, seed: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Gaps between the tokens of a decoding request while another's prompt is prefilled: blended, and plain.
+    """Gaps between tokens of a decoding request while another prompt is prefilled: blended, and plain.
 
     Args, raises: as `ttft`.
     """
@@ -93,7 +93,7 @@ def latency(
 
 
 def _gaps_beside(server: Server, decoding: list[int], prompt: list[int]) -> list[float]:
-    """Gaps between a request's tokens from when another one comes until that one has its first token."""
+    """Gaps between a request's tokens from the arrival of another request to that one's first token."""
     found = Streamed()
     started = time.perf_counter()
     thread = threading.Thread(target=lambda: found.times.extend(server.ask(decoding, DECODED, []).times))
@@ -106,7 +106,7 @@ def _gaps_beside(server: Server, decoding: list[int], prompt: list[int]) -> list
 
 
 def _fill(server: Server, prompts: Prompts, shape: PromptShape) -> None:
-    """Has the chunks stored, and waits for it."""
+    """Makes the server store the chunks, and waits until it has."""
     ids, spans = prompts.draw()
     server.ask(ids, 1, spans)
     server.wait_for_captures(shape.chunks * shape.chunk_tokens)

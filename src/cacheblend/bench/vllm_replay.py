@@ -1,12 +1,12 @@
 """Replays a RAGPulse trace on vLLM with prefix caching and on vLLM with the plug-in: what each can serve.
 
-    store                        passages of the trace's first two thirds that the sampled requests name
-    both prefix caches           the last requests in front of the cut
+    store                        passages of the first two thirds that the sampled requests use
+    both prefix caches           the last requests of the first two thirds
     measured                     requests sampled from the last third, at saturation, then at a few rates
 
-A request is some tokens of its own, its passages, the user's input: nothing but the passages recurs, as in the trace,
-where each request's own system prompt stands in front. Besides that, the same with everything that the trace has.
-Only one server works at a time.
+A request is a few new tokens, its passages, the user's input: only the passages recur, as in the trace, where a system
+prompt of its own precedes each request. The same is measured with everything that the trace has. Only one server works
+at a time.
 """
 
 import statistics
@@ -29,7 +29,7 @@ FILL, RATES = "filling the store", "rates"
 STAGES = (FILL, "vllm, passages", "blend, passages", "vllm, whole", "blend, whole", RATES)
 
 FILLING_TOKENS = 1500  # of a prompt that fills the store
-WARM_REQUESTS = 20  # in front of the cut, for the prefix caches: more would have left them again
+WARM_REQUESTS = 20  # requests that fill the prefix caches; of more, the first would be evicted again
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Replay:
 
     Attributes:
         trace: folder of a RAGPulse trace.
-        requests: sampled from the last third, of those that have passages.
-        own_tokens: in front of each request.
-        answer_tokens: of each answer.
+        requests: number sampled from the last third, of requests with passages.
+        own_tokens: new tokens that precede each request.
+        answer_tokens: tokens of each answer.
         clients: requests under way at saturation.
-        rates: of the plug-in's own saturation; at each, both are asked at times of a Poisson process.
-        rate_requests: asked at each rate.
-        with_whole: replay it with everything that the trace has, too, at saturation.
-        seed: of the sample and of the times.
+        rates: shares of the plug-in's saturation; at each, requests arrive as a Poisson process.
+        rate_requests: number of requests at each rate.
+        with_whole: also replay everything that the trace has, at saturation.
+        seed: of the sample and of the arrival times.
     """
 
     trace: Path
@@ -60,12 +60,12 @@ class Replay:
 
 
 def prompt(request: TraceRequest, own: list[int], *, whole: bool) -> list[int]:
-    """Token ids: tokens of its own, passages and the user's input; whole: system prompt, history, web search as well.
+    """Token ids of a request: new tokens, passages, the user's input.
 
     Args:
         request: of the trace.
-        own: token ids in front.
-        whole: everything that the trace has.
+        own: token ids that precede it.
+        whole: also its system prompt, history and web search.
     """
     texts: tuple[TraceText, ...] = (*request.passages, *request.question)
     if whole:
@@ -74,18 +74,18 @@ def prompt(request: TraceRequest, own: list[int], *, whole: bool) -> list[int]:
 
 
 def replay(pair: Pair, what: Replay, progress: Progress | None = None) -> dict[str, Any]:
-    """Requests per second of both at saturation, and time to first token by rate.
+    """Requests per second of both servers at saturation, and time to first token by rate.
 
     Args:
         pair: the servers.
-        what: is replayed.
+        what: what is replayed.
         progress: see `Progress`.
 
     Raises:
         InvalidInputError: the trace cannot be read or is too short, vLLM is not installed here or does not start.
     """
     sample = Sample.of(read_trace(what.trace), what.requests, what.seed)
-    tell = progress or (lambda stage, done, total: None)
+    advance = progress or (lambda stage, done, total: None)
     forms = {"passages": False} | ({"whole": True} if what.with_whole else {})
     longest = max(
         len(prompt(request, [0] * what.own_tokens, whole=whole))
@@ -95,10 +95,10 @@ def replay(pair: Pair, what: Replay, progress: Progress | None = None) -> dict[s
     result: dict[str, Any] = {}
     with pair.serving(longest + what.answer_tokens + 64) as (plain, blend):
         servers = {"vllm": plain, "blend": blend}
-        _fill(blend, sample, tell)
+        _fill(blend, sample, advance)
         for form, whole in forms.items():
-            result[form] = _saturate_both(servers, sample, what, pair, form, whole, tell)
-        result["rates"] = _sweep(servers, sample, what, result["passages"]["blend"]["requests_per_s"], tell)
+            result[form] = _saturate_both(servers, sample, what, pair, form, whole, advance)
+        result["rates"] = _sweep(servers, sample, what, result["passages"]["blend"]["requests_per_s"], advance)
         counters = blend.counters()
     found = result["passages"]
     figures = {"replay_speedup": found["speedup"], "replay_of_ceiling": found["speedup"] / found["ceiling"]}
@@ -118,9 +118,9 @@ def _saturate_both(
     pair: Pair,
     form: str,
     whole: bool,
-    tell: Progress,
+    advance: Progress,
 ) -> dict[str, Any]:
-    """Each server alone, as fast as it can."""
+    """One server after the other, at saturation."""
     prompts = [prompt(r, _own(f"{form} {n}", what), whole=whole) for n, r in enumerate(sample.requests)]
     warm = [
         prompt(r, _own(f"{form} before {n}", what), whole=whole)
@@ -134,13 +134,15 @@ def _saturate_both(
     }
     for name, server in servers.items():
         _saturate(server, warm, what, lambda done: None)
-        found[name] = _saturate(server, prompts, what, partial(_tell_done, tell, f"{name}, {form}", len(prompts)))
+        found[name] = _saturate(
+            server, prompts, what, partial(_advance_stage, advance, f"{name}, {form}", len(prompts))
+        )
     found["speedup"] = found["blend"]["requests_per_s"] / found["vllm"]["requests_per_s"]
     return found
 
 
-def _tell_done(tell: Progress, stage: str, total: int, done: int) -> None:
-    tell(stage, done, total)
+def _advance_stage(advance: Progress, stage: str, total: int, done: int) -> None:
+    advance(stage, done, total)
 
 
 def _saturate(server: Server, prompts: list[list[int]], what: Replay, done: Callable[[int], None]) -> dict[str, Any]:
@@ -148,9 +150,9 @@ def _saturate(server: Server, prompts: list[list[int]], what: Replay, done: Call
 
 
 def _sweep(
-    servers: dict[str, Server], sample: Sample, what: Replay, saturation: float, tell: Progress
+    servers: dict[str, Server], sample: Sample, what: Replay, saturation: float, advance: Progress
 ) -> list[dict[str, Any]]:
-    """Time to first token at each rate, from when a request should have been sent; one server behind the other."""
+    """Time to first token at each rate, counted from when a request was due; one server after the other."""
     found = []
     for done, share in enumerate(what.rates, 1):
         rate = share * saturation
@@ -167,12 +169,12 @@ def _sweep(
             times = ask_at(ask, due)
             point[name] = {"ttft_s": times, "median_s": statistics.median(times)}
         found.append(point)
-        tell(RATES, done, len(what.rates))
+        advance(RATES, done, len(what.rates))
     return found
 
 
-def _fill(server: Server, sample: Sample, tell: Progress) -> None:
-    """Has the passages stored, several a request, and waits for it."""
+def _fill(server: Server, sample: Sample, advance: Progress) -> None:
+    """Makes the server store the passages, several in a request, and waits until it has."""
     waiting, wanted = sorted(sample.stored, key=lambda passage: passage.id), tokens_of(sample.stored)
     filled = 0
     while waiting:
@@ -184,7 +186,7 @@ def _fill(server: Server, sample: Sample, tell: Progress) -> None:
             filled += passage.tokens
         server.ask([*ids, 300], 1, spans)
         server.wait_for_captures(filled, pause=0)
-        tell(FILL, filled, wanted)
+        advance(FILL, filled, wanted)
     server.wait_for_captures(wanted)
 
 
@@ -193,7 +195,7 @@ def _own(seed: str, what: Replay) -> list[int]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws time to first token against the rate of requests, for both. Needs matplotlib."""
+    """Draws time to first token against the rate of requests, for both servers. Needs matplotlib."""
     found = result["passages"]
     labels = {"vllm": "vLLM, prefix caching", "blend": "vLLM with CacheBlend"}
     curves = {

@@ -1,4 +1,4 @@
-"""`vllm serve` of one's own on a free port, with the plug-in and without; a client that times what it streams.
+"""Starts `vllm serve` on a free port, with the plug-in or without; a client that times the tokens it streams.
 
 Imports no vLLM.
 """
@@ -28,7 +28,7 @@ from cacheblend.engines import provenance
 
 NAME = "served"
 START_S = FILL_S = 600
-REFRESH_S = 1.0  # the plug-in's, so that what is stored is soon found
+REFRESH_S = 1.0  # how often the plug-in lists the store: short, so that new chunks are found soon
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -38,8 +38,8 @@ class ServerSettings:
 
     Attributes:
         model: folder.
-        extra: the connector's settings; None: vLLM without the plug-in, prefix caching on.
-        max_model_len, max_num_batched_tokens: vLLM's.
+        extra: settings of the connector; None: vLLM without the plug-in, prefix caching on.
+        max_model_len, max_num_batched_tokens: vLLM's settings.
         dtype: of the weights.
         options: further arguments of `vllm serve`.
     """
@@ -54,7 +54,7 @@ class ServerSettings:
 
 @dataclass
 class Streamed:
-    """One answer as it came.
+    """One streamed answer.
 
     Attributes:
         times: seconds from the request to each event.
@@ -117,8 +117,8 @@ class Server:
         return {key: value for key, value in self.metrics().items() if "cacheblend" in key and "created" not in key}
 
     def wait_for_captures(self, tokens: int, pause: float = 2 * REFRESH_S) -> None:
-        """Returns when this many tokens were stored since the server's start, and behind a pause, in which it reads
-        the list of what is stored anew.
+        """Returns when so many tokens were stored since the server started, and after a pause in which the server
+        lists the store again.
 
         Raises:
             InvalidInputError: they were not in time.
@@ -126,8 +126,10 @@ class Server:
         end = time.monotonic() + FILL_S
         while (stored := self.counted("captured_tokens")) < tokens:
             if time.monotonic() > end:
-                raise InvalidInputError(f"the server stored {stored:.0f} of {tokens} tokens within {FILL_S} s")
-            self.ask([7] * 16, 2, [])  # its counters travel with steps
+                raise InvalidInputError(
+                    f"the server stored {stored:.0f} of {tokens} tokens within {FILL_S} s; see its log"
+                )
+            self.ask([7] * 16, 2, [])  # counters are updated by engine steps
             time.sleep(0.2)
         time.sleep(pause)
 
@@ -154,12 +156,12 @@ class Pair:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of the model's layers."""
         return int(config_of(self.model, self.shape).num_hidden_layers)
 
     @contextmanager
     def serving(self, max_model_len: int) -> Iterator[tuple[Server, Server]]:
-        """(vLLM, vLLM with the plug-in and an empty store); stopped behind it.
+        """(vLLM, vLLM with the plug-in and an empty store); stopped at the end.
 
         Raises:
             InvalidInputError: vLLM is not installed here, or does not start.
@@ -179,7 +181,7 @@ class Pair:
             yield first, second
 
     def described(self) -> dict[str, Any]:
-        """What figures depend on: model, ratio, machine, versions, commit."""
+        """What the figures depend on: model, ratio, machine, versions, commit."""
         found = {}
         for name in ("vllm", "vllm-cpu"):
             try:
@@ -196,19 +198,24 @@ class Pair:
         }
 
 
-@contextmanager
-def serving(settings: ServerSettings) -> Iterator[Server]:
-    """A server that answers; stopped behind it.
-
-    Raises:
-        InvalidInputError: vLLM is not installed here, or the server ended; with its last words.
-    """
+def check_installed() -> None:
+    """Raises `InvalidInputError` where vLLM is not installed."""
     if find_spec("vllm") is None:
         raise InvalidInputError("vLLM cannot be imported here: install it beside cacheblend (make vllm)")
+
+
+@contextmanager
+def serving(settings: ServerSettings) -> Iterator[Server]:
+    """A running server; stopped at the end.
+
+    Raises:
+        InvalidInputError: vLLM is not installed here, or the server ended; with the end of its output.
+    """
+    check_installed()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # As `vllm serve` does; but that asks for the package's version by a name that the CPU build does not have.
+    # As `vllm serve` does, which asks for the package's version by a name that the CPU build does not have.
     arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
     arguments += ["--served-model-name", NAME, "--port", str(port)]
     arguments += ["--host", "127.0.0.1", "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
@@ -254,7 +261,7 @@ def _wait(process: "subprocess.Popen[Any]", server: Server, words: Any) -> None:
 
 @contextmanager
 def shape_folder(shape: str, seed: int = 0) -> Iterator[Path]:
-    """A model folder with random weights of a known shape, and the tokenizer that ships: ids are all that counts."""
+    """A model folder with random weights of a known shape and the tokenizer that ships: prompts are ids anyway."""
     from transformers import AutoTokenizer
 
     from cacheblend.nano import model_path

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 import typer
 
-from cacheblend.cli import ask, bench, bench_vllm, calibrate, demo, doctor, evaluate, inspect, plan, serve, store, warm
+from cacheblend.cli import ask, calibrate, demo, doctor, evaluate, inspect, keys, plan, serve, store, warm
+from cacheblend.cli.bench import app as bench_app
+from cacheblend.cli.errors import empty_value, is_help, is_usage_error, usage_text
+from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.output import error_text, print_error
 
 ERROR = 2
-WRITES_JSON = (["bench"], ["evaluate"])  # there --json names a file
 
 app = typer.Typer(
     name="cacheblend",
@@ -27,23 +29,22 @@ app = typer.Typer(
 
 FIRST, DAILY, MEASURE = "See whether it fits", "Use it", "Measure it"
 
-app.command("demo", rich_help_panel=FIRST)(demo.demo)
-app.command("doctor", rich_help_panel=FIRST)(doctor.doctor)
-app.command("warm", rich_help_panel=DAILY)(warm.warm)
-app.command("calibrate", rich_help_panel=DAILY)(calibrate.calibrate)
-app.command("plan", rich_help_panel=MEASURE)(plan.plan)
-app.command("ask", rich_help_panel=DAILY)(ask.ask)
-app.command("serve", rich_help_panel=DAILY)(serve.serve)
-app.add_typer(serve.keys_app, name="keys", rich_help_panel=DAILY)
+app.command("demo", rich_help_panel=FIRST)(with_groups(demo.demo))
+app.command("doctor", rich_help_panel=FIRST)(with_groups(doctor.doctor))
+app.command("warm", rich_help_panel=DAILY)(with_groups(warm.warm))
+app.command("calibrate", rich_help_panel=DAILY)(with_groups(calibrate.calibrate))
+app.command("plan", rich_help_panel=MEASURE)(with_groups(plan.plan))
+app.command("ask", rich_help_panel=DAILY)(with_groups(ask.ask))
+app.command("serve", rich_help_panel=DAILY)(with_groups(serve.serve))
+app.add_typer(keys.app, name="keys", rich_help_panel=DAILY)
 app.add_typer(store.app, name="store", rich_help_panel=DAILY)
-app.command("evaluate", rich_help_panel=MEASURE)(evaluate.evaluate)
-app.command("inspect", rich_help_panel=MEASURE)(inspect.inspect)
-bench.app.add_typer(bench_vllm.app, name="vllm")
-app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
+app.command("evaluate", rich_help_panel=MEASURE)(with_groups(evaluate.evaluate))
+app.command("inspect", rich_help_panel=MEASURE)(with_groups(inspect.inspect))
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", "-V", help="Show the version and leave.")) -> None:
+def _root(version: bool = typer.Option(False, "--version", "-V", help="Show the version and exit.")) -> None:
     if version:
         from cacheblend import __version__
 
@@ -52,18 +53,34 @@ def _root(version: bool = typer.Option(False, "--version", "-V", help="Show the 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line; a user's error, or the system's, is one line (with ``--json`` an object), exit code 2.
+    """Runs the command line. A user's error, or the system's, is one line on stderr and exit code 2.
+
+    With ``--json`` the error is an object on stdout instead; arguments that do not parse are always a line on stderr.
 
     Args:
         arguments: without the program's name; None takes the process's own.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if problem := empty_value(arguments):
+        _leave(problem)
+    code = 0
     try:
-        app(arguments)
+        code = app(arguments, prog_name="cacheblend", standalone_mode=False)
     except Exception as error:
         from cacheblend.core.errors import CacheBlendError
 
-        if not isinstance(error, CacheBlendError | OSError):
+        if is_help(error):
+            typer.echo(error)
+        elif is_usage_error(error):
+            _leave(usage_text(error, arguments))
+        elif isinstance(error, CacheBlendError | OSError):
+            _leave(error_text(error), as_json="--json" in arguments)
+        else:
             raise
-        print_error(error_text(error), as_json="--json" in arguments and arguments[:1] not in WRITES_JSON)
-        sys.exit(ERROR)
+    if code:
+        sys.exit(code)
+
+
+def _leave(message: str, *, as_json: bool = False) -> None:
+    print_error(message, as_json=as_json)
+    sys.exit(ERROR)

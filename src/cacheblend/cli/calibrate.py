@@ -1,36 +1,35 @@
-"""`cacheblend calibrate`: what the loading controller needs to know of model, device and store."""
+"""`cacheblend calibrate`: measures the cost model that the loading controller decides by."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from cacheblend.cli.options import (
-    AsJson,
-    Codec,
-    Device,
-    Dtype,
-    ModelFolder,
-    StoreUrl,
-)
+from cacheblend.cli.options import MOST_TOKENS, AsJson, Codec, DeviceOptions, ModelOptions, StoreOptions
 from cacheblend.cli.output import check_outputs, console, print_json, status
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="The cost model's file.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="File of the cost model.")]
 Lengths = Annotated[
     list[int] | None,
-    typer.Option("--length", "-l", help="Of a prompt that is timed; several times. Default: 256, 1024, 4096."),
+    typer.Option(
+        "--length",
+        "-l",
+        min=1,
+        max=MOST_TOKENS,
+        help="Tokens of a prompt that is timed; several times. Default: 256, 1024, 4096.",
+        show_default=False,
+    ),
 ]
-Rounds = Annotated[int, typer.Option("--rounds", help="The median of so many.", min=1)]
+Runs = Annotated[int, typer.Option("--runs", min=1, max=1000, help="Times are medians of so many runs.")]
 
 
 def calibrate(
-    model: ModelFolder,
-    store: StoreUrl,
+    model: ModelOptions,
+    store: StoreOptions,
+    device: DeviceOptions,
     out: Out = Path("cost-model.json"),
     length: Lengths = None,
-    rounds: Rounds = 3,
-    dtype: Dtype = "auto",
-    device: Device = None,
+    runs: Runs = 3,
     codec: Codec = "raw",
     json: AsJson = False,
 ) -> None:
@@ -43,20 +42,22 @@ def calibrate(
     from cacheblend.engines.cost_model import write_cost_model
     from cacheblend.engines.hf.calibrate import LENGTHS, calibrate
 
-    settings: dict[str, Any] = {"codec": codec, "capture": False}
-    with open_engine(model, store, settings, dtype=dtype, device=device, quiet=json) as engine:
+    settings = {"codec": codec, "capture": False}
+    with open_engine(
+        model.model, store.store, settings, dtype=device.dtype, device=device.device, quiet=json
+    ) as engine:
         with status("measuring ...", quiet=json):
-            measured = calibrate(engine, lengths=sorted(length or LENGTHS), rounds=rounds)
+            measured = calibrate(engine, lengths=sorted(length or LENGTHS), rounds=runs)
         where = engine.model.device.type
         write_cost_model(out, measured, engine.fingerprint, where, engine.stored_layout)
     if json:
         print_json({"file": str(out), **measured.to_dict()})
         return
-    out_to = console()
+    shown = console()
     for tokens, seconds in measured.prefill_s:
-        out_to.print(f"prefill of {tokens:>6} tokens  {seconds * 1000:8.1f} ms")
+        shown.print(f"prefill of {tokens:>6} tokens  {seconds * 1000:8.1f} ms")
     for name, speed in measured.tiers.items():
         latency = f", {speed.layer_s * 1e3:.2f} ms a layer" if speed.layer_s else ""
-        out_to.print(f"read from {name:<12} {speed.bytes_per_s / 1e9:8.2f} GB/s{latency}")
-    out_to.print(f"a row of a blend takes {measured.overhead:.2f} times as long as one of a prefill")
-    out_to.print(f"[dim]written to {out}[/dim]")
+        shown.print(f"read from {name:<12} {speed.bytes_per_s / 1e9:8.2f} GB/s{latency}")
+    shown.print(f"a row of a blend takes {measured.overhead:.2f} times as long as one of a prefill")
+    shown.print(f"written to {out}", style="dim", soft_wrap=True)

@@ -1,6 +1,5 @@
 """`cacheblend evaluate`: parses options; what is evaluated, and how, is in `cacheblend.evaluation`."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,32 +7,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cacheblend.cli.evaluate_options import (
-    CheckLayers,
-    ChunkTokens,
-    Data,
     DeviationRows,
-    Format,
-    JsonFile,
-    MaxTokens,
-    Methods,
-    Model,
+    MethodOptions,
+    OptionalModel,
     Out,
-    Ratios,
-    Rows,
     Scorers,
-    Seed,
-    Selectors,
-    Store,
-    SuiteName,
-    SuiteParts,
-    SuiteSeeds,
-    TemplateName,
-    Templates,
+    SuiteChoice,
     TopK,
 )
-from cacheblend.cli.evaluate_output import progress_bars, say, write_results
-from cacheblend.cli.options import AnchorRule, Chat, Device, Dtype
+from cacheblend.cli.evaluate_output import Destination, progress_bars, say, write_results
+from cacheblend.cli.options import IN_MEMORY, Anchor, AsJson, DeviceOptions, JsonFile, Seed, StoreOptions
 from cacheblend.cli.output import check_folder, check_outputs, progress
+from cacheblend.cli.prompt_options import MaxTokens, QuestionOptions
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
@@ -43,51 +28,36 @@ if TYPE_CHECKING:
 
 def evaluate(
     ctx: typer.Context,
-    model: Model = None,
-    data: Data = None,
-    suite: SuiteName = None,
-    suite_seed: SuiteSeeds = None,
-    part: SuiteParts = None,
-    form: Format = "auto",
-    rows: Rows = None,
-    chunk_tokens: ChunkTokens = 512,
+    questions: QuestionOptions,
+    suite: SuiteChoice,
+    method: MethodOptions,
+    device: DeviceOptions,
+    model: OptionalModel = None,
     top_k: TopK = None,
-    templates: Templates = None,
-    template: TemplateName = "bare",
-    chat: Chat = None,
     max_tokens: MaxTokens = 32,
-    method: Methods = None,
-    selector: Selectors = None,
-    ratio: Ratios = None,
-    check_layers: CheckLayers = None,
     scorer: Scorers = None,
     deviation_rows: DeviationRows = 0,
     seed: Seed = 0,
-    store: Store = "memory",
-    dtype: Dtype = "auto",
-    device: Device = None,
-    anchor: AnchorRule = "auto",
+    store: StoreOptions = IN_MEMORY,
+    anchor: Anchor = "auto",
     out: Out = Path("evaluations"),
-    json: JsonFile = None,
+    json: AsJson = False,
+    json_file: JsonFile = None,
 ) -> None:
-    """Quality of blending on your data: answers of all methods scored, with intervals, beside their time and compute.
+    """Quality of blending on your data: answers of all methods scored, with intervals, time and compute.
 
-    An interrupted run goes on where it stopped when the same command is given again.
+    An interrupted run continues where it stopped when the same command is given again.
     """
-    check_outputs(json)
+    check_outputs(json_file)
     check_folder("--out", out)
-    if suite is not None:
-        from cacheblend.cli.models import SHIPPED
-        from cacheblend.cli.suite import SuiteOptions, refuse_options, run_suite_command
-
-        refuse_options(_given(ctx))
-        chosen = (rows, tuple(suite_seed or ()), tuple(part or ()), seed)
-        if not run_suite_command(SuiteOptions(suite, model or Path(SHIPPED), *chosen, dtype, device, out, json)):
+    if suite.suite is not None:
+        passed = _run_suite(ctx, model, questions, suite, device, seed, Destination(out, json, json_file))
+        if not passed:
             raise typer.Exit(1)
         return
-    _check_without_suite(suite_seed, part)
-    questions = _questions(data, form, rows)
-    model = _model(model)
+    _check_without_suite(suite)
+    rows = _questions(questions)
+    folder = _model(model)
 
     from cacheblend.cli.models import layers_of, open_engine
     from cacheblend.core.config import BlendConfig
@@ -95,65 +65,92 @@ def evaluate(
     from cacheblend.evaluation.choices import make_methods
     from cacheblend.evaluation.scorers import check_scorers
 
-    names = tuple(scorer or ("em", "f1"))
-    check_scorers(names)
-    choose = partial(
-        make_methods,
-        tuple(method or ("full", "prefix", "reuse", "blend")),
-        selectors=tuple(selector or ("hkvd",)),
-        ratios=[_numbers("--ratio", text, float) for text in ratio or ("0.15",)],
-        check_layers=[_numbers("--check-layers", text, int) for text in check_layers or ("1",)],
-    )
-    # a wrong choice is said before the model is opened
-    _check_methods(choose(profile=BlendConfig()), layers_of(model), deviation=deviation_rows > 0)
-    settings = _settings(template, templates, chat, top_k, max_tokens)
-    quiet = str(json) == "-"
-    with open_engine(model, store, {"anchor": anchor}, dtype=dtype, device=device, quiet=quiet) as engine:
+    scorers = tuple(scorer or ("em", "f1"))
+    check_scorers(scorers)
+    choose = partial(make_methods, **method.choices())
+    # a wrong choice is reported before the model is opened
+    _check_methods(choose(profile=BlendConfig()), layers_of(folder), deviation=deviation_rows > 0)
+    settings = _settings(questions, top_k, max_tokens)
+    with open_engine(
+        folder, store.store, {"anchor": anchor}, dtype=device.dtype, device=device.device, quiet=json
+    ) as engine:
         methods = choose(profile=engine.settings.config)
-        split = _split(engine, questions, chunk_tokens)
-        found = _run(engine, split, methods, settings, out, data.stem if data else "", quiet=quiet)
-        scorers = make_scorers(names, engine.builder.encode) if engine.builder else []
-        summary = summarise(found, scorers, seed=seed)
+        split = _split(engine, rows, questions.chunk_tokens)
+        name = questions.data.stem if questions.data else ""
+        found = _run(engine, split, methods, settings, out, name, quiet=json)
+        made = make_scorers(scorers, engine.builder.encode) if engine.builder else []
+        summary = summarise(found, made, seed=seed)
         if deviation_rows:
-            summary = _deviations(engine, split, methods, settings, deviation_rows, found, summary, quiet=quiet)
-        assert found.folder is not None and data is not None
-        write_results(engine, found, summary, names, data.name, found.folder, json)
+            summary = _deviations(engine, split, methods, settings, deviation_rows, found, summary, quiet=json)
+        assert found.folder is not None and questions.data is not None
+        to = Destination(found.folder, json, json_file)
+        write_results(engine, found, summary, scorers, questions.data.name, to)
+
+
+def _run_suite(
+    ctx: typer.Context,
+    model: Path | None,
+    questions: QuestionOptions,
+    suite: SuiteChoice,
+    device: DeviceOptions,
+    seed: int,
+    to: Destination,
+) -> bool:
+    """Whether the suite's bars hold."""
+    from cacheblend.cli.models import SHIPPED
+    from cacheblend.cli.suite import SuiteOptions, refuse_options, run_suite_command
+
+    refuse_options(_given(ctx))
+    assert suite.suite is not None
+    options = SuiteOptions(
+        name=suite.suite,
+        model=model or Path(SHIPPED),
+        per_category=questions.limit,
+        seeds=tuple(suite.suite_seed or ()),
+        parts=tuple(suite.part or ()),
+        bootstrap_seed=seed,
+        device=device,
+        to=to,
+    )
+    return run_suite_command(options)
 
 
 def _given(ctx: typer.Context) -> list[str]:
-    """Options that were set on the command line, by their first name."""
+    """Options that were set on the command line, by their first names."""
     sources = [(option.opts[0], ctx.get_parameter_source(option.name or "")) for option in ctx.command.params]
     return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
 
 
-def _check_without_suite(seeds: list[int] | None, parts: list[str] | None) -> None:
+def _check_without_suite(suite: SuiteChoice) -> None:
     from cacheblend.core.errors import InvalidInputError
 
-    for option, value in (("--suite-seed", seeds), ("--part", parts)):
+    for option, value in (("--suite-seed", suite.suite_seed), ("--part", suite.part)):
         if value:
-            raise InvalidInputError(f"{option} is of the suite; add --suite nano, or leave it out")
+            raise InvalidInputError(f"{option} belongs to the suite; add --suite nano, or leave it out")
 
 
-def _questions(data: Path | None, form: str, rows: int | None) -> "list[QuestionRow]":
+def _questions(options: QuestionOptions) -> "list[QuestionRow]":
     """The rows; read before the model is opened, which takes longer."""
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.data import read_questions
 
-    if data is None:
+    if options.data is None:
         raise InvalidInputError("there is nothing to ask: give --data FILE, or --suite nano")
-    return read_questions(data, form)[:rows]
+    return read_questions(options.data, options.form)[: options.limit]
 
 
 def _model(model: Path | None) -> Path:
+    from cacheblend.cli.models import model_folder
     from cacheblend.core.errors import InvalidInputError
 
     if model is None:
         raise InvalidInputError("--data needs a model: give --model FOLDER, or --model nano for the one that ships")
+    model_folder(model)
     return model
 
 
 def _check_methods(methods: "list[Method]", layers: int | None, *, deviation: bool) -> None:
-    """Check layers, those of a model's profile are not known yet; and whether there is a method that can deviate."""
+    """Checks the check layers (except a profile's, which is not read yet), and that a method can deviate."""
     from cacheblend.evaluation.choices import PROFILE
 
     if deviation:
@@ -165,30 +162,19 @@ def _check_methods(methods: "list[Method]", layers: int | None, *, deviation: bo
             method.check(layers)
 
 
-def _settings(
-    template: str, templates: Path | None, chat: bool | None, top_k: list[int] | None, tokens: int
-) -> "Settings":
+def _settings(questions: QuestionOptions, top_k: list[int] | None, tokens: int) -> "Settings":
     from dataclasses import replace
 
     from cacheblend.evaluation import Settings, read_template
 
-    chosen = read_template(template, templates)
-    if chat is not None:
-        chosen = replace(chosen, chat=chat)
+    chosen = read_template(questions.template, questions.templates)
+    if questions.chat is not None:
+        chosen = replace(chosen, chat=questions.chat)
     return Settings(chosen, tuple(dict.fromkeys(top_k)) if top_k else (None,), tokens)
 
 
-def _numbers(option: str, text: str, of: Callable[[str], Any]) -> tuple[Any, ...]:
-    from cacheblend.core.errors import InvalidInputError
-
-    try:
-        return tuple(of(part) for part in text.split(","))
-    except ValueError as error:
-        raise InvalidInputError(f"{option} {text}: expected a number, or several with commas") from error
-
-
 def _split(engine: "BlendEngine", questions: "list[QuestionRow]", chunk_tokens: int) -> "list[QuestionRow]":
-    """LongBench's contexts, cut into passages."""
+    """The rows, LongBench contexts cut into passages."""
     from cacheblend.data.split import split_contexts
 
     builder = engine.builder
@@ -217,7 +203,7 @@ def _run(
     if found.resumed:
         say(f"{found.resumed} of {len(found.rows)} rows were there already")
     if found.torn:
-        say("the last row of an interrupted run was half written, and has been evaluated again")
+        say("the last row of an interrupted run was incomplete and has been evaluated again")
     return found
 
 
@@ -232,7 +218,7 @@ def _deviations(
     *,
     quiet: bool,
 ) -> dict[str, Any]:
-    """The summary, and deviations in it."""
+    """The summary with deviations."""
     from cacheblend.evaluation.deviations import measure_deviations, with_deviations
 
     with progress("measuring deviation", "prompts", quiet=quiet) as advance:

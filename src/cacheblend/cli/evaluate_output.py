@@ -1,16 +1,42 @@
 """What `cacheblend evaluate` shows and writes: bars, tables, figures, plots."""
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from cacheblend.cli.output import AdvanceStage, console, stages
+from cacheblend.cli.output import AdvanceStage, console, print_json, stages, write_json
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf import BlendEngine
     from cacheblend.evaluation import Evaluation
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where results go.
+
+    Attributes:
+        folder: for figures and plots.
+        json: one JSON object on stdout instead of tables.
+        json_file: for everything, each cell included; None for none.
+    """
+
+    folder: Path
+    json: bool = False
+    json_file: Path | None = None
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Writes the result as JSON to each place that was asked for."""
+        if self.json_file is not None:
+            write_json(self.json_file, result)
+        if self.json:
+            print_json(result)
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether JSON is wanted at all."""
+        return self.json or self.json_file is not None
 
 
 def write_results(
@@ -19,39 +45,32 @@ def write_results(
     summary: dict[str, Any],
     names: tuple[str, ...],
     data: str,
-    folder: Path,
-    json: Path | None,
+    to: Destination,
 ) -> None:
-    """Tables on stdout, figures and plots in `folder`; or JSON alone, where it goes to stdout.
+    """Tables on stdout, figures and plots in the folder; or JSON alone where it goes to stdout.
 
     Args:
         engine: that answered.
         found: every cell.
-        summary: of it.
+        summary: of `found`.
         names: of the scorers.
         data: what was asked, for people.
-        folder: of summary and plots.
-        json: file for everything, ``-`` for stdout, or None.
+        to: where results go.
     """
-    from json import dumps
-
     from cacheblend.evaluation import make_scorers, with_cells
 
     assert engine.builder is not None  # a model folder is opened with its tokenizer
-    summary, plots = keep_summary(summary, data, folder)
-    if json is not None:
-        cells = with_cells(summary, found, make_scorers(names, engine.builder.encode))
-        text = dumps(cells, ensure_ascii=False, indent=2)
-        if str(json) == "-":
-            typer.echo(text)
-            return
-        json.write_text(text + "\n", encoding="utf-8")
+    summary, plots = keep_summary(summary, data, to.folder)
+    if to.wants_json:
+        to.write(with_cells(summary, found, make_scorers(names, engine.builder.encode)))
+    if to.json:
+        return
     show_summary(summary)
-    say(f"figures{' and plots' if plots else ''} are in {folder}")
+    say(f"figures{' and plots' if plots else ''} are in {to.folder}")
 
 
 def keep_summary(summary: dict[str, Any], data: str, folder: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Writes figures and plots to `folder`; the summary comes back with machine, versions and commit."""
+    """Writes figures and plots to `folder`; returns the summary with machine, versions and commit, and the plots."""
     from json import dumps
 
     from cacheblend.engines import provenance

@@ -10,9 +10,9 @@ from cacheblend.cli.output import share_text
 from cacheblend.evaluation.inspection import Inspection
 
 KEY = (
-    "All against full recompute. KV: deviation of the loaded tokens, relative to the norm of fresh KV; top 15 %: the "
-    "share of it that so many tokens hold; next: rank correlation with the next layer; attention: deviation of the "
-    "question's attention to what stands in front of it."
+    "All compared with full recompute. KV: deviation of the loaded tokens, relative to the norm of fresh KV; "
+    "top 15 %: share of it in the 15 % of tokens that deviate most; next: rank correlation with the next layer; "
+    "attention: deviation of the question's attention to the preceding tokens."
 )
 
 
@@ -43,22 +43,22 @@ def table(facts: dict[str, Any]) -> Table:
 
 
 def lines(found: Inspection, facts: dict[str, Any]) -> list[str | Text]:
-    """What the table does not say: tokens, first tokens, and the notes."""
+    """Lines after the table: tokens, first tokens, notes."""
     loaded, again = facts["loaded_tokens"], facts["recomputed_tokens"]
-    told: list[str | Text] = [
+    found_lines: list[str | Text] = [
         f"\n{facts['prompt_tokens']} tokens, {loaded} of them loaded at a new position; blend recomputes {again} "
         f"({share_text(again, loaded)}) by {facts['selector']}; settings: {facts['settings']}"
     ]
     for name, method in (("full reuse", "reuse"), ("blend", "blend")):
         close = facts["first_token"][method]
-        same = "the same as full recompute's" if close["top_1"] else "not full recompute's"
+        same = "as in full recompute" if close["top_1"] else "not as in full recompute"
         share = share_text(facts["compute"][method], 1)
-        told.append(f"{name}: first token {same}, KL {close['kl']:.2g} nats; {share} of a full prefill's compute")
-    return [*told, *(Text.assemble(("note:", "yellow"), f" {note}") for note in _notes(found))]
+        found_lines.append(f"{name}: first token {same}, KL {close['kl']:.2g} nats; {share} of full prefill's compute")
+    return [*found_lines, *(Text.assemble(("note:", "yellow"), f" {note}") for note in _notes(found))]
 
 
 def _notes(found: Inspection) -> list[str]:
-    """Chunks that are not, or not wholly, loaded at a new position."""
+    """Chunks that are not loaded at a new position, or only in part."""
     reasons = {"prefix": "is an exact prefix of this prompt: nothing in it deviates", "miss": "is not in the store"}
     notes = []
     for part in (part for part in found.parts if part.is_chunk):

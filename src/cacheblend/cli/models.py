@@ -1,4 +1,4 @@
-"""Opens a model folder for a command: quietly, and with one line for what a user can put right."""
+"""Opens a model folder for a command: without a library's output, errors as one line."""
 
 import json
 from collections.abc import Mapping
@@ -27,13 +27,16 @@ def open_engine(
     device: str | None = None,
     quiet: bool = False,
 ) -> "BlendEngine":
-    """The engine on a model folder and a store. Settings that `config` leaves open are the model's profile's.
+    """The engine on a model folder and a store. Settings that `config` leaves open come from the model's profile.
 
     Raises:
-        InvalidInputError: not a model folder (see `model_folder`), or it cannot be loaded.
+        InvalidInputError: not a model folder (see `model_folder`), it cannot be loaded, or a setting is wrong; settings
+            are checked before the weights are read.
         CacheBlendError: as `BlendEngine.from_pretrained`.
     """
     folder, name = model_folder(folder), model_name(folder)
+    _check_early(folder, config, profile)
+    check_store(store)
     with status(f"opening {name} ...", quiet=quiet):
         quiet_transformers()
         from cacheblend.engines.hf import BlendEngine
@@ -56,8 +59,47 @@ def open_engine(
     return engine
 
 
+def check_store(url: str) -> None:
+    """Refuses a URL whose port is none; the rest is checked when the store is opened.
+
+    Raises:
+        InvalidInputError: the port is no number, or out of range.
+    """
+    from urllib.parse import urlsplit
+
+    try:
+        for each in url.split(","):
+            _ = urlsplit(each.strip()).port
+    except ValueError as error:
+        raise InvalidInputError(f"store {url!r} is not a URL: {error}") from error
+
+
+def _check_early(folder: Path, config: "BlendConfig | Mapping[str, Any]", profile: Path | None) -> None:
+    """Refuses wrong settings before weights are read.
+
+    Raises:
+        InvalidInputError: a setting is out of range, or a file of settings cannot be read.
+    """
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.core.fuse.prefill import check_selector
+    from cacheblend.core.select.selection import selection_fields
+    from cacheblend.engines.cost_model import load_cost_model
+    from cacheblend.engines.settings import read_profile
+
+    if profile is not None:
+        read_profile(profile)
+    if isinstance(config, BlendConfig):
+        return
+    chosen = BlendConfig(**config)
+    layers = layers_of(folder)
+    if layers is not None and selection_fields(config):
+        check_selector(chosen.make_selector(), layers)
+    if chosen.cost_model is not None:
+        load_cost_model(Path(chosen.cost_model))
+
+
 def model_folder(model: Path) -> Path:
-    """The folder that ``--model`` names: ``nano`` is the model that ships, unless a folder is called so.
+    """The folder that ``--model`` names: ``nano`` is the model that ships, unless a folder has that name.
 
     Raises:
         InvalidInputError: there is no such folder.
@@ -72,18 +114,21 @@ def model_folder(model: Path) -> Path:
 
 
 def model_name(model: Path) -> str:
-    """What a model is called in titles and names of files: its folder's name, and ``nano`` that of the one shipped."""
+    """A model's name in titles and file names: its folder's name, or ``nano`` for the one that ships."""
     shipped = _ships(model) or model.resolve() == model_path().resolve()
     return SHIPPED if shipped else model.resolve().name
 
 
 def layers_of(model: Path) -> int | None:
-    """Decoder layers by the folder's config alone, for mistakes that need not wait for the weights; None: not told."""
+    """Decoder layers by the folder's config.json alone, so that wrong options are reported before weights are read.
+
+    None: the file does not say.
+    """
     try:
         config = json.loads((model_folder(model) / "config.json").read_text(encoding="utf-8"))
         count = config.get("num_hidden_layers", config.get("text_config", {}).get("num_hidden_layers"))
     except (OSError, ValueError, AttributeError):
-        return None  # opening the model says what is wrong
+        return None  # opening the model reports what is wrong
     return count if isinstance(count, int) else None
 
 
@@ -92,7 +137,7 @@ def _ships(model: Path) -> bool:
 
 
 def quiet_transformers() -> None:
-    """No progress bars and no advice from transformers: stdout and stderr are the command's."""
+    """Turns off transformers' progress bars and advice: stdout and stderr belong to the command."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -103,7 +148,7 @@ def checked_dtype(name: str) -> Any:
     """The torch dtype of that name, or ``"auto"``.
 
     Raises:
-        InvalidInputError: none.
+        InvalidInputError: there is no such dtype.
     """
     import torch
 
@@ -114,17 +159,18 @@ def checked_dtype(name: str) -> Any:
 
 
 def checked_device(name: str | None) -> Any:
-    """The torch device of that name; None where none is named.
+    """The torch device of that name; None for None.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: it cannot be used here.
     """
     import torch
 
     if name is None:
         return None
     try:
-        torch.empty(1, device=name)
+        if torch.empty(1, device=name).is_meta:
+            raise ValueError("it holds no data")
     except Exception as error:
         raise InvalidInputError(f"the device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return torch.device(name)

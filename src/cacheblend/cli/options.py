@@ -1,49 +1,56 @@
-"""Options that several commands share."""
+"""Options that several commands share: each is declared once, as a field of an option group (see `option_groups`).
 
+Defaults are `BlendConfig`'s; they are written out here because importing it takes a second, and a test compares them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-MODEL, BLENDING, PROMPT, OUTPUT = "Model", "Blending", "Prompt", "Output"
+if TYPE_CHECKING:
+    from cacheblend.core.config import BlendConfig
 
-ModelFolder = Annotated[
-    Path,
-    typer.Option(
-        "--model",
-        "-m",
-        help="Model folder: config.json, weights, tokenizer; or nano, which ships.",
-        rich_help_panel=MODEL,
-    ),
+MODEL, BLENDING, PROMPT, OUTPUT = "Model", "Blending", "Prompt", "Output"
+MOST_TOKENS = 1 << 24
+"""Upper bound of options that count tokens: far above any model's context, and small enough to allocate."""
+MOST_SEED = (1 << 63) - 1
+
+MODEL_OPTION: Any = typer.Option(
+    "--model",
+    "-m",
+    help="Model folder (config.json, weights, tokenizer), or nano: the small model that ships.",
+    rich_help_panel=MODEL,
+    show_default=False,
+)
+SHAPE_OPTION: Any = typer.Option(
+    "--shape",
+    help="Random weights of a known shape: tiny, qwen2.5-0.5b, qwen2.5-1.5b, llama-3.2-1b or llama-3.1-8b.",
+    rich_help_panel=MODEL,
+)
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.", rich_help_panel=OUTPUT)
 ]
-StoreUrl = Annotated[
-    str,
-    typer.Option(
-        "--store", "-s", help="A folder, or file:///folder?max_bytes=200GiB&ram_bytes=4GiB.", rich_help_panel=MODEL
-    ),
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json-file", help="Write the whole result to this file as JSON.", rich_help_panel=OUTPUT),
 ]
-Dtype = Annotated[
-    str,
-    typer.Option("--dtype", help="auto (as the folder has it), float32, bfloat16 or float16.", rich_help_panel=MODEL),
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf). Needs matplotlib.", rich_help_panel=OUTPUT),
 ]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", help="cpu, cuda, cuda:1, ... Default: CUDA where there is one.", rich_help_panel=MODEL),
+Seed = Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of everything that is drawn at random.")]
+Trace = Annotated[
+    Path | None, typer.Option("--trace", help="Folder of a RAGPulse trace: replay its requests.", show_default=False)
 ]
-AnchorRule = Annotated[
+Anchor = Annotated[
     str,
     typer.Option(
         "--anchor",
-        help="What a chunk stands behind when it is computed alone: auto, none, bos or system.",
-        rich_help_panel=BLENDING,
-    ),
-]
-BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens of a block at most.", rich_help_panel=BLENDING)]
-Capture = Annotated[
-    bool,
-    typer.Option(
-        "--capture/--no-capture",
-        help="Store the passages that were missed, behind the answer.",
+        help="What precedes a chunk when it is computed alone: auto, none, bos or system.",
         rich_help_panel=BLENDING,
     ),
 ]
@@ -53,24 +60,273 @@ Codec = Annotated[
 ]
 CostModelFile = Annotated[
     Path | None,
-    typer.Option("--cost-model", help="Cost model of `calibrate`: load what pays.", rich_help_panel=BLENDING),
-]
-Salt = Annotated[
-    str,
-    typer.Option("--salt", help="Keeps tenants apart who share a store.", rich_help_panel=BLENDING),
-]
-System = Annotated[
-    str | None, typer.Option("--system", help="System prompt in front of the passages.", rich_help_panel=PROMPT)
-]
-Chat = Annotated[
-    bool | None,
     typer.Option(
-        "--chat/--no-chat",
-        help="Use the model's chat template. Default: where the tokenizer has one.",
-        rich_help_panel=PROMPT,
+        "--cost-model",
+        help="Cost model of `calibrate`: load only what is faster loaded than computed.",
+        rich_help_panel=BLENDING,
+    ),
+]
+Ratios = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ratio",
+        "-r",
+        help="Share of the loaded tokens to recompute, 0..1; falling ones with commas for several --check-layers. "
+        "Commands that compare settings take it several times. Default: the model's profile where there is one, "
+        "or 0.15.",
+        rich_help_panel=BLENDING,
         show_default=False,
     ),
 ]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="One JSON object on stdout, nothing else.", rich_help_panel=OUTPUT)
+OneRatio = Annotated[
+    float,
+    typer.Option(
+        "--ratio", "-r", min=0, max=1, help="Share of the loaded tokens to recompute.", rich_help_panel=BLENDING
+    ),
 ]
+
+N = TypeVar("N", int, float)
+
+
+def numbers(option: str, text: str, of: Callable[[str], N]) -> tuple[N, ...]:
+    """``"0.45,0.3"`` as numbers.
+
+    Raises:
+        InvalidInputError: one of them is none; names the option.
+    """
+    import math
+
+    from cacheblend.core.errors import InvalidInputError
+
+    try:
+        found = tuple(of(part) for part in text.split(","))
+    except ValueError as error:
+        raise InvalidInputError(f"{option} {text}: expected a number, or several with commas") from error
+    if not all(math.isfinite(number) for number in found):
+        raise InvalidInputError(f"{option} {text}: expected finite numbers")
+    return found
+
+
+def names(values: Sequence[str] | None) -> tuple[str, ...]:
+    """``["full,blend", "miss"]`` as single names."""
+    return tuple(name.strip() for value in values or () for name in value.split(",") if name.strip())
+
+
+# ---- model and store ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """How a model is loaded."""
+
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", help="auto (the folder's own), float32, bfloat16 or float16.", rich_help_panel=MODEL),
+    ] = "auto"
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cpu, cuda, cuda:1, ... Default: CUDA if present.", rich_help_panel=MODEL),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model folder of a command that always needs one."""
+
+    model: Annotated[Path, MODEL_OPTION]
+
+
+@dataclass(frozen=True)
+class ModelOrShape:
+    """A model folder, or random weights of a known shape."""
+
+    model: Annotated[Path | None, MODEL_OPTION] = None
+    shape: Annotated[str | None, SHAPE_OPTION] = None
+
+    def chosen(self, default: str | None = None) -> "ModelOrShape":
+        """The choice with `default` as the shape where the user named nothing, the model's folder resolved.
+
+        Raises:
+            InvalidInputError: both are given, or none and there is no default; or there is no such folder.
+        """
+        from cacheblend.cli.models import model_folder
+        from cacheblend.core.errors import InvalidInputError
+
+        if self.model is not None and self.shape is not None:
+            raise InvalidInputError("--model and --shape exclude each other; give one of the two")
+        if self.model is None and self.shape is None:
+            if default is None:
+                raise InvalidInputError("name a model folder with --model, or a shape with --shape")
+            return ModelOrShape(shape=default)
+        return ModelOrShape(None if self.model is None else model_folder(self.model), self.shape)
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Where KV is stored."""
+
+    store: Annotated[
+        str,
+        typer.Option(
+            "--store",
+            "-s",
+            help="A folder, memory, or a URL: file:///folder?max_bytes=200GiB&ram_bytes=4GiB, redis://..., s3://...",
+            rich_help_panel=MODEL,
+        ),
+    ]
+
+
+IN_MEMORY = StoreOptions("memory")
+"""The default of commands that need a store only while they run."""
+
+
+# ---- how prompts are blended --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How chunks are computed, cut and stored; part of the names of their blocks."""
+
+    anchor: Anchor = "auto"
+    block_size: Annotated[
+        int,
+        typer.Option(
+            "--block-size", min=1, max=MOST_TOKENS, help="Tokens of a block at most.", rich_help_panel=BLENDING
+        ),
+    ] = 256
+    codec: Codec = "raw"
+    salt: Annotated[
+        str,
+        typer.Option("--salt", help="Separates tenants who share a store.", rich_help_panel=BLENDING),
+    ] = ""
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of `BlendConfig`."""
+        return {"anchor": self.anchor, "block_size": self.block_size, "codec": self.codec, "salt": self.salt}
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """Which loaded rows are recomputed. What is not given is taken from the model's profile, or `BlendConfig`."""
+
+    ratio: Ratios = None
+    selector: Annotated[
+        str | None,
+        typer.Option(
+            "--selector",
+            help="hkvd: rows whose KV deviates most; query: sentences that the question attends to; hybrid: both; "
+            "or threshold, head, random, none, all. Default: the model's profile, or hkvd.",
+            rich_help_panel=BLENDING,
+            show_default=False,
+        ),
+    ] = None
+    check_layers: Annotated[
+        str | None,
+        typer.Option(
+            "--check-layers",
+            help="Layers before which deviation is measured: 1, or 1,2,3 for gradual filtering. Default: the model's "
+            "profile, or 1.",
+            rich_help_panel=BLENDING,
+            show_default=False,
+        ),
+    ] = None
+    measure: Annotated[
+        Literal["kv", "k", "v"] | None,
+        typer.Option(
+            "--measure",
+            help="Deviation over keys and values, or one of them. Default: the model's profile, or kv.",
+            rich_help_panel=BLENDING,
+            show_default=False,
+        ),
+    ] = None
+    threshold: Annotated[
+        float | None,
+        typer.Option("--threshold", min=0, help="Bound of the selector threshold.", rich_help_panel=BLENDING),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            help="The model's profile, where it is not blend-profile.json in its folder.",
+            rich_help_panel=BLENDING,
+            show_default=False,
+        ),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of `BlendConfig` that the user set; the others are left to the model's profile.
+
+        Raises:
+            InvalidInputError: ratios and check layers do not fit each other, or are no numbers.
+        """
+        given = {"selector": self.selector, "measure": self.measure, "threshold": self.threshold}
+        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.ratio or self.check_layers:
+            ratios, layers = self._levels()
+            settings |= {"recompute_ratio": ratios[-1], "check_layers": layers}
+            settings |= {"ratios": ratios} if len(ratios) > 1 else {}
+        return settings
+
+    def _levels(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Ratios and check layers: one ratio for all layers, or one for each (gradual filtering)."""
+        from cacheblend.core.errors import InvalidInputError
+
+        given, selector = self.ratio or ["0.15"], self.selector or "hkvd"
+        if len(given) > 1:
+            raise InvalidInputError(
+                f"--ratio is given {len(given)} times, this command takes one; several check layers' ratios are "
+                f"written with commas: --ratio {','.join(given)}"
+            )
+        ratios = numbers("--ratio", given[0], float)
+        layers = numbers("--check-layers", self.check_layers or "1", int)
+        if len(ratios) > 1 and selector not in ("hkvd", "hybrid"):
+            raise InvalidInputError(f"--ratio {given[0]}: only hkvd and hybrid take several; {selector} takes one")
+        if len(ratios) > 1 and len(ratios) != len(layers):
+            raise InvalidInputError(
+                f"--ratio {given[0]}: {len(ratios)} ratios need as many --check-layers, got {len(layers)}"
+            )
+        return ratios, layers
+
+
+@dataclass(frozen=True)
+class BlendOptions(SelectionOptions, ChunkOptions):
+    """Everything that a command which answers prompts lets a user set of blending."""
+
+    cost_model: CostModelFile = None
+    capture: Annotated[
+        bool,
+        typer.Option(
+            "--capture/--no-capture",
+            help="Store passages that were not in the store, after the answer.",
+            rich_help_panel=BLENDING,
+        ),
+    ] = True
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of `BlendConfig`: those that the user set, and those that no profile has.
+
+        Raises:
+            InvalidInputError: as `SelectionOptions.settings`.
+        """
+        file = None if self.cost_model is None else str(self.cost_model)
+        chosen = SelectionOptions.settings(self) | ChunkOptions.settings(self)
+        return chosen | {"cost_model": file, "capture": self.capture}
+
+
+def check_settings(settings: dict[str, Any], layers: int | None) -> "BlendConfig | None":
+    """Checks settings before a model is opened, which takes longer.
+
+    Args:
+        settings: fields of `BlendConfig`.
+        layers: of the model; None if its config.json does not say.
+
+    Raises:
+        InvalidInputError: a value is out of range, or a check layer does not exist.
+    """
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.core.fuse.prefill import check_selector
+
+    config = BlendConfig(**settings)
+    if layers is not None:
+        check_selector(config.make_selector(), layers)
+    return config

@@ -43,7 +43,7 @@ def print_json(result: Any) -> None:
 
 
 def error_text(error: Exception) -> str:
-    """What a user is told of an error; of the system's errors the file and the reason."""
+    """An error for people; of the system's errors the file and the reason."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
@@ -51,11 +51,13 @@ def error_text(error: Exception) -> str:
 
 def print_error(message: str, *, as_json: bool) -> None:
     """A user's error: a line on stderr, or ``{"error": ...}`` on stdout."""
+    # A path in the message may have bytes that are no text, or a terminal's escapes.
+    line = visible(message.encode("utf-8", "backslashreplace").decode())
     if as_json:
-        print_json({"error": message})
+        print_json({"error": line})
         return
     typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
-    typer.echo(" ".join(message.split()), err=True)
+    typer.echo(line, err=True)
 
 
 @contextmanager
@@ -67,16 +69,28 @@ def progress(title: str, unit: str, *, quiet: bool) -> Iterator[Advance]:
 
 @contextmanager
 def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
-    """A progress bar on stderr for each stage, with its title; none if `quiet`."""
+    """A progress bar on stderr for each stage, with its title; none if `quiet`.
+
+    Stages that never advanced leave no bar, and an error removes all of them.
+    """
     if quiet:
         yield lambda stage, done, total: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True)) as bars:
-        tasks = {stage: bars.add_task(title, total=None) for stage, title in titles.items()}
+    bars = Progress(*columns, console=console(stderr=True))
+    tasks = {stage: bars.add_task(title, total=None) for stage, title in titles.items()}
+    bars.start()
+    try:
         yield lambda stage, done, total: bars.update(tasks[stage], completed=done, total=total)
+    except BaseException:
+        bars.live.transient = True
+        bars.live.stop()  # `bars.stop` would print an empty line
+        raise
+    for task in bars.tasks:
+        task.visible = task.total is not None
+    bars.stop()
 
 
 @contextmanager
@@ -92,20 +106,53 @@ def status(title: str, *, quiet: bool) -> Iterator[None]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuses a folder to be made for results where something else stands.
+    """Refuses a folder for results that cannot be made because a file has its name.
 
     Raises:
-        InvalidInputError: it is a file, or one is in its way.
+        InvalidInputError: it is a file, or one of its parents is; or it may not be written to.
     """
+    import os
+
     from cacheblend.core.errors import InvalidInputError
 
     at = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not at.is_dir():
         raise InvalidInputError(f"{option} {folder}: {at} is a file; name a folder")
+    if not os.access(at, os.W_OK):
+        raise InvalidInputError(f"{option} {folder}: {at} cannot be written to: permission denied")
+
+
+PICTURES = (".png", ".svg", ".pdf")
+INSTALL_PLOT = "pip install 'cacheblend[plot]'"
+
+
+def picture_file(plot: Path | None) -> Path | None:
+    """What ``--plot`` names; None if it names nothing.
+
+    Raises:
+        InvalidInputError: nothing can be drawn there: another type of file, no folder, or matplotlib is missing.
+    """
+    from importlib.util import find_spec
+
+    from cacheblend.core.errors import InvalidInputError
+
+    if plot is None:
+        return None
+    if find_spec("matplotlib") is None:
+        raise InvalidInputError(f"--plot needs matplotlib: {INSTALL_PLOT}")
+    if plot.suffix not in PICTURES:
+        raise InvalidInputError(f"--plot draws {', '.join(PICTURES)}, not {plot.name!r}")
+    check_outputs(plot)
+    return plot
+
+
+def write_json(file: Path, result: Any) -> None:
+    """One JSON value in a file."""
+    file.write_text(json.dumps(result, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def check_outputs(*files: Path | None) -> None:
-    """Refuses a file that a result cannot be written to: before minutes of measuring, not behind them.
+    """Refuses a file that a result cannot be written to: before minutes of measuring, not after them.
 
     Raises:
         InvalidInputError: there is no such folder, or it may not be written to.
@@ -115,7 +162,7 @@ def check_outputs(*files: Path | None) -> None:
     from cacheblend.core.errors import InvalidInputError
 
     for file in files:
-        if file is None or str(file) == "-":
+        if file is None:
             continue
         folder = file.absolute().parent
         if not folder.is_dir():

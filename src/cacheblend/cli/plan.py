@@ -1,13 +1,14 @@
 """`cacheblend plan`: loading against recomputing by device, before anything is bought."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.cli.options import AsJson, Codec, CostModelFile, ModelFolder
-from cacheblend.cli.output import check_outputs, console, print_json
+from cacheblend.cli.options import MOST_TOKENS, AsJson, Codec, CostModelFile, ModelOptions, OneRatio, Plot
+from cacheblend.cli.output import console, picture_file, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,32 +19,32 @@ if TYPE_CHECKING:
 DEVICES = ("memory:20:3", "nvme:3:0.1", "ssd:0.5:0.08", "disk:0.15:0.02", "bucket:0.1:0.023")
 RATIOS = (0.05, 0.15, 0.3, 0.5, 1.0)
 
-Context = Annotated[int, typer.Option("--context", "-c", help="Tokens of a context.", min=2)]
+Context = Annotated[int, typer.Option("--context", "-c", min=2, max=MOST_TOKENS, help="Tokens of a context.")]
 PrefillS = Annotated[
-    float | None, typer.Option("--prefill-s", help="Seconds of its full prefill, where there is no --cost-model.")
+    float | None,
+    typer.Option("--prefill-s", min=0, help="Seconds of its full prefill, where there is no --cost-model."),
 ]
 Devices = Annotated[
     list[str] | None,
     typer.Option(
         "--device",
         "-d",
-        help="name:GB/s:price of a GB a month, or name::price for a tier of --cost-model; several times. Default, no "
-        f"offers: {' '.join(DEVICES)}.",
+        help="name:GB/s:price of a GB a month, or name::price for a tier of --cost-model; several times. Default "
+        f"(examples, not offers): {' '.join(DEVICES)}.",
+        show_default=False,
     ),
 ]
-Stored = Annotated[float, typer.Option("--stored-tokens", help="Tokens to be kept, for the price.")]
-Floor = Annotated[float, typer.Option("--ratio", "-r", help="The least recompute ratio.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Draw it here (.png, .svg, .pdf). Needs matplotlib.")]
+Stored = Annotated[float, typer.Option("--stored-tokens", min=0, max=1e18, help="Tokens to be stored, for the price.")]
 
 
 def plan(
-    model: ModelFolder,
+    model: ModelOptions,
     context: Context = 4096,
     cost_model: CostModelFile = None,
     prefill_s: PrefillS = None,
     device: Devices = None,
     stored_tokens: Stored = 1e8,
-    ratio: Floor = 0.15,
+    ratio: OneRatio = 0.15,
     codec: Codec = "raw",
     plot: Plot = None,
     json: AsJson = False,
@@ -52,31 +53,12 @@ def plan(
 
     Prefill times come from a cost model (`calibrate`), or from --prefill-s.
     """
-    check_outputs(plot)
-    from cacheblend.cli.bench import picture_file
-    from cacheblend.cli.models import model_folder
-    from cacheblend.core.cost.placement import Device, cheapest, place
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.cost_model import load_cost_model
+    picture = picture_file(plot)
+    layout, seconds, placed = _placed(model.model, context, cost_model, prefill_s, device, stored_tokens, ratio, codec)
 
-    if (cost_model is None) == (prefill_s is None):
-        raise InvalidInputError("give either a cost model (--cost-model), or the time of a prefill (--prefill-s)")
-    picture = None if plot is None else picture_file(plot)
-    measured = None if cost_model is None else load_cost_model(cost_model)
-    speeds = {} if measured is None else {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
-    devices = [Device.parse(text, speeds) for text in device or DEVICES]
-    layout = _layout(model_folder(model), codec)
-    seconds = prefill_s if measured is None else measured.full_s(context)
-    assert seconds is not None  # one of the two is given
+    from cacheblend.core.cost.placement import cheapest
+
     a_token = layout.block_bytes(256) / 256
-    placed = place(
-        devices,
-        prefill_s=seconds,
-        layers=len(layout.layers),
-        context_bytes=a_token * context,
-        stored_bytes=a_token * stored_tokens,
-        floor=ratio,
-    )
     best = cheapest(placed, seconds)
     result = _result(placed, best, seconds, a_token, len(layout.layers))
     if picture is not None:
@@ -95,11 +77,50 @@ def plan(
     out.print(_verdict(best))
 
 
+def _placed(
+    model: Path,
+    context: int,
+    cost_model: Path | None,
+    prefill_s: float | None,
+    devices: list[str] | None,
+    stored_tokens: float,
+    ratio: float,
+    codec: str,
+) -> "tuple[KVLayout, float, list[Placement]]":
+    """Layout of the model's KV cache, seconds of a full prefill, and what each device offers."""
+    from cacheblend.cli.models import model_folder
+    from cacheblend.core.cost.placement import Device, place
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.engines.cost_model import load_cost_model
+
+    if (cost_model is None) == (prefill_s is None):
+        raise InvalidInputError("give either a cost model (--cost-model), or the time of a prefill (--prefill-s)")
+    measured = None if cost_model is None else load_cost_model(cost_model)
+    speeds = {} if measured is None else {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
+    offered = [Device.parse(text, speeds) for text in devices or DEVICES]
+    for each in offered:
+        if not math.isfinite(each.bytes_per_s + each.price):
+            raise InvalidInputError(f"--device {each.name}: throughput and price must be finite numbers")
+    layout = _layout(model_folder(model), codec)
+    seconds = prefill_s if measured is None else measured.full_s(context)
+    assert seconds is not None  # one of the two is given
+    a_token = layout.block_bytes(256) / 256
+    placed = place(
+        offered,
+        prefill_s=seconds,
+        layers=len(layout.layers),
+        context_bytes=a_token * context,
+        stored_bytes=a_token * stored_tokens,
+        floor=ratio,
+    )
+    return layout, seconds, placed
+
+
 def _layout(folder: Path, codec: str) -> "KVLayout":
-    """Of a model's KV cache, from its configuration alone.
+    """Layout of a model's KV cache, from its config.json alone.
 
     Raises:
-        InvalidInputError: it does not say.
+        InvalidInputError: config.json cannot be read, or does not describe a KV cache.
     """
     from transformers import AutoConfig
 
@@ -165,14 +186,14 @@ def _table(placed: "list[Placement]", best: "Placement | None", stored_tokens: f
 
 def _verdict(best: "Placement | None") -> str:
     if best is None:
-        return "no device here is sooner than computing all of it"
+        return "no device here is faster than computing everything"
     if best.hides:
-        return f"{best.device.name} is the cheapest that hides its loading behind recomputing"
-    return f"none hides its loading; {best.device.name} is the soonest"
+        return f"{best.device.name} is the cheapest device that hides its loading behind recomputing"
+    return f"none hides its loading; {best.device.name} is the fastest"
 
 
 def _draw(result: dict[str, Any], context: int, path: Path) -> None:
-    """T_load by device across T_recompute by ratio: where a device's line lies below the curve, loading is hidden."""
+    """Loading time by device over recompute time by ratio; a device below the curve hides its loading there."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,48 +1,25 @@
-"""From a command's options to a prompt: system prompt, passages, question."""
+"""From texts and files to a prompt: system prompt, passages, question."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
-
-from cacheblend.cli.options import PROMPT
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cacheblend.core.plan.prompt import Prompt
     from cacheblend.engines.hf import BlendEngine, Passage
 
-Question = Annotated[
-    str | None,
-    typer.Option("--question", "-q", help="Default: the one of --data's row.", rich_help_panel=PROMPT),
-]
-Passages = Annotated[
-    list[str] | None,
-    typer.Option("--passage", "-p", help="A passage, or @file. Several times, in order.", rich_help_panel=PROMPT),
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        "--data",
-        "-d",
-        help="Passages of a file, as for warm; rows as for evaluate bring their question.",
-        rich_help_panel=PROMPT,
-    ),
-]
-RowNumber = Annotated[int, typer.Option("--row", min=0, help="Which row of --data, from 0.", rich_help_panel=PROMPT)]
-
 
 def build_prompt(
     engine: "BlendEngine", passages: Sequence["Passage"], question: str, system: str | None, chat: bool | None
 ) -> "Prompt":
-    """The prompt; passages are chunks, what stands between them is plain text.
+    """The prompt; passages are chunks, the text between them is plain.
 
     Args:
-        engine: whose tokenizer and chat template are used.
-        passages: in the order in which the model shall read them.
-        question: behind the passages.
-        system: in front of them; None for none.
-        chat: through the chat template; None where there is one.
+        engine: its tokenizer and chat template are used.
+        passages: in the order in which the model reads them.
+        question: follows the passages.
+        system: precedes them; None for none.
+        chat: use the chat template; None uses it if there is one.
 
     Raises:
         InvalidInputError: no prompt can be made of it.
@@ -58,10 +35,10 @@ def read_inputs(
     """The passages as (text, title), and the question.
 
     Args:
-        question: None takes that of the row.
-        arguments: of ``--passage``; they come behind the row's.
-        data: file of the row.
-        row: its number.
+        question: None takes the row's.
+        arguments: values of ``--passage``; they follow the row's passages.
+        data: file with the row.
+        row: number of the row, from 0.
 
     Raises:
         InvalidInputError: a file cannot be read, there is no such row, or no question.
@@ -88,5 +65,5 @@ def passage_text(argument: str) -> tuple[str, str]:
     path = Path(argument[1:])
     try:
         return path.read_text(encoding="utf-8").strip(), path.name
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a name may also hold a NUL byte
         raise InvalidInputError(f"--passage {argument}: the file cannot be read: {error}") from error

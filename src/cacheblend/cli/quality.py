@@ -1,11 +1,13 @@
 """`cacheblend doctor --quality`: from a user's file to the gate, and from its result to a table and a profile."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cacheblend.cli.models import model_name, open_engine
+from cacheblend.cli.options import DeviceOptions
 from cacheblend.cli.output import console, print_json, progress, share_text
+from cacheblend.cli.prompt_options import QuestionOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,37 +23,24 @@ class GateOptions:
 
     Attributes:
         model: folder, or ``nano``.
-        data: file of questions with passages.
-        form: of that file.
-        chunk_tokens: of the passages that a whole context is split into.
-        limit: rows at most; None for all.
-        template: name of the prompts' template.
-        templates: a file of templates; None: those that ship.
-        chat: through the chat template; None: as the template says.
+        questions: their file and the layout of their prompts; `data` is given.
         anchor: of the passages.
         selectors, ratios: to try; empty for all.
         seed: of the split of the rows.
         store: URL.
-        profile: where it is written; None writes none.
-        dtype, device: of the model.
+        profile: file to write; None writes none.
+        device: of the model.
     """
 
     model: Path
-    data: Path
-    form: str = "auto"
-    chunk_tokens: int = 512
-    limit: int | None = None
-    template: str = "bare"
-    templates: Path | None = None
-    chat: bool | None = None
+    questions: QuestionOptions
     anchor: str = "auto"
     selectors: tuple[str, ...] = ()
     ratios: tuple[float, ...] = ()
     seed: int = 0
     store: str = "memory"
     profile: Path | None = None
-    dtype: str = "auto"
-    device: str | None = None
+    device: DeviceOptions = field(default_factory=DeviceOptions)
 
 
 def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
@@ -64,23 +53,27 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     from cacheblend.evaluation.scorers import WordF1
     from cacheblend.evaluation.templates import read_template
 
-    template = read_template(options.template, options.templates)
-    if options.chat is not None:
-        template = replace(template, chat=options.chat)
-    questions = read_questions(options.data, options.form)[: options.limit]
+    asked, device = options.questions, options.device
+    assert asked.data is not None  # the command has checked that
+    template = read_template(asked.template, asked.templates)
+    if asked.chat is not None:
+        template = replace(template, chat=asked.chat)
+    questions = read_questions(asked.data, asked.form)[: asked.limit]
     if options.profile is not None:
         check_writable(options.profile)
     bar = replace(bar, stop=template.stop, scorer=WordF1())
     config = BlendConfig(capture=False, anchor=cast("AnchorKind", options.anchor))  # which checks it
-    store = options.store
-    with open_engine(options.model, store, config, dtype=options.dtype, device=options.device, quiet=as_json) as engine:
+    _check_grid(options)
+    with open_engine(
+        options.model, options.store, config, dtype=device.dtype, device=device.device, quiet=as_json
+    ) as engine:
         candidates = grid(len(engine.survey.layout.layers), options.selectors, options.ratios)
-        rows = _rows(engine, questions, template.layout, options.chunk_tokens)
+        rows = _rows(engine, questions, template.layout, asked.chunk_tokens)
         with progress("asking", "rows", quiet=as_json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=options.seed, progress=advance)
         written = options.profile if result.verdict != "too few rows" else None
         if written is not None:
-            write_profile(written, profile_of(engine, result, options.data))
+            write_profile(written, profile_of(engine, result, asked.data))
     if as_json:
         print_json(result.to_dict() | {"profile": None if written is None else str(written)})
     else:
@@ -88,8 +81,18 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     return result.verdict == "passed"
 
 
+def _check_grid(options: GateOptions) -> None:
+    """Refuses unknown selectors and wrong ratios before the model is opened."""
+    from cacheblend.cli.models import layers_of
+    from cacheblend.evaluation.candidates import grid
+
+    layers = layers_of(options.model)
+    if layers is not None:
+        grid(layers, options.selectors, options.ratios)
+
+
 def _rows(engine: "BlendEngine", questions: Any, layout: Any, chunk_tokens: int) -> list["GateRow"]:
-    """Prompts of any length; the gate leaves out and counts those that are too long."""
+    """Prompts of any length; the gate counts those that are too long and leaves them out."""
     from cacheblend.data.split import split_contexts
     from cacheblend.engines.hf import Passage
     from cacheblend.evaluation.gate import GateRow
@@ -110,7 +113,7 @@ def _rows(engine: "BlendEngine", questions: Any, layout: Any, chunk_tokens: int)
 
 def _show(result: "GateResult", options: GateOptions, written: Path | None) -> None:
     out = console()
-    searched = "search: all settings, on rows that count for nothing else"
+    searched = "search: all settings, on rows that are used for nothing else"
     out.print(_table(searched, result.searched, result.bar))
     if result.confirmed:
         part = (
@@ -187,13 +190,13 @@ def _notes(result: "GateResult") -> list[str]:
     if 0 < labelled < bar.needed_f1_rows:
         lines.append(
             f"{labelled} confirmed rows have gold answers: the F1 bound decides with them, but with fewer than "
-            f"{bar.needed_f1_rows} a loss that is rare and large may not have come up at all"
+            f"{bar.needed_f1_rows} a rare, large loss may not have occurred at all"
         )
     chosen = result.chosen.found if result.chosen else None
     if chosen is not None and chosen.ttft_ratio <= 1:
         lines.append(
             f"on this machine the chosen setting is not faster than full recompute ({chosen.ttft_ratio:.2f} x its "
-            "speed to the first token): it saves compute, no time"
+            "speed to the first token): it saves compute, not time"
         )
     return lines
 
@@ -205,7 +208,7 @@ def _verdict(result: "GateResult") -> str:
         return f"{chosen.candidate.name}: {share_text(chosen.found.compute, 1)} of the compute holds {wanted}"
     if result.verdict == "too few rows":
         return (
-            f"too few rows to know: {result.passage_sets} are there that differ in their passages, {wanted} takes "
-            f"{2 * bar.needed_rows} without a single error (half to search, half to confirm); nothing was confirmed"
+            f"too few rows to decide: {result.passage_sets} rows have different passages, {wanted} needs "
+            f"{2 * bar.needed_rows} without an error (half to search, half to confirm); nothing was confirmed"
         )
-    return f"no setting was shown to hold {wanted}: this model is not blended unless told to"
+    return f"no setting was shown to hold {wanted}: this model is not blended unless a request asks for it"

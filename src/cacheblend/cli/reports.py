@@ -33,7 +33,7 @@ def report_table(report: BlendReport, layers: int) -> Table:
         ("  planning", report.plan_s),
         ("  computing", report.compute_s),
         ("  waiting for loads", report.wait_s),
-        ("loading, meanwhile", report.load_s),
+        ("loading, in parallel", report.load_s),
         (f"all {report.generated_tokens} tokens", report.total_s),
     ]
     rows = max(len(tokens), len(times))
@@ -64,6 +64,6 @@ def comparison_line(blend_s: float, full_s: float, close: "Agreement") -> Text:
 
 
 def settings_line(settings: "Settings") -> Text:
-    """Whose settings a request was blended by; stands out where the profile says not to blend."""
+    """Where a request's settings come from; coloured where the profile says not to blend."""
     off = settings.profile is not None and not settings.profile.blend
     return Text.assemble("settings: ", (settings.source, "yellow" if off else ""))

@@ -1,104 +1,181 @@
-"""`cacheblend serve` and `cacheblend keys`: the server, and who may ask it."""
+"""`cacheblend serve`: parses options, binds the address, opens the engine; what answers is in `cacheblend.serve`."""
 
 import logging
+import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.cli.blending import (
-    CheckLayers,
-    Measure,
-    ProfileFile,
-    Ratios,
-    SelectorName,
-    Threshold,
-    blending_settings,
-)
 from cacheblend.cli.options import (
     BLENDING,
-    AnchorRule,
-    BlockSize,
-    Capture,
-    Codec,
-    CostModelFile,
-    Device,
-    Dtype,
-    ModelFolder,
-    Salt,
-    StoreUrl,
+    IN_MEMORY,
+    MOST_TOKENS,
+    BlendOptions,
+    DeviceOptions,
+    ModelOptions,
+    StoreOptions,
 )
 from cacheblend.cli.output import console
 
+if TYPE_CHECKING:
+    from cacheblend.engines.hf import BlendEngine
+    from cacheblend.serve.settings import ServeSettings
+
 SERVER, BOUNDS = "Server", "Bounds"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+LONGEST_S = 1e6
+"""Upper bound of options that are seconds: eleven days."""
 
-Host = Annotated[str, typer.Option("--host", help="Address to listen at.", rich_help_panel=SERVER)]
-Port = Annotated[int, typer.Option("--port", help="0: a free one.", rich_help_panel=SERVER)]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option("--keys", help="File of API keys (`keys add`); without it anyone may ask.", rich_help_panel=SERVER),
-]
-Playground = Annotated[
-    bool, typer.Option("--playground/--no-playground", help="The page at /.", rich_help_panel=SERVER)
-]
-ChunkTokens = Annotated[
-    int,
-    typer.Option("--chunk-tokens", help="Least tokens of a text that is a chunk of its own.", rich_help_panel=BLENDING),
-]
-Active = Annotated[int, typer.Option("--active", help="Requests under way at once.", rich_help_panel=BOUNDS)]
-Waiting = Annotated[int, typer.Option("--waiting", help="Requests in the queue; then 429.", rich_help_panel=BOUNDS)]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds of a request.", rich_help_panel=BOUNDS)]
-Drain = Annotated[float, typer.Option("--drain", help="Seconds to finish in at the end.", rich_help_panel=BOUNDS)]
-MaxPrompt = Annotated[
-    int | None,
-    typer.Option("--max-prompt-tokens", help="Default: the model's context.", rich_help_panel=BOUNDS),
-]
-MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", help="Of an answer, where a client does not say.", rich_help_panel=BOUNDS)
-]
-StoreQuota = Annotated[
-    str | None, typer.Option("--store-quota", help="Bytes that each key may store: 20GiB.", rich_help_panel=BOUNDS)
-]
-PinQuota = Annotated[
-    str | None, typer.Option("--pin-quota", help="Bytes that each key may pin.", rich_help_panel=BOUNDS)
-]
 
-keys_app = typer.Typer(help="API keys of a server, hashed in a file.", no_args_is_help=True)
-File = Annotated[Path, typer.Option("--file", "-f", help="The file.")]
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the server listens, and who may use it."""
+
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.", rich_help_panel=SERVER)] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.", rich_help_panel=SERVER)] = 8000
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys", help="File of API keys (`keys add`); without it no key is needed.", rich_help_panel=SERVER
+        ),
+    ] = None
+    playground: Annotated[
+        bool, typer.Option("--playground/--no-playground", help="Serve the page at /.", rich_help_panel=SERVER)
+    ] = True
+    chunk_tokens: Annotated[
+        int,
+        typer.Option(
+            "--chunk-tokens",
+            min=1,
+            max=MOST_TOKENS,
+            help="Least tokens of a text that is a chunk of its own.",
+            rich_help_panel=BLENDING,
+        ),
+    ] = 64
+
+
+@dataclass(frozen=True)
+class BoundOptions:
+    """Bounds of the server's work."""
+
+    active: Annotated[
+        int, typer.Option("--active", min=1, max=10_000, help="Requests served at once.", rich_help_panel=BOUNDS)
+    ] = 8
+    waiting: Annotated[
+        int,
+        typer.Option(
+            "--waiting", min=0, max=1_000_000, help="Requests in the queue; more get 429.", rich_help_panel=BOUNDS
+        ),
+    ] = 64
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout", min=0.001, max=LONGEST_S, help="Seconds of a request at most.", rich_help_panel=BOUNDS
+        ),
+    ] = 600.0
+    drain: Annotated[
+        float,
+        typer.Option(
+            "--drain", min=0, max=LONGEST_S, help="Seconds to finish requests in at shutdown.", rich_help_panel=BOUNDS
+        ),
+    ] = 30.0
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-prompt-tokens",
+            min=1,
+            max=MOST_TOKENS,
+            help="Longest prompt. Default: the model's context.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            min=1,
+            max=MOST_TOKENS,
+            help="Tokens of an answer, where a client does not say.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = 512
+    store_quota: Annotated[
+        str | None,
+        typer.Option("--store-quota", help="Bytes that each key may store: 20GiB.", rich_help_panel=BOUNDS),
+    ] = None
+    pin_quota: Annotated[
+        str | None, typer.Option("--pin-quota", help="Bytes that each key may pin.", rich_help_panel=BOUNDS)
+    ] = None
 
 
 def serve(
-    model: ModelFolder,
-    store: StoreUrl = "memory",
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    keys: KeyFile = None,
-    playground: Playground = True,
-    ratio: Ratios = None,
-    selector: SelectorName = None,
-    check_layer: CheckLayers = None,
-    measure: Measure = None,
-    threshold: Threshold = None,
-    profile: ProfileFile = None,
-    anchor: AnchorRule = "auto",
-    block_size: BlockSize = 256,
-    codec: Codec = "raw",
-    salt: Salt = "",
-    cost_model: CostModelFile = None,
-    chunk_tokens: ChunkTokens = 64,
-    capture: Capture = True,
-    active: Active = 8,
-    waiting: Waiting = 64,
-    timeout: Timeout = 600.0,
-    drain: Drain = 30.0,
-    max_prompt_tokens: MaxPrompt = None,
-    max_tokens: MaxTokens = 512,
-    store_quota: StoreQuota = None,
-    pin_quota: PinQuota = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
+    model: ModelOptions,
+    blend: BlendOptions,
+    device: DeviceOptions,
+    server: ServerOptions,
+    bounds: BoundOptions,
+    store: StoreOptions = IN_MEMORY,
 ) -> None:
     """Serve a model through OpenAI's API, passages reused at any position; a page to try it on is at /."""
+    _check_installed()
+    from cacheblend.core.errors import InvalidInputError
+
+    if blend.anchor == "system":
+        raise InvalidInputError(
+            "--anchor system: serve computes chunks before it knows their prompts; use auto, bos or none"
+        )
+    settings, config = _settings(server, bounds), blend.settings()
+
+    from cacheblend.cli.models import open_engine
+    from cacheblend.engines.hf.background import run_apart
+    from cacheblend.serve.memory import keep_few_kernels
+
+    with bind(server.host, server.port) as bound:
+        keep_few_kernels()
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
+        opened = run_apart(
+            lambda: open_engine(
+                model.model, store.store, config, profile=blend.profile, dtype=device.dtype, device=device.device
+            )
+        )
+        with opened as engine:
+            _run(engine, settings, server.host, bound)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; `port` 0 takes a free one. It listens only when the server is ready to answer.
+
+    Raises:
+        InvalidInputError: the host is not known or not of this machine, or the port is taken.
+    """
+    from cacheblend.core.errors import InvalidInputError
+
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        bound = socket.socket(family, kind)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+    except (OSError, UnicodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not the name of a host"
+        raise InvalidInputError(
+            f"--host {host} --port {port}: the server cannot listen there ({reason}); name an address of this machine "
+            "and a free port (--port 0 takes one)"
+        ) from error
+
+
+def _check_installed() -> None:
     from importlib.util import find_spec
 
     from cacheblend.core.errors import InvalidInputError
@@ -106,85 +183,57 @@ def serve(
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise InvalidInputError(f"serve needs {', '.join(missing)}: pip install 'cacheblend[serve]'")
-    if anchor == "system":
-        raise InvalidInputError("serve computes chunks ahead of their prompts: the anchor 'system' cannot be used")
-    import uvicorn
 
-    from cacheblend.cli.models import open_engine
-    from cacheblend.engines.hf.background import run_apart
+
+def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
+    from cacheblend.cli.keys import check_file
+    from cacheblend.core.errors import InvalidInputError
     from cacheblend.engines.hf.tickets import Limits
-    from cacheblend.serve.app import create_app
     from cacheblend.serve.keys import KeyRing, read_keys
-    from cacheblend.serve.memory import keep_few_kernels
     from cacheblend.serve.settings import ServeSettings
     from cacheblend.store import parse_bytes
 
-    if keys is not None and not keys.exists():
-        raise InvalidInputError(f"there is no file {keys}; make one with `cacheblend keys add NAME --file {keys}`")
-    settings = ServeSettings(
-        keys=KeyRing(() if keys is None else read_keys(keys)),
-        chunk_tokens=chunk_tokens,
-        limits=Limits(active=active, waiting=waiting),
-        max_prompt_tokens=max_prompt_tokens,
-        max_tokens=max_tokens,
-        timeout_s=timeout,
-        drain_s=drain,
-        store_bytes=None if store_quota is None else parse_bytes(store_quota),
-        pin_bytes=None if pin_quota is None else parse_bytes(pin_quota),
-        playground=playground,
-    )
-    if keys is not None and not settings.keys.keys:
+    keys = server.keys
+    if keys is not None:
+        check_file(keys)
+    known = () if keys is None else read_keys(keys)
+    if keys is not None and not known:
         raise InvalidInputError(f"{keys} has no key in it; add one with `cacheblend keys add NAME --file {keys}`")
-    config = blending_settings(ratio, selector, check_layer, measure, threshold) | {
-        "anchor": anchor,
-        "block_size": block_size,
-        "codec": codec,
-        "capture": capture,
-        "salt": salt,
-        "cost_model": None if cost_model is None else str(cost_model),
-    }
-    keep_few_kernels()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
-    opened = run_apart(lambda: open_engine(model, store, config, profile=profile, dtype=dtype, device=device))
-    with opened as engine:
-        say = console(stderr=True)
-        say.print(
-            f"{engine.name} at http://{host}:{port}/v1" + (", the page at /" if playground else ""), soft_wrap=True
-        )
-        if not settings.keys.keys and host not in ("127.0.0.1", "localhost", "::1"):
-            say.print("anyone who reaches this address may ask: give --keys", style="yellow", soft_wrap=True)
-        uvicorn.run(
-            create_app(engine, settings),
-            host=host,
-            port=port,
-            log_level="warning",
-            timeout_graceful_shutdown=max(1, round(drain)),
-            server_header=False,
-        )
+    return ServeSettings(
+        keys=KeyRing(known),
+        chunk_tokens=server.chunk_tokens,
+        limits=Limits(active=bounds.active, waiting=bounds.waiting),
+        max_prompt_tokens=bounds.max_prompt_tokens,
+        max_tokens=bounds.max_tokens,
+        timeout_s=bounds.timeout,
+        drain_s=bounds.drain,
+        store_bytes=None if bounds.store_quota is None else parse_bytes(bounds.store_quota),
+        pin_bytes=None if bounds.pin_quota is None else parse_bytes(bounds.pin_quota),
+        playground=server.playground,
+    )
 
 
-@keys_app.command("add")
-def add(name: Annotated[str, typer.Argument(help="For logs.")], file: File = Path("keys.json")) -> None:
-    """Make a key and print it, this once. A running server knows it behind its next start."""
-    from cacheblend.serve.keys import add_key
+def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, bound: socket.socket) -> None:
+    """Says where the server is, and serves until it is stopped."""
+    import uvicorn
 
-    typer.echo(add_key(file, name))
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.serve.app import create_app
 
-
-@keys_app.command("rm")
-def remove(name: Annotated[str, typer.Argument(help="Of the key.")], file: File = Path("keys.json")) -> None:
-    """Take a key back."""
-    from cacheblend.serve.keys import remove_key
-
-    remove_key(file, name)
-
-
-@keys_app.command("ls")
-def listed(file: File = Path("keys.json")) -> None:
-    """Names of the keys."""
-    from cacheblend.serve.keys import read_keys
-
-    for key in read_keys(file):
-        typer.echo(key.name)
+    application: Any = create_app(engine, settings)
+    port = bound.getsockname()[1]
+    page = ", the page at /" if settings.playground else ""
+    say = console(stderr=True)
+    say.print(f"{engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1{page}", soft_wrap=True)
+    if not settings.keys.keys and host not in LOCAL:
+        say.print("anyone who reaches this address may use it: give --keys", style="yellow", soft_wrap=True)
+    config = uvicorn.Config(
+        application,
+        log_level="warning",
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+    server.run(sockets=[bound])
+    if not server.started:
+        raise InvalidInputError("the server did not start; see the log")

@@ -1,9 +1,10 @@
-"""`cacheblend store`: look at a store, check it, make room in it."""
+"""`cacheblend store`: list, check and shrink a store."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.options import AsJson
 from cacheblend.cli.output import console, print_json, progress, size_text, visible
 
@@ -12,20 +13,21 @@ if TYPE_CHECKING:
     from cacheblend.core.plan.blocks import ChunkManifest
     from cacheblend.store import Damage, KVStore, StoreStats
 
-app = typer.Typer(help="Look at a store, check it, make room in it.", no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(help="List, check and shrink a store.", no_args_is_help=True, rich_markup_mode="rich")
 
-Url = Annotated[str, typer.Argument(help="A folder, or file:///folder.", show_default=False)]
+Url = Annotated[str, typer.Argument(help="A folder, or a store's URL.", show_default=False)]
 Chunks = Annotated[
     list[str] | None,
-    typer.Argument(help="Chunks: their id as `ls` shows it, a beginning of it, or their label.", show_default=False),
+    typer.Argument(help="Chunks: the id that `ls` shows, the start of an id, or a label.", show_default=False),
 ]
 All = Annotated[bool, typer.Option("--all", help="Every chunk of the store.")]
-Model = Annotated[str | None, typer.Option("--model", "-m", help="Only chunks of the model of this name.")]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Only chunks of the model with this name.")]
 
 SHORT = 12
 
 
 @app.command("ls")
+@with_groups
 def list_chunks(url: Url, model: Model = None, json: AsJson = False) -> None:
     """List the chunks."""
     with _open(url, read_only=True) as store:
@@ -55,8 +57,9 @@ def list_chunks(url: Url, model: Model = None, json: AsJson = False) -> None:
 
 
 @app.command("stat")
+@with_groups
 def show_stats(url: Url, json: AsJson = False) -> None:
-    """Show how much is held."""
+    """Show how much is stored."""
     with _open(url, read_only=True) as store:
         stats = store.stats()
     if json:
@@ -69,8 +72,9 @@ def show_stats(url: Url, json: AsJson = False) -> None:
 
 
 @app.command()
+@with_groups
 def verify(url: Url, json: AsJson = False) -> None:
-    """Read everything and check it; what is damaged is removed where that is possible. Exit code 1 if anything was."""
+    """Read and check everything; damaged blocks are removed if possible. Exit code 1 if anything was damaged."""
     with _open(url) as store, progress("verifying", "blocks", quiet=json) as advance:
         damage = store.verify(advance)
         blocks = store.stats().blocks - sum(d.kind == "block" and not d.removed for d in damage)
@@ -84,12 +88,13 @@ def verify(url: Url, json: AsJson = False) -> None:
 
 
 @app.command()
+@with_groups
 def prune(
     url: Url,
-    max_bytes: Annotated[str, typer.Option("--max-bytes", help="What may stay, e.g. 10GiB.", show_default=False)],
+    max_bytes: Annotated[str, typer.Option("--max-bytes", help="Size to shrink it to: 10GiB.", show_default=False)],
     json: AsJson = False,
 ) -> None:
-    """Evict what was not used for longest until the store is small enough. Pinned chunks stay."""
+    """Evict the least recently used chunks until the store is small enough. Pinned chunks stay."""
     from cacheblend.store.open import parse_bytes
 
     limit = parse_bytes(max_bytes)
@@ -101,10 +106,11 @@ def prune(
         return
     console().print(f"{size_text(freed)} freed, {size_text(stats.bytes)} in {stats.blocks} blocks stay")
     if stats.bytes > limit:
-        console(stderr=True).print(f"more than {size_text(limit)} stay, since they are pinned", style="yellow")
+        console(stderr=True).print(f"more than {size_text(limit)} stay: the rest is pinned", style="yellow")
 
 
 @app.command()
+@with_groups
 def pin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Keep chunks from eviction."""
     with _open(url) as store:
@@ -115,6 +121,7 @@ def pin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson =
 
 
 @app.command()
+@with_groups
 def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Let chunks be evicted again."""
     with _open(url) as store:
@@ -125,6 +132,7 @@ def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson
 
 
 @app.command("rm")
+@with_groups
 def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Delete chunks, pinned or not. Blocks that another chunk shares stay."""
     with _open(url) as store:
@@ -155,13 +163,15 @@ def _show_damage(intact: int, damage: list["Damage"]) -> None:
 
 
 def _open(url: str, *, read_only: bool = False) -> "KVStore":
-    """The store in a folder that is there already: looking at a store must not make one."""
+    """The store of an existing folder: inspecting a store must not create one."""
     from cacheblend.core.errors import InvalidInputError
 
     if url.split(":")[0] == "memory":
-        raise InvalidInputError("a store in memory ends with its process; name a folder")
+        raise InvalidInputError("a store in memory ends with its process; name a folder or a server")
+    from cacheblend.cli.models import check_store
     from cacheblend.store.open import open_store
 
+    check_store(url)
     store = open_store(url, ram_bytes=0, read_only=True)
     if read_only:
         return store
@@ -170,7 +180,11 @@ def _open(url: str, *, read_only: bool = False) -> "KVStore":
 
 
 def _choose(store: "KVStore", wanted: list[str], everything: bool) -> list["ChunkManifest"]:
-    """The chunks that are meant."""
+    """The chunks that the arguments name.
+
+    Raises:
+        InvalidInputError: none or several chunks match an argument; or arguments and ``--all`` contradict each other.
+    """
     from cacheblend.core.errors import InvalidInputError
 
     manifests = store.manifests()
@@ -183,9 +197,9 @@ def _choose(store: "KVStore", wanted: list[str], everything: bool) -> list["Chun
         by_id = [m for m in manifests if text and m.chunk_id.hex().startswith(text.lower())]
         found = [m for m in manifests if m.label == text] or by_id
         if not found:
-            raise InvalidInputError(f"no chunk is called {text!r}, and no chunk's id begins so")
+            raise InvalidInputError(f"no chunk has the label {text!r}, or an id that begins with it")
         if found is by_id and len(found) > 1:
-            raise InvalidInputError(f"{len(found)} chunks' ids begin with {text!r}; give more of it")
+            raise InvalidInputError(f"the ids of {len(found)} chunks begin with {text!r}; give more characters")
         chosen |= {m.chunk_id: m for m in found}
     return list(chosen.values())
 

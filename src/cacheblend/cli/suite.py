@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cacheblend.cli.evaluate_output import keep_summary, progress_bars, say, show_summary
+from cacheblend.cli.evaluate_output import Destination, keep_summary, progress_bars, say, show_summary
 from cacheblend.cli.models import open_engine
+from cacheblend.cli.options import DeviceOptions
 from cacheblend.cli.output import console, progress, status
 
 if TYPE_CHECKING:
@@ -21,9 +22,21 @@ if TYPE_CHECKING:
 
 SUITES = ("nano",)
 OPTIONS = frozenset(
-    ["--suite", "--suite-seed", "--part", "--model", "--rows", "--seed", "--dtype", "--device", "--out", "--json"]
+    [
+        "--suite",
+        "--suite-seed",
+        "--part",
+        "--model",
+        "--limit",
+        "--seed",
+        "--dtype",
+        "--device",
+        "--out",
+        "--json",
+        "--json-file",
+    ]
 )
-"""Of `evaluate`, those that may stand beside --suite; it brings the rest with it."""
+"""Options of `evaluate` that --suite allows; it sets the others itself."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +44,14 @@ class SuiteOptions:
     """What a user set.
 
     Attributes:
-        name: of `SUITES`.
+        name: one of `SUITES`.
         model: folder.
         per_category: rows of each category and seed; None: the suite's own number.
         seeds: of the draws; empty: the suite's own.
         parts: empty: all.
         bootstrap_seed: of the intervals.
-        dtype, device: of the model.
-        out: folder in which the folders of results are made.
-        json: file for everything, or ``-``.
+        device: of the model.
+        to: where results go; folders of results are made in its folder.
     """
 
     name: str
@@ -48,21 +60,19 @@ class SuiteOptions:
     seeds: tuple[int, ...]
     parts: tuple[str, ...]
     bootstrap_seed: int
-    dtype: str
-    device: str | None
-    out: Path
-    json: Path | None
+    device: DeviceOptions
+    to: Destination
 
 
 @dataclass
 class _Results:
-    """What the parts have found.
+    """Results of the parts.
 
     Attributes:
         scorers: of the tables.
-        found: rows of the main part, and of the sweep.
-        summaries: of the same.
-        gate: what was found of it; None if that part was not run.
+        found: rows of the main part and of the sweep, by part.
+        summaries: by part.
+        gate: result of the gate's check; None if that part was not run.
     """
 
     scorers: "list[Scorer]"
@@ -72,16 +82,16 @@ class _Results:
 
 
 def refuse_options(given: Iterable[str]) -> None:
-    """Raises `InvalidInputError` for options that the suite would not heed."""
+    """Raises `InvalidInputError` for options that the suite would ignore."""
     from cacheblend.core.errors import InvalidInputError
 
     refused = sorted(set(given) - OPTIONS)
     if refused:
-        raise InvalidInputError(f"--suite brings its own rows, methods and settings; leave {', '.join(refused)} out")
+        raise InvalidInputError(f"--suite sets rows, methods and settings itself; leave {', '.join(refused)} out")
 
 
 def run_suite_command(options: SuiteOptions) -> bool:
-    """Runs the parts, or reports them where all their rows are there; whether the bars of these parts hold.
+    """Runs the parts, or reports them if all their rows are there already; returns whether their bars hold.
 
     Raises:
         InvalidInputError: no such suite or part.
@@ -93,8 +103,8 @@ def run_suite_command(options: SuiteOptions) -> bool:
         raise InvalidInputError(f"no suite is called {options.name!r}; there are {', '.join(SUITES)}")
     plain = Suite()
     suite = Suite(options.per_category or plain.per_category, options.seeds or plain.seeds, options.parts or PARTS)
-    quiet = str(options.json) == "-"
-    with open_engine(options.model, "memory", {}, dtype=options.dtype, device=options.device, quiet=quiet) as engine:
+    quiet, device = options.to.json, options.device
+    with open_engine(options.model, "memory", {}, dtype=device.dtype, device=device.device, quiet=quiet) as engine:
         results = _run(engine, suite, options, quiet=quiet)
     report = _report(suite, results, options)
     if not quiet:
@@ -111,16 +121,16 @@ def _run(engine: "BlendEngine", suite: "Suite", options: SuiteOptions, *, quiet:
     assert engine.builder is not None  # a model folder is opened with its tokenizer
     results = _Results(make_scorers(("em", "f1"), engine.builder.encode))
     if "main" in suite.parts:
-        with status("looking for random rows as dear as the blend ...", quiet=quiet):
+        with status("looking for random rows that cost as much as the blend ...", quiet=quiet):
             plan = plan_main(engine, suite)
         with progress_bars(quiet=quiet) as advance:
-            _add(results, "main", run_main(engine, suite, plan, options.out, advance), options)
+            _add(results, "main", run_main(engine, suite, plan, options.to.folder, advance), options)
     if "sweep" in suite.parts:
         with progress_bars(quiet=quiet) as advance:
-            _add(results, "sweep", run_sweep(engine, suite, options.out, advance), options)
+            _add(results, "sweep", run_sweep(engine, suite, options.to.folder, advance), options)
     if "gate" in suite.parts:
         with progress("checking the gate's setting", "rows", quiet=quiet) as step:
-            results.gate = check_gate(engine, suite, options.out, step)
+            results.gate = check_gate(engine, suite, options.to.folder, step)
     return results
 
 
@@ -131,7 +141,7 @@ def _add(results: _Results, part: str, found: "Evaluation", options: SuiteOption
     if found.resumed:
         say(f"{part}: {found.resumed} of {len(found.rows)} rows were there already")
     if found.torn:
-        say(f"{part}: a half written row of an interrupted run has been evaluated again")
+        say(f"{part}: an incomplete row of an interrupted run has been evaluated again")
     results.found[part] = found
     results.summaries[part] = summarise(found, results.scorers, seed=options.bootstrap_seed)
     if part == "sweep":
@@ -139,7 +149,7 @@ def _add(results: _Results, part: str, found: "Evaluation", options: SuiteOption
 
 
 def _keep(results: _Results, part: str, summary: dict[str, Any], options: SuiteOptions) -> dict[str, Any]:
-    """Figures and plots in the part's folder; the summary with what `keep_summary` adds."""
+    """Writes figures and plots to the part's folder; returns the summary as `keep_summary` does."""
     folder = results.found[part].folder
     assert folder is not None
     kept, _ = keep_summary(summary, f"the suite {options.name}, {part}", folder)
@@ -148,9 +158,7 @@ def _keep(results: _Results, part: str, summary: dict[str, Any], options: SuiteO
 
 
 def _report(suite: "Suite", results: _Results, options: SuiteOptions) -> dict[str, Any]:
-    """Everything; its cells only in the file that was asked for."""
-    from json import dumps
-
+    """Everything; the cells only in the JSON that was asked for."""
     from cacheblend.evaluation import with_cells
     from cacheblend.evaluation.suite_figures import figures
 
@@ -167,15 +175,11 @@ def _report(suite: "Suite", results: _Results, options: SuiteOptions) -> dict[st
     report = results.summaries.get("main", {}) | {"suite": facts, "gate": results.gate}
     report |= figures(main.rows if main else [], results.gate, seed=options.bootstrap_seed)
     report = (report if main is None else _keep(results, "main", report, options)) | {"sweep": sweep}
-    if options.json is not None:
+    if options.to.wants_json:
         whole = report if main is None else with_cells(report, main, results.scorers)
         if sweep is not None:
             whole = whole | {"sweep": with_cells(sweep, results.found["sweep"], results.scorers)}
-        text = dumps(whole, ensure_ascii=False, indent=2)
-        if str(options.json) == "-":
-            typer.echo(text)
-        else:
-            options.json.write_text(text + "\n", encoding="utf-8")
+        options.to.write(whole)
     return report
 
 
@@ -190,13 +194,13 @@ def _show(report: dict[str, Any], results: _Results) -> None:
     for reason in dict.fromkeys(missing.values()):
         say(f"note: {', '.join(key for key in missing if missing[key] == reason)}: {reason}")
     typer.echo(
-        "The text is built so that few tokens carry what crosses chunks: this shows the mechanism on this model.\n"
-        "cacheblend evaluate --data FILE is there for yours."
+        "The text is built so that few tokens depend on other chunks: this shows the mechanism on this model.\n"
+        "cacheblend evaluate --data FILE evaluates your own data."
     )
 
 
 def _bars_table(report: dict[str, Any]) -> "Table":
-    """A line a figure: its value, its bar, and whether it holds; 80 columns show it whole."""
+    """A line for each figure: its value, its bar, and whether it holds; at most 80 columns."""
     seeds = ", ".join(map(str, report["suite"]["seeds"])) or "none"
     table = _plain_table(f"Figures, seeds: {seeds}; points of exact match, % of compute")
     table.add_column("key", no_wrap=True)

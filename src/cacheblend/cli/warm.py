@@ -1,4 +1,4 @@
-"""`cacheblend warm`: stores the KV of passages ahead of their use."""
+"""`cacheblend warm`: stores the KV of passages before they are used."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,20 +8,16 @@ import typer
 
 from cacheblend.cli.options import (
     BLENDING,
+    MOST_TOKENS,
     PROMPT,
-    AnchorRule,
     AsJson,
-    BlockSize,
-    Chat,
-    Codec,
-    Device,
-    Dtype,
-    ModelFolder,
-    Salt,
-    StoreUrl,
-    System,
+    ChunkOptions,
+    DeviceOptions,
+    ModelOptions,
+    StoreOptions,
 )
 from cacheblend.cli.output import console, print_json, progress, seconds_text, size_text
+from cacheblend.cli.prompt_options import LayoutOptions, Limit
 
 if TYPE_CHECKING:
     from cacheblend.data import Text
@@ -30,14 +26,18 @@ if TYPE_CHECKING:
 Data = Annotated[
     list[Path],
     typer.Option(
-        "--data", "-d", help="Passages: .json, .jsonl, .txt or a folder of .txt. Several times.", rich_help_panel=PROMPT
+        "--data",
+        "-d",
+        help="Passages: .json, .jsonl, .txt or a folder of .txt. Several times.",
+        rich_help_panel=PROMPT,
+        show_default=False,
     ),
 ]
-Limit = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Only the first so many passages.", rich_help_panel=PROMPT)
-]
 BatchTokens = Annotated[
-    int, typer.Option("--batch-tokens", help="Tokens that are computed at once.", rich_help_panel=BLENDING)
+    int,
+    typer.Option(
+        "--batch-tokens", min=1, max=MOST_TOKENS, help="Tokens that are computed at once.", rich_help_panel=BLENDING
+    ),
 ]
 Engine = Annotated[
     str,
@@ -47,7 +47,7 @@ Frame = Annotated[
     str | None,
     typer.Option(
         "--frame",
-        help="Tokenise passages inside this text, {passage} in their place: as a server does that gets whole prompts.",
+        help="Tokenise each passage inside this text, in place of {passage}: for servers that tokenise whole prompts.",
         rich_help_panel=PROMPT,
         show_default=False,
     ),
@@ -55,47 +55,41 @@ Frame = Annotated[
 
 
 def warm(
-    model: ModelFolder,
-    store: StoreUrl,
+    model: ModelOptions,
+    store: StoreOptions,
     data: Data,
+    stored: ChunkOptions,
+    layout: LayoutOptions,
+    device: DeviceOptions,
     limit: Limit = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    anchor: AnchorRule = "auto",
-    block_size: BlockSize = 256,
-    codec: Codec = "raw",
-    salt: Salt = "",
     batch_tokens: BatchTokens = 4096,
-    system: System = None,
-    chat: Chat = None,
     frame: Frame = None,
     engine: Engine = "hf",
     json: AsJson = False,
 ) -> None:
-    """Store the KV cache of passages, each computed alone behind its anchor.
+    """Store the KV cache of passages, each computed alone after its anchor.
 
-    Passages that the store holds already are not computed again, so this may be repeated and interrupted.
+    Passages that the store has are not computed again, so the command may be repeated and interrupted.
     """
-    passages = _passages(store, data, limit)
-
-    if engine not in ("hf", "vllm"):
-        from cacheblend.core.errors import InvalidInputError
-
-        raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
-    settings = {"anchor": anchor, "block_size": block_size, "codec": codec, "salt": salt}
-    if engine == "vllm":
-        done = _warm_vllm(model, store, passages, settings, frame, dtype, json)
-    else:
-        config = settings | {"capture_batch_tokens": batch_tokens}
-        done = _warm_hf(model, store, passages, config, frame, dtype, device, (system, chat), json)
+    from cacheblend.core.errors import InvalidInputError
     from cacheblend.store import open_store
 
-    with open_store(store) as filled:
+    if engine not in ("hf", "vllm"):
+        raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
+    if frame is not None and "{passage}" not in frame:
+        raise InvalidInputError(f"--frame {frame!r}: {{passage}} must stand where the passage goes")
+    passages = _passages(store.store, data, limit)
+    if engine == "vllm":
+        done = _warm_vllm(model.model, store.store, passages, stored.settings(), frame, device.dtype, json)
+    else:
+        config = stored.settings() | {"capture_batch_tokens": batch_tokens}
+        done = _warm_hf(model.model, store.store, passages, config, frame, device, layout, json)
+    with open_store(store.store) as filled:
         taken = filled.stats().bytes
     if json:
-        print_json({"passages": len(passages), **asdict(done), "store": store, "store_bytes": taken})
+        print_json({"passages": len(passages), **asdict(done), "store": store.store, "store_bytes": taken})
     else:
-        _show(done, store, taken)
+        _show(done, store.store, taken)
 
 
 def _warm_hf(
@@ -104,9 +98,8 @@ def _warm_hf(
     passages: "list[Text]",
     config: dict[str, Any],
     frame: str | None,
-    dtype: str,
-    device: str | None,
-    around: tuple[str | None, bool | None],
+    device: DeviceOptions,
+    layout: LayoutOptions,
     quiet: bool,
 ) -> "WarmReport":
     from cacheblend.cli.models import open_engine
@@ -115,16 +108,18 @@ def _warm_hf(
     from cacheblend.core.plan.prompt import chunk
     from cacheblend.engines.hf import Passage
 
-    with open_engine(model, store, BlendConfig(**config), dtype=dtype, device=device, quiet=quiet) as engine:
+    opened = BlendConfig(**config)
+    with open_engine(model, store, opened, dtype=device.dtype, device=device.device, quiet=quiet) as engine:
         chunks = [Passage(passage.text, passage.title) for passage in passages]
-        behind = build_prompt(engine, chunks[:1], "?", *around) if config["anchor"] == "system" else None
+        in_front = config["anchor"] == "system"
+        system = build_prompt(engine, chunks[:1], "?", layout.system, layout.chat) if in_front else None
         wanted: list[Any] = chunks
         if frame is not None:
             assert engine.builder is not None  # a model folder is opened with its tokenizer
             encode = engine.builder.encode_in_frame
             wanted = [chunk(encode(passage.text, frame), passage.title) for passage in passages]
         with progress("warming", "passages", quiet=quiet) as advance:
-            return engine.warm(wanted, system=behind, progress=advance)
+            return engine.warm(wanted, system=system, progress=advance)
 
 
 def _warm_vllm(
@@ -150,7 +145,7 @@ def _warm_vllm(
 
 
 def _passages(store: str, files: list[Path], limit: int | None) -> "list[Text]":
-    """What is to be stored; `InvalidInputError` also for a store that would not keep it."""
+    """What is to be stored; `InvalidInputError` also for a store that ends with the process."""
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.data import read_passages
 

@@ -1,28 +1,25 @@
-"""What compressing stored KV does to answers: `python benchmarks/codecs.py --json FILE`.
+"""What compressing stored KV does to answers.
 
-The quality suite's rows of one seed on the model that ships, blended as its profile has it, once for each codec: how
-often the first token and the whole answer are those of uncompressed KV, how far the first token's distribution moves,
-and the share of right answers. Full reuse beside it, where nothing is recomputed that compression could have harmed.
+The quality suite's rows of one seed on the model that ships, blended as its profile says, once for each codec: how
+often the first token and the whole answer equal those of uncompressed KV, how far the distribution of the first token
+moves, and the share of right answers. Full reuse is measured as well: it recomputes nothing that compression harmed.
 """
 
-import argparse
-import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from cacheblend.bench.stamp import stamp
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.data import QuestionRow
-from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, fused
 from cacheblend.evaluation.scorers import ExactMatch, best
@@ -31,10 +28,62 @@ from cacheblend.nano import model_path
 from cacheblend.nano.questions import draw_questions
 
 SUITE = Suite()
+STORE_BYTES = 1 << 28
+Progress = Callable[[int, int], None]
 
 
-def measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow]) -> list[dict[str, Any]]:
-    """A line a question and arm."""
+def run(seed: int = SUITE.seeds[0], limit: int | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Asks the rows with every codec; `figures` beside all shares.
+
+    Args:
+        seed: of the suite.
+        limit: rows of the seed, the first ones; None for all.
+        progress: called with (rows done, rows in all).
+
+    Raises:
+        InvalidInputError: the suite has no such seed.
+    """
+    if seed not in SUITE.seeds:
+        raise InvalidInputError(f"the suite has no seed {seed}; there are {', '.join(map(str, SUITE.seeds))}")
+    asked = draw_questions(seed, SUITE.per_category)[:limit]
+    with ExitStack() as stack:
+        plain = stack.enter_context(BlendEngine.from_pretrained(model_path(), store="memory"))
+        engines = {"raw": plain}
+        for codec in CODECS:
+            if codec != "raw":
+                config = replace(plain.config, codec=codec)
+                engine = BlendEngine(
+                    plain.model, plain.tokenizer, store=plain.store, config=config, fingerprint=plain.fingerprint
+                )
+                engines[codec] = stack.enter_context(engine)
+        lines = measure(engines, asked, progress)
+        selector = plain.settings.selector()
+    shares = summary(lines)
+    return {
+        "figures": {
+            f"{share['codec']}_top_1": share["top_1"]
+            for share in shares
+            if share["how"] == "blend" and share["codec"] != "raw"
+        },
+        "full_right": 100 * statistics.mean(line["right"] for line in lines if line["how"] == "full"),
+        "arms": shares,
+        "selector": repr(selector),
+        "data": f"the suite nano, main, seed {seed}: {len(asked)} rows",
+        "categories": dict(Counter(row.category for row in asked)),
+        **stamp(),
+    }
+
+
+def measure(
+    engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], progress: Progress | None = None
+) -> list[dict[str, Any]]:
+    """An entry for each row and each way to answer it.
+
+    Args:
+        engines: by codec, on one store; ``raw`` is one of them.
+        rows: to ask.
+        progress: called with (rows done, rows in all).
+    """
     plain = engines["raw"]
     selectors = {"blend": plain.settings.selector(), "reuse": NoRows()}
     layout, params = SETTINGS.template.layout, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
@@ -65,12 +114,14 @@ def measure(engines: dict[str, BlendEngine], rows: Sequence[QuestionRow]) -> lis
                 )
         full = finish(plain, prompt, full_recompute(plain, prompt), params)[0]
         found.append({"row": number, "how": "full", "codec": "raw", "right": best(ExactMatch(), full, row.answers)})
-        plain.store.prune(1 << 28)
+        plain.store.prune(STORE_BYTES)
+        if progress is not None:
+            progress(number + 1, len(rows))
     return found
 
 
 def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each way and codec, in %, KL in nats."""
+    """Shares by way (blend, reuse) and codec, in %; KL in nats."""
     found = []
     for how in ("blend", "reuse"):
         for codec in CODECS:
@@ -89,9 +140,11 @@ def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def table(rows: list[dict[str, Any]], full: float) -> Table:
+def table(result: dict[str, Any]) -> Table:
+    """The shares for people."""
+    rows = result["arms"]
     out = Table(
-        title=f"{rows[0]['questions']} questions; full recompute is right in {full:.1f} %",
+        title=f"{rows[0]['questions']} questions; full recompute is right in {result['full_right']:.1f} %",
         title_justify="left",
         caption="1st, answer: % the same as with uncompressed KV; KL of the first token, nats; right: % exact match",
         caption_justify="left",
@@ -110,47 +163,3 @@ def table(rows: list[dict[str, Any]], full: float) -> Table:
             f"{row['right']:.1f}",
         )
     return out
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, choices=SUITE.seeds, default=SUITE.seeds[0], help="of the suite")
-    parser.add_argument("--rows", type=int, help="of the seed, the first ones; all of them otherwise")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.rows is not None and options.rows < 1:
-        parser.error("--rows must be at least 1")
-    asked = draw_questions(options.seed, SUITE.per_category)[: options.rows]
-    with ExitStack() as stack:
-        plain = stack.enter_context(BlendEngine.from_pretrained(model_path(), store="memory"))
-        engines = {"raw": plain}
-        for codec in CODECS:
-            if codec != "raw":
-                config = replace(plain.config, codec=codec)
-                engine = BlendEngine(
-                    plain.model, plain.tokenizer, store=plain.store, config=config, fingerprint=plain.fingerprint
-                )
-                engines[codec] = stack.enter_context(engine)
-        lines = measure(engines, asked)
-        profile = plain.settings.selector()
-    rows = summary(lines)
-    full = 100 * statistics.mean(line["right"] for line in lines if line["how"] == "full")
-    figures = {f"{row['codec']}_top_1": row["top_1"] for row in rows if row["how"] == "blend" and row["codec"] != "raw"}
-    Console().print(table(rows, full))
-    if options.json is not None:
-        result = {
-            "figures": figures,
-            "full_right": full,
-            "arms": rows,
-            "selector": repr(profile),
-            "data": f"the suite nano, main, seed {options.seed}: {len(asked)} rows",
-            "categories": dict(Counter(row.category for row in asked)),
-            "machine": provenance.machine(),
-            "versions": provenance.versions(),
-            "commit": provenance.commit(),
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,33 @@
+"""`cacheblend bench`: parses options; what is measured, and how, is in `cacheblend.bench`."""
+
+import typer
+
+from cacheblend.cli.bench import prefill, quality, servers, stores
+from cacheblend.cli.option_groups import with_groups
+
+app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
+vllm_app = typer.Typer(
+    help="Two `vllm serve`, one with the plug-in; vLLM must be installed beside this package.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+PREFILL, STORES, SERVERS, QUALITY = "Prefill", "Stores", "Servers", "Answers"
+
+app.command("ttft", rich_help_panel=PREFILL)(with_groups(prefill.ttft))
+app.command("memory", rich_help_panel=PREFILL)(with_groups(prefill.memory))
+app.command("controller", rich_help_panel=PREFILL)(with_groups(prefill.controller))
+app.command("core", rich_help_panel=PREFILL)(with_groups(prefill.core))
+app.command("plan", rich_help_panel=STORES)(with_groups(stores.plan))
+app.command("match", rich_help_panel=STORES)(with_groups(stores.match))
+app.command("load", rich_help_panel=STORES)(with_groups(stores.load))
+app.command("store", rich_help_panel=STORES)(with_groups(stores.store))
+app.command("evict", rich_help_panel=STORES)(with_groups(stores.evict))
+app.command("serve", rich_help_panel=SERVERS)(with_groups(servers.serve))
+app.command("codecs", rich_help_panel=QUALITY)(with_groups(quality.codecs))
+app.command("random-shapes", rich_help_panel=QUALITY)(with_groups(quality.random_shapes))
+app.add_typer(vllm_app, name="vllm", rich_help_panel=SERVERS)
+
+vllm_app.command("ttft")(with_groups(servers.vllm_ttft))
+vllm_app.command("latency")(with_groups(servers.vllm_latency))
+vllm_app.command("replay")(with_groups(servers.vllm_replay))

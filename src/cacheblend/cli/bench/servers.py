@@ -1,0 +1,190 @@
+"""`bench serve` and `bench vllm`: servers, measured as a client sees them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend.cli.bench.options import (
+    DEFAULT_SHAPE,
+    HOW,
+    WHAT,
+    Clients,
+    PromptSizeOptions,
+    Requests,
+    ResultOptions,
+    RoundOptions,
+)
+from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, ModelOrShape, OneRatio, Plot, Trace
+from cacheblend.cli.output import picture_file, progress, stages
+
+if TYPE_CHECKING:
+    from cacheblend.bench.vllm_server import Pair
+
+
+BatchedTokens = Annotated[
+    int,
+    typer.Option(
+        "--batched-tokens", min=1, max=MOST_TOKENS, help="vLLM's max_num_batched_tokens.", rich_help_panel=HOW
+    ),
+]
+Rates = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--rate",
+        min=0.001,
+        max=100,
+        help="Rates of requests, as shares of the plug-in's saturation; several times. Default: 0.2 0.4 0.6 0.8.",
+        rich_help_panel=HOW,
+        show_default=False,
+    ),
+]
+
+
+def serve(
+    model: ModelOrShape,
+    size: PromptSizeOptions,
+    rounds: RoundOptions,
+    result: ResultOptions,
+    trace: Trace = None,
+    ratio: OneRatio = 0.15,
+    requests: Requests = 100,
+    clients: Clients = 8,
+    plot: Plot = None,
+) -> None:
+    """`cacheblend serve` over HTTP: first tokens, what the server adds, and a trace of real requests.
+
+    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    """
+    from cacheblend.core.errors import InvalidInputError
+
+    result.check()
+    if plot is not None and trace is None:
+        raise InvalidInputError("--plot draws a replay: also give --trace")
+    picture, chosen = picture_file(plot), model.chosen(DEFAULT_SHAPE)
+    from cacheblend.bench import serving as bench
+    from cacheblend.cli.models import quiet_transformers
+
+    quiet_transformers()
+    what = bench.Serving(
+        model=None if chosen.model is None else str(chosen.model),
+        shape=chosen.shape,
+        trace=trace,
+        prompt=size.shape(),
+        ratio=ratio,
+        runs=rounds.runs,
+        requests=requests,
+        clients=clients,
+        seed=rounds.seed,
+    )
+    with stages({stage: stage for stage in bench.STAGES}, quiet=result.json) as advance:
+        found = bench.run(what, advance)
+    result.show(bench.table(found), found)
+    if picture is not None:
+        bench.plot(found, picture)
+
+
+def vllm_ttft(
+    model: ModelOrShape,
+    size: PromptSizeOptions,
+    rounds: RoundOptions,
+    result: ResultOptions,
+    ratio: OneRatio = 0.15,
+    batched_tokens: BatchedTokens = 2048,
+) -> None:
+    """Time to first token, of stored chunks in shuffled order and of plain prompts; both servers alternate.
+
+    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    """
+    from cacheblend.bench import vllm_bench as bench
+
+    _measure(bench.ttft, _pair(model, ratio, batched_tokens), size, rounds, result)
+
+
+def vllm_latency(
+    model: ModelOrShape,
+    size: PromptSizeOptions,
+    rounds: RoundOptions,
+    result: ResultOptions,
+    ratio: OneRatio = 0.15,
+    batched_tokens: BatchedTokens = 2048,
+) -> None:
+    """Gaps between a request's tokens while another request's prompt is prefilled: blended, and plain.
+
+    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    """
+    from cacheblend.bench import vllm_bench as bench
+
+    _measure(bench.latency, _pair(model, ratio, batched_tokens), size, rounds, result)
+
+
+def vllm_replay(
+    trace: Annotated[
+        Path, typer.Option("--trace", help="Folder of a RAGPulse trace.", rich_help_panel=WHAT, show_default=False)
+    ],
+    model: ModelOrShape,
+    result: ResultOptions,
+    ratio: OneRatio = 0.15,
+    requests: Requests = 100,
+    clients: Clients = 16,
+    rate: Rates = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole/--no-whole", help="Also with whole system prompts, history, web search.", rich_help_panel=WHAT
+        ),
+    ] = True,
+    batched_tokens: BatchedTokens = 2048,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of sample and times.", rich_help_panel=HOW)
+    ] = 0,
+    plot: Plot = None,
+) -> None:
+    """Requests per second at saturation, and time to first token by rate, on a trace of real requests.
+
+    Requests are sampled from the last third of the trace. Without --model and --shape it measures random weights of
+    the shape qwen2.5-0.5b.
+    """
+    result.check()
+    curves = picture_file(plot)
+    from cacheblend.bench import vllm_replay as bench
+
+    what = bench.Replay(trace, requests, clients=clients, with_whole=whole, seed=seed)
+    if rate:
+        what = replace(what, rates=tuple(rate))
+    pair = _pair(model, ratio, batched_tokens)
+    with stages({stage: stage for stage in bench.STAGES}, quiet=result.json) as advance:
+        found = bench.replay(pair, what, advance)
+    result.show(_lines(found), found)
+    if curves is not None:
+        bench.plot(found, curves)
+
+
+def _measure(
+    bench: Callable[..., dict[str, Any]],
+    pair: "Pair",
+    size: PromptSizeOptions,
+    rounds: RoundOptions,
+    result: ResultOptions,
+) -> None:
+    """Rounds in which both servers are asked in turns, with a bar."""
+    result.check()
+    with progress("measuring", "rounds", quiet=result.json) as advance:
+        found = bench(pair, size.shape(), rounds.runs, seed=rounds.seed, progress=advance)
+    result.show(_lines(found), found)
+
+
+def _pair(model: ModelOrShape, ratio: float, batched_tokens: int) -> "Pair":
+    from cacheblend.bench.vllm_server import Pair, check_installed
+    from cacheblend.cli.models import quiet_transformers
+
+    chosen = model.chosen(DEFAULT_SHAPE)
+    check_installed()  # before the weights of a shape are made
+    quiet_transformers()
+    return Pair(None if chosen.model is None else str(chosen.model), chosen.shape, ratio, batched_tokens)
+
+
+def _lines(result: dict[str, Any]) -> str:
+    return "\n".join(f"{name}: {value:.3f}" for name, value in result["figures"].items())

@@ -1,0 +1,56 @@
+"""`cacheblend keys`: API keys of a server, hashed in a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend.cli.option_groups import with_groups
+
+app = typer.Typer(help="API keys of a server, hashed in a file.", no_args_is_help=True)
+
+KeyFile = Annotated[Path, typer.Option("--file", "-f", help="File of the keys.")]
+Name = Annotated[str, typer.Argument(help="Name of the key, for logs.", show_default=False)]
+DEFAULT = Path("keys.json")
+
+
+@app.command("add")
+@with_groups
+def add(name: Name, file: KeyFile = DEFAULT) -> None:
+    """Make a key and print it; it is not shown again. A running server accepts it after its next start."""
+    from cacheblend.serve.keys import add_key
+
+    typer.echo(add_key(file, name))
+
+
+@app.command("rm")
+@with_groups
+def remove(name: Name, file: KeyFile = DEFAULT) -> None:
+    """Revoke a key."""
+    from cacheblend.serve.keys import remove_key
+
+    check_file(file)
+    remove_key(file, name)
+
+
+@app.command("ls")
+@with_groups
+def list_names(file: KeyFile = DEFAULT) -> None:
+    """List the names of the keys."""
+    from cacheblend.serve.keys import read_keys
+
+    check_file(file)
+    for key in read_keys(file):
+        typer.echo(key.name)
+
+
+def check_file(file: Path) -> None:
+    """Refuses a file of keys that is not there.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    from cacheblend.core.errors import InvalidInputError
+
+    if not file.exists():
+        raise InvalidInputError(f"there is no file {file}; make one with `cacheblend keys add NAME --file {file}`")
