@@ -59,8 +59,9 @@ def evaluate(
     rows = _questions(questions)
     folder = _model(model)
 
-    from cacheblend.cli.models import layers_of, open_engine
+    from cacheblend.cli.models import model_folder, open_engine
     from cacheblend.core.config import BlendConfig
+    from cacheblend.engines.settings import layers_of
     from cacheblend.evaluation import make_scorers, summarise
     from cacheblend.evaluation.choices import make_methods
     from cacheblend.evaluation.scorers import check_scorers
@@ -69,7 +70,7 @@ def evaluate(
     check_scorers(scorers)
     choose = partial(make_methods, **method.choices())
     # a wrong choice is reported before the model is opened
-    _check_methods(choose(profile=BlendConfig()), layers_of(folder), deviation=deviation_rows > 0)
+    _check_methods(choose(profile=BlendConfig()), layers_of(model_folder(folder)), deviation=deviation_rows > 0)
     settings = _settings(questions, top_k, max_tokens)
     with open_engine(
         folder, store.store, {"anchor": anchor}, dtype=device.dtype, device=device.device, quiet=json

@@ -81,11 +81,12 @@ def inspect(
     texts, question = prompt.read()
     _check_passages(texts)
 
-    from cacheblend.cli.models import layers_of, open_engine
+    from cacheblend.cli.models import model_folder, open_engine
+    from cacheblend.engines.settings import layers_of
     from cacheblend.evaluation.inspection import inspect_prompt, ratio_curves
 
     chosen = selection.settings()
-    count = layers_of(model.model)  # wrong options are reported before the model is opened
+    count = layers_of(model_folder(model.model))  # wrong options are reported before the model is opened
     _layers(layers, count)
     if chosen:
         check_settings(chosen, count)

@@ -1,6 +1,5 @@
 """Opens a model folder for a command: without a library's output, errors as one line."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,6 @@ def open_engine(
         CacheBlendError: as `BlendEngine.from_pretrained`.
     """
     folder, name = model_folder(folder), model_name(folder)
-    _check_early(folder, config, profile)
-    check_store(store)
     with status(f"opening {name} ...", quiet=quiet):
         quiet_transformers()
         from cacheblend.engines.hf import BlendEngine
@@ -59,45 +56,6 @@ def open_engine(
     return engine
 
 
-def check_store(url: str) -> None:
-    """Refuses a URL whose port is none; the rest is checked when the store is opened.
-
-    Raises:
-        InvalidInputError: the port is no number, or out of range.
-    """
-    from urllib.parse import urlsplit
-
-    try:
-        for each in url.split(","):
-            _ = urlsplit(each.strip()).port
-    except ValueError as error:
-        raise InvalidInputError(f"store {url!r} is not a URL: {error}") from error
-
-
-def _check_early(folder: Path, config: "BlendConfig | Mapping[str, Any]", profile: Path | None) -> None:
-    """Refuses wrong settings before weights are read.
-
-    Raises:
-        InvalidInputError: a setting is out of range, or a file of settings cannot be read.
-    """
-    from cacheblend.core.config import BlendConfig
-    from cacheblend.core.fuse.prefill import check_selector
-    from cacheblend.core.select.selection import selection_fields
-    from cacheblend.engines.cost_model import load_cost_model
-    from cacheblend.engines.settings import read_profile
-
-    if profile is not None:
-        read_profile(profile)
-    if isinstance(config, BlendConfig):
-        return
-    chosen = BlendConfig(**config)
-    layers = layers_of(folder)
-    if layers is not None and selection_fields(config):
-        check_selector(chosen.make_selector(), layers)
-    if chosen.cost_model is not None:
-        load_cost_model(Path(chosen.cost_model))
-
-
 def model_folder(model: Path) -> Path:
     """The folder that ``--model`` names: ``nano`` is the model that ships, unless a folder has that name.
 
@@ -117,19 +75,6 @@ def model_name(model: Path) -> str:
     """A model's name in titles and file names: its folder's name, or ``nano`` for the one that ships."""
     shipped = _ships(model) or model.resolve() == model_path().resolve()
     return SHIPPED if shipped else model.resolve().name
-
-
-def layers_of(model: Path) -> int | None:
-    """Decoder layers by the folder's config.json alone, so that wrong options are reported before weights are read.
-
-    None: the file does not say.
-    """
-    try:
-        config = json.loads((model_folder(model) / "config.json").read_text(encoding="utf-8"))
-        count = config.get("num_hidden_layers", config.get("text_config", {}).get("num_hidden_layers"))
-    except (OSError, ValueError, AttributeError):
-        return None  # opening the model reports what is wrong
-    return count if isinstance(count, int) else None
 
 
 def _ships(model: Path) -> bool:

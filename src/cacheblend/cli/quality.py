@@ -83,10 +83,11 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
 
 def _check_grid(options: GateOptions) -> None:
     """Refuses unknown selectors and wrong ratios before the model is opened."""
-    from cacheblend.cli.models import layers_of
+    from cacheblend.cli.models import model_folder
+    from cacheblend.engines.settings import layers_of
     from cacheblend.evaluation.candidates import grid
 
-    layers = layers_of(options.model)
+    layers = layers_of(model_folder(options.model))
     if layers is not None:
         grid(layers, options.selectors, options.ratios)
 

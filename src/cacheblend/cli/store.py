@@ -168,10 +168,8 @@ def _open(url: str, *, read_only: bool = False) -> "KVStore":
 
     if url.split(":")[0] == "memory":
         raise InvalidInputError("a store in memory ends with its process; name a folder or a server")
-    from cacheblend.cli.models import check_store
     from cacheblend.store.open import open_store
 
-    check_store(url)
     store = open_store(url, ram_bytes=0, read_only=True)
     if read_only:
         return store

@@ -11,9 +11,11 @@ from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse.prefill import check_selector
 from cacheblend.core.profile import Profile
 from cacheblend.core.select.selection import selection_fields
 from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.cost_model import load_cost_model
 
 PROFILE_NAME = "blend-profile.json"
 """Name of a profile's file in a model's folder."""
@@ -73,6 +75,38 @@ def resolve_settings(
     if file is None and not path.is_file():
         return Settings(BlendConfig.of(overrides), source=f"the defaults; {folder.resolve().name} has no profile")
     return _of_profile(read_profile(path), path, fingerprint, overrides)
+
+
+def check_settings(
+    config: BlendConfig | Mapping[str, Any] | None, folder: Path, file: str | Path | None = None
+) -> None:
+    """Refuses what `resolve_settings` and an engine would refuse, as far as that is known before weights are read.
+
+    Args:
+        config, folder, file: as for `resolve_settings`.
+
+    Raises:
+        InvalidInputError: a wrong setting, a check layer that the model does not have, or a profile or cost model that
+            cannot be read.
+    """
+    if file is not None:
+        read_profile(Path(file))
+    given = config if isinstance(config, BlendConfig) else BlendConfig.of(config or {})
+    layers = layers_of(folder)
+    if layers is not None and (isinstance(config, BlendConfig) or selection_fields(config or {})):
+        check_selector(given.make_selector(), layers)
+    if given.cost_model is not None:
+        load_cost_model(given.cost_model)
+
+
+def layers_of(folder: Path) -> int | None:
+    """Decoder layers by the folder's config.json alone; None if the file does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        count = config.get("num_hidden_layers", config.get("text_config", {}).get("num_hidden_layers"))
+    except (OSError, ValueError, AttributeError):
+        return None  # opening the model reports what is wrong
+    return count if isinstance(count, int) else None
 
 
 def profile_file(folder: Path) -> Path:

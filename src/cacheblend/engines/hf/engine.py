@@ -39,9 +39,9 @@ from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
-from cacheblend.engines.settings import Settings, resolve_settings
+from cacheblend.engines.settings import Settings, check_settings, resolve_settings
 from cacheblend.engines.tokens import Message, Passage, PromptBuilder, find_sentence_end_ids
-from cacheblend.store import KVStore, open_store
+from cacheblend.store import KVStore, check_store_url, open_store
 
 
 class BlendEngine:
@@ -113,23 +113,27 @@ class BlendEngine:
         with_tokenizer: bool = True,
         **model_options: Any,
     ) -> "BlendEngine":
-        """Opens a model folder.
+        """Opens a model folder. What can be wrong is checked before weights are read, as far as possible.
 
         Args:
             path: a folder with config.json, weights and tokenizer.
-            store: a store, or its URL: ``memory``, a folder, ``file:///folder?max_bytes=...&ram_bytes=...``.
-            config: how to blend. None takes the model's profile, if it has one, or the defaults; a mapping of some
-                fields is laid over that, see `resolve_settings`; a whole `BlendConfig` goes before any profile.
-            profile: its file, where it is not ``blend-profile.json`` in the model's folder.
-            dtype: of the weights; ``auto`` takes the folder's own.
-            device: None takes CUDA where there is one.
-            with_tokenizer: False where all prompts are token ids.
+            store: a store, or its URL: ``memory``, a folder, ``file:///folder?max_bytes=...``; see `open_store`.
+            config: how to blend. None uses the model's profile, if it has one, or the defaults; a mapping of some
+                fields overrides those of the profile, see `resolve_settings`; a `BlendConfig` replaces the profile.
+            profile: its file, if it is not ``blend-profile.json`` in the model's folder.
+            dtype: of the weights; ``auto`` uses the folder's own.
+            device: None uses CUDA if there is a GPU.
+            with_tokenizer: False if all prompts are token ids.
             **model_options: for transformers' own `from_pretrained`; they become part of the blocks' names.
 
         Raises:
-            InvalidInputError: not a model folder, no tokenizer in it, or a damaged profile.
-            ModelNotBlendableError: the model cannot be blended; said before its weights are read where possible.
+            InvalidInputError: a wrong store URL or setting, not a model folder, no tokenizer in it, or a damaged
+                profile.
+            ModelNotBlendableError: the model cannot be blended.
         """
+        if not isinstance(store, KVStore):
+            check_store_url(store)
+        check_settings(config, Path(path), profile)
         opened = open_folder(path, dtype=dtype, device=device, with_tokenizer=with_tokenizer, **model_options)
         settings = resolve_settings(config, Path(path), opened.fingerprint, profile)
         engine = BlendEngine(
