@@ -97,8 +97,8 @@ def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
     with open_engine(model, store=store, cost_model=file) as engine:
         assert engine.prefill(RAG).report.left_out_tokens == 0
         reports = [engine.prefill(RAG).report for _ in range(60)]
-        assert engine.controller is not None
-        assert engine.controller.cost_model.tiers["slow"].bytes_per_s < 1e8
+        assert engine.prefiller.controller is not None
+        assert engine.prefiller.controller.cost_model.tiers["slow"].bytes_per_s < 1e8
         assert any(report.left_out_tokens for report in reports)
 
 
@@ -111,8 +111,8 @@ def test_of_two_tiers_each_answers_for_itself(tmp_path: Path) -> None:
     with open_engine(model, [], store=CascadeStore([near, far]), cost_model=file) as engine:
         hits = engine.prefill(RAG).report.hit_tokens
         assert (hits["memory"], hits["slow"]) == (len(A), len(B) + len(C))
-        assert engine.controller is not None
-        tiers = engine.controller.cost_model.tiers
+        assert engine.prefiller.controller is not None
+        tiers = engine.prefiller.controller.cost_model.tiers
         assert tiers["slow"].bytes_per_s < 0.9e9
         assert tiers["memory"].bytes_per_s > 1e6
 
@@ -166,7 +166,7 @@ def test_a_profile_that_is_none(tmp_path: Path) -> None:
 def test_profile_and_ask_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runner(capsys)
     store, out = f"file://{tmp_path}/store?ram_bytes=64MiB", tmp_path / "cost-model.json"
-    done = run("calibrate", "-m", "nano", "-s", store, "-o", out, "-l", 128, "-l", 512, "--rounds", 1)
+    done = run("calibrate", "-m", "nano", "-s", store, "-o", out, "-l", 128, "-l", 512, "--runs", 1)
     assert done.code == 0, done.err
     assert "read from memory" in done.out and "read from disk" in done.out
     data = json.loads(out.read_text())

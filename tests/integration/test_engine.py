@@ -282,7 +282,7 @@ def test_a_stream_says_what_generate_says(open_engine: Open) -> None:
 
 def test_a_stop_text_ends_the_answer_and_is_cut_off(open_engine: Open) -> None:
     engine = open_engine(capture=False)
-    hot = {"max_tokens": 40, "ignore_eos": True, "temperature": 2.0, "seed": 4}
+    hot = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 2.0, "seed": 4}
     whole = engine.generate(PARTS, SamplingParams(**hot))
     word = re.search("[a-z]{3}", whole.text[10:])
     assert word is not None
@@ -395,8 +395,8 @@ def test_a_chunk_missed_behind_two_system_prompts_is_captured_behind_both(open_e
     prompts = [engine.prompt([system, *PASSAGES[:2], QUESTION]) for system in ("One. ", "Two. ")]
     under_way = [engine.start(prompt, GREEDY) for prompt in prompts]  # neither is finished: both captures wait
     for request in under_way:
-        engine.step(request)
-        engine.step(request)
+        request.step()
+        request.step()
     assert engine.flush(SOON)
     for prompt in prompts:
         assert engine.planner.plan(prompt, engine.store).tokens_by_source()["miss"] == 0
@@ -608,12 +608,12 @@ def test_a_config_that_is_not_json_is_refused(folder: Path, tmp_path: Path) -> N
 def test_stepping_by_hand_holds_the_background_back_until_finish(open_engine: Open) -> None:
     engine = open_engine()
     request = engine.start(PARTS, SamplingParams(max_new_tokens=1, ignore_eos=True))
-    engine.step(request)
-    assert request.done and request.to_capture is not None
+    request.step()
+    assert request.done and request.to_store is not None
     assert not engine.store.manifests()
-    engine.finish(request)
-    engine.finish(request)
-    assert request.to_capture is None
+    request.finish()
+    request.finish()
+    assert request.to_store is None
     assert engine.flush(SOON)
     assert {manifest.label for manifest in engine.store.manifests()} == {"fox", "stored", "who"}
 

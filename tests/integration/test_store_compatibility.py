@@ -36,7 +36,8 @@ def test_every_block_is_found_and_gives_the_same_logits(way: str, store: Path) -
         with torch.no_grad(), engine.open_prefill(prompt, tenant=tenant) as prefill:
             while not prefill.advance():
                 pass
-            result, report = prefill.result()
+            result = prefill.result()
+            report = result.report
         assert report.missed_tokens == 0 and not report.fallbacks
         assert report.loaded_tokens >= sum(map(len, CHUNKS.values()))
         if way == "system-anchor":  # the prompt's system prompt, and the chunk that stands right behind it

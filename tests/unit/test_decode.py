@@ -120,7 +120,7 @@ def test_greedy_is_the_argmax_at_every_step() -> None:
 
 
 def test_seeds_reproduce_and_differ() -> None:
-    hot = {"max_tokens": 10, "temperature": 5.0}
+    hot = {"max_new_tokens": 10, "temperature": 5.0}
     one, same, other = (answer(SamplingParams(seed=seed, **hot)).token_ids for seed in (1, 1, 2))
     assert one == same != other
     assert answer(SamplingParams(**hot)).token_ids != answer(SamplingParams(**hot)).token_ids

@@ -73,7 +73,7 @@ def test_defaults_are_those_of_the_configuration() -> None:
     assert set(ChunkOptions().settings()) == {"anchor", "block_size", "codec", "salt"}
     assert SelectionOptions().settings() == {}
     sampling = SamplingOptions()
-    assert sampling.params() == SamplingParams(max_tokens=256, temperature=0.0, seed=None)
+    assert sampling.params() == SamplingParams(max_new_tokens=256, temperature=0.0, seed=None)
     known = {field.name for field in fields(BlendConfig)}
     everything = BlendOptions(ratio=["0.3,0.2"], selector="hkvd", check_layers="1,2", measure="v").settings()
     assert set(everything) <= known

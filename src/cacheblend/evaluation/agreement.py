@@ -195,6 +195,5 @@ def _answer(
     """A greedy answer after a prefill: (text, token ids); empty for 0 tokens."""
     if tokens < 1:
         return "", []
-    limit = engine.survey.max_length
-    available = tokens if limit is None else min(tokens, limit - len(prompt) + 1)
-    return finish(engine, prompt, first, SamplingParams(max_new_tokens=available, stop=tuple(stop)))
+    params = SamplingParams(max_new_tokens=tokens, stop=tuple(stop))
+    return finish(engine, prompt, first, params.within(engine.survey.max_length, len(prompt)))

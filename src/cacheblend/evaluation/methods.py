@@ -59,9 +59,8 @@ class Asked:
 
     def params(self, prompt: Prompt) -> SamplingParams:
         """Greedy sampling, up to `max_tokens` or what fits the context after `prompt`."""
-        limit = self.engine.survey.max_length
-        available = self.max_tokens if limit is None else limit - len(prompt) + 1
-        return SamplingParams(max_new_tokens=min(self.max_tokens, available), stop=self.template.stop)
+        params = SamplingParams(max_new_tokens=self.max_tokens, stop=self.template.stop)
+        return params.within(self.engine.survey.max_length, len(prompt))
 
 
 @dataclass(frozen=True)

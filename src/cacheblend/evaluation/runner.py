@@ -182,9 +182,8 @@ def _warm(engine: BlendEngine, group: Sequence[_Case], progress: Progress, *, fi
     engine.warm(chunks, system=system, progress=lambda done, total: progress("warming", done, total))
     if first:
         touch(engine, prompts[0])
-        request = engine.start(prompts[0], SamplingParams(max_new_tokens=1))
-        engine.step(request)
-        engine.finish(request)
+        with engine.start(prompts[0], SamplingParams(max_new_tokens=1)) as request:
+            request.step()
         engine.flush()
 
 

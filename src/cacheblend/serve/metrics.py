@@ -58,7 +58,7 @@ class Metrics:
     Args:
         store: the store whose bytes are reported.
         waiting, active: return the present number of such requests.
-        given_up: see `BlendEngine.captures_given_up`.
+        given_up: see `Background.given_up`.
     """
 
     def __init__(

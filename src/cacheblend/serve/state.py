@@ -44,7 +44,7 @@ class ServerState:
             engine.store,
             lambda: self.scheduler.waiting,
             lambda: self.scheduler.active,
-            lambda: engine.captures_given_up,
+            lambda: engine.background.given_up,
         )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self._serial = asyncio.Lock()

@@ -52,6 +52,11 @@ class Background:
         self.dropped = 0
         self.failed = 0
 
+    @property
+    def given_up(self) -> dict[str, int]:
+        """Jobs that were not done, by reason."""
+        return {"queue full": self.dropped, "failed": self.failed}
+
     def begin_request(self) -> None:
         """No further job is started until `end_request`."""
         with self._changed:

@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.cost.controller import Controller
 from cacheblend.core.fuse.prefill import BlendedPrefill, check_selector
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.planner import Planner
@@ -27,7 +26,7 @@ from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
-from cacheblend.engines.hf.decode import Decoding, compute_logits
+from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.prompts import PromptLike, PromptReader
@@ -89,7 +88,7 @@ class BlendEngine:
         bos_id = self.builder.bos_id if self.builder else bos_id
         dtype = str(self.survey.layout.dtype).removeprefix("torch.")
         self.identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name)
-        self.planner = self.planner_of("")
+        self.planner = self.identity.planner(self.config, "")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
         self._owns_store = not isinstance(store, KVStore)
@@ -148,8 +147,8 @@ class BlendEngine:
         return engine
 
     def planner_of(self, tenant: str) -> Planner:
-        """The planner of one tenant: what one stored no other finds. The engine's own is that of the tenant ``""``."""
-        return self.identity.planner(self.config, tenant)
+        """The planner of a tenant: what one tenant stored no other finds. The engine's own is that of ``""``."""
+        return self.identity.planner(self.config, tenant) if tenant else self.planner
 
     # ---- prompts ----------------------------------------------------------------------------------------
 
@@ -207,7 +206,7 @@ class BlendEngine:
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
         segments = [self.prompts.segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
-        planner = self.planner_of(tenant) if tenant else self.planner
+        planner = self.planner_of(tenant)
         anchor = planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(planner, anchor, segments, progress)
 
@@ -289,26 +288,18 @@ class BlendEngine:
         return self._stream(prompt, sampling_of(params, options), ratio)
 
     def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
-        request = self.start(prompt, params, ratio=ratio)
-        stream = TextStream(self.builder.decode if self.builder else _no_text, params.stop)
-        try:
-            while not request.done and not stream.stopped:
-                text = stream.push(self.step(request))
-                if text:
-                    yield Delta(text)
-            tail = stream.finish()
-            yield Delta(tail, request.answer(stream))
-        finally:  # also where the caller leaves early
-            self.finish(request)
+        text = TextStream(self.builder.decode if self.builder else lambda ids: "", params.stop)
+        with self.start(prompt, params, ratio=ratio) as request:  # finished also where the caller leaves early
+            yield from request.stream(text)
 
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
-        """Prefills a prompt. `step` draws its tokens; call `finish` in the end, however it ends.
+        """Prefills a prompt, for callers that draw the tokens themselves; arguments as for `generate`.
 
-        From here to `finish` no background work is started.
+        Until the request's `finish` no background work is started.
         """
         started = time.perf_counter()
         prompt = self.prompt(prompt)
-        params = self._within_context(prompt, params or SamplingParams())
+        params = (params or SamplingParams()).within(self.survey.max_length, len(prompt))
         self.background.begin_request()
         try:
             result = self.prefill(prompt, ratio=ratio)
@@ -316,24 +307,8 @@ class BlendEngine:
         except BaseException:
             self.background.end_request()
             raise
-        return Request(Decoding(sampler, list(result.kv)), result.report, started, to_store=result)
-
-    def step(self, request: Request) -> int:
-        """Draws a request's next token. What is stored of its KV is taken after the first one."""
-        if request.token_ids:
-            self._store_missed_of(request)
-        compute_logits(self.view, [request.decoding])
-        request.token_ids.append(request.decoding.sampler.sample())
-        if len(request.token_ids) == 1:
-            request.report.ttft_s = time.perf_counter() - request.started
-        return request.token_ids[-1]
-
-    def finish(self, request: Request) -> None:
-        """Ends a request: what it missed may be captured now. Idempotent."""
-        if not request.finished:
-            request.finished = True
-            self._store_missed_of(request)
-            self.background.end_request()
+        decoding = Decoding(sampler, list(result.kv))
+        return Request(self.view, decoding, result, started, self.store_missed, self.background.end_request)
 
     @torch.no_grad()
     def prefill(
@@ -366,21 +341,11 @@ class BlendEngine:
         decides = ratio is None and selector is None  # otherwise the caller has decided
         return self.prefiller.open(
             prompt,
-            self.planner_of(tenant) if tenant else self.planner,
+            self.planner_of(tenant),
             selector or self.settings.selector(ratio),
             mode,
             raised=self.settings.selector if decides else None,
         )
-
-    @property
-    def controller(self) -> Controller | None:
-        """The loading controller; None where the configuration names no cost model."""
-        return self.prefiller.controller
-
-    @property
-    def captures_given_up(self) -> dict[str, int]:
-        """Missed chunks that were not captured, by reason."""
-        return {"queue full": self.background.dropped, "failed": self.background.failed}
 
     def store_missed(self, result: PrefillResult, tenant: str = "", *, text: bool = True) -> None:
         """Queues what a prefill missed to be captured and stored; call it after the first token has been drawn.
@@ -390,20 +355,4 @@ class BlendEngine:
             tenant: for whom, see `planner_of`.
             text: store the plain text at the prompt's start, too.
         """
-        self._warmer.after_request(self.planner_of(tenant) if tenant else self.planner, result, text=text)
-
-    # ---- inside -----------------------------------------------------------------------------------------
-
-    def _within_context(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
-        limit = self.survey.max_length
-        room = params.max_new_tokens if limit is None else limit - len(prompt) + 1
-        return replace(params, max_new_tokens=min(params.max_new_tokens, room))
-
-    def _store_missed_of(self, request: Request) -> None:
-        result, request.to_store = request.to_store, None
-        if result is not None:
-            self.store_missed(result)
-
-
-def _no_text(ids: Sequence[int]) -> str:
-    return ""
+        self._warmer.after_request(self.planner_of(tenant), result, text=text)

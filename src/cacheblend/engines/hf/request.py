@@ -1,12 +1,14 @@
 """What the engine hands out: a request in progress, pieces of its answer, and the answer."""
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.report import BlendReport
-from cacheblend.engines.hf.decode import Decoding
+from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.text_stream import TextStream
+from cacheblend.engines.hf.view import ModelView
 
 
 @dataclass(frozen=True)
@@ -34,34 +36,83 @@ class Delta:
     answer: Answer | None = None
 
 
-@dataclass
 class Request:
-    """A prompt after its prefill; `BlendEngine.step` gives its tokens.
+    """A prompt after its prefill; `step` draws its tokens. Call `finish` in the end, however it ends, or use `with`.
+
+    Args:
+        view: of the model.
+        decoding: of the answer.
+        result: of the prefill.
+        started: when the request came, by `time.perf_counter`.
+        store_missed: takes the prefill once the first token has been drawn, so that storing does not delay it.
+        end: called once, by `finish`.
 
     Attributes:
-        decoding: draws them.
         report: of the request so far.
-        started: when it came, by `time.perf_counter`.
-        to_store: the prefill, until what is stored of it has been taken.
         token_ids: the answer so far.
-        finished: `BlendEngine.finish` has been called.
+        to_store: the prefill, until what is stored of it has been taken; None after that.
     """
 
-    decoding: Decoding
-    report: BlendReport
-    started: float
-    to_store: PrefillResult | None = None
-    token_ids: list[int] = field(default_factory=list)
-    finished: bool = False
+    def __init__(
+        self,
+        view: ModelView,
+        decoding: Decoding,
+        result: PrefillResult,
+        started: float,
+        store_missed: Callable[[PrefillResult], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._view, self._decoding, self._started = view, decoding, started
+        self.to_store: PrefillResult | None = result
+        self._store_missed, self._end = store_missed, end
+        self._finished = False
+        self.report, self.token_ids = result.report, list[int]()
 
     @property
     def done(self) -> bool:
         """The last token has been drawn."""
-        return self.decoding.sampler.finish_reason is not None
+        return self._decoding.sampler.finish_reason is not None
 
-    def answer(self, stream: TextStream) -> Answer:
+    def step(self) -> int:
+        """Draws the next token. What is stored of the prompt's KV is taken after the first one."""
+        if self.token_ids:
+            self._take_stored()
+        compute_logits(self._view, [self._decoding])
+        self.token_ids.append(self._decoding.sampler.sample())
+        if len(self.token_ids) == 1:
+            self.report.ttft_s = time.perf_counter() - self._started
+        return self.token_ids[-1]
+
+    def stream(self, text: TextStream) -> Iterator["Delta"]:
+        """The answer as it is generated; the last delta carries it whole."""
+        while not self.done and not text.stopped:
+            new = text.push(self.step())
+            if new:
+                yield Delta(new)
+        tail = text.finish()
+        yield Delta(tail, self._answer(text))
+
+    def finish(self) -> None:
+        """Ends the request: what it missed may be captured now. Idempotent."""
+        if not self._finished:
+            self._finished = True
+            self._take_stored()
+            self._end()
+
+    def __enter__(self) -> "Request":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def _answer(self, text: TextStream) -> Answer:
         """The answer as it stands; completes the report."""
-        self.report.total_s = time.perf_counter() - self.started
+        self.report.total_s = time.perf_counter() - self._started
         self.report.generated_tokens = len(self.token_ids)
-        reason = "stop" if stream.stopped else self.decoding.sampler.finish_reason or "stop"
-        return Answer(stream.text, list(self.token_ids), reason, self.report)
+        reason = "stop" if text.stopped else self._decoding.sampler.finish_reason or "stop"
+        return Answer(text.text, list(self.token_ids), reason, self.report)
+
+    def _take_stored(self) -> None:
+        result, self.to_store = self.to_store, None
+        if result is not None:
+            self._store_missed(result)

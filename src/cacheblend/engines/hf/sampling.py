@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 import torch
@@ -65,6 +65,11 @@ class SamplingParams:
             raise InvalidInputError(f"stop must be a tuple of texts, not the text {self.stop!r}")
         if any(not text for text in self.stop):
             raise InvalidInputError("a stop text must not be empty")
+
+    def within(self, context: int | None, prompt_tokens: int) -> "SamplingParams":
+        """The same, with as many new tokens at most as the context has left after a prompt; None: no limit."""
+        left = self.max_new_tokens if context is None else context - prompt_tokens + 1
+        return replace(self, max_new_tokens=min(self.max_new_tokens, left))
 
     @property
     def greedy(self) -> bool:

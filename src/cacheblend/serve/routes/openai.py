@@ -110,11 +110,9 @@ def _selector(extras: Extras) -> Selector | None:
 
 def _sampling_params(state: ServerState, asked: Sampling, prompt: Prompt) -> SamplingParams:
     wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens or state.settings.max_tokens
-    context = state.engine.survey.max_length
-    left = wanted if context is None else context - len(prompt) + 1
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
     return SamplingParams(
-        max_new_tokens=min(wanted, left),
+        max_new_tokens=wanted,
         temperature=1.0 if asked.temperature is None else asked.temperature,
         top_p=1.0 if asked.top_p is None else asked.top_p,
         top_k=max(0, asked.top_k or 0),
@@ -123,7 +121,7 @@ def _sampling_params(state: ServerState, asked: Sampling, prompt: Prompt) -> Sam
         seed=asked.seed,
         stop=stop,
         ignore_eos=asked.ignore_eos,
-    )
+    ).within(state.engine.survey.max_length, len(prompt))
 
 
 def _logprobs(asked: Sampling) -> int | None:
