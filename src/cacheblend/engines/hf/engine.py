@@ -2,9 +2,7 @@
 
 with BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cacheblend") as engine:
     engine.warm([Passage("..."), Passage("...")])
-    answer = engine.generate(
-        ["You answer from the passages.", Passage("..."), Passage("..."), "Who wrote it?"], max_new_tokens=64
-    )
+    answer = engine.generate(["Answer from the passages.", Passage("..."), "Who wrote it?"], max_new_tokens=64)
 """
 
 import time
@@ -31,7 +29,7 @@ from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.prompts import PromptLike, PromptReader
 from cacheblend.engines.hf.request import Answer, Delta, Request
-from cacheblend.engines.hf.sampling import Sampler, SamplingOptions, SamplingParams, sampling_of
+from cacheblend.engines.hf.sampling import Sampler, SamplingOptions, SamplingParams, eos_ids_of, sampling_of
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.view import ModelView
@@ -74,7 +72,7 @@ class BlendEngine:
         name: str = "",
     ) -> None:
         self.model, self.config, self.name = model, config or BlendConfig(), name
-        self.settings = Settings(self.config)
+        self.settings, self.eos_ids = Settings(self.config), eos_ids_of(model)
         self.view = ModelView(model)
         self.survey = survey_model(model, self.view)
         selector = self.config.make_selector()
@@ -170,12 +168,6 @@ class BlendEngine:
     def builder(self) -> PromptBuilder | None:
         """Turns texts into token ids; None without a tokenizer."""
         return self.prompts.builder
-
-    @property
-    def eos_ids(self) -> list[int]:
-        """Ids that end the model's answers."""
-        eos = self.model.generation_config.eos_token_id
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
         """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -125,6 +126,12 @@ def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> Samp
         if name in given:
             given[name] = tuple(given[name])
     return SamplingParams(**given)
+
+
+def eos_ids_of(model: PreTrainedModel) -> list[int]:
+    """Ids that end the model's answers."""
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 class Sampler:
