@@ -1,6 +1,10 @@
-"""Sizes of files and functions, as CONTRIBUTING.md has them. Directions of imports and circles: import-linter."""
+"""Sizes of files and functions as CONTRIBUTING.md has them, and the page that draws the structure.
+
+import-linter checks directions of imports and circles.
+"""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +27,14 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 def test_the_sources_are_found() -> None:
     assert len(FILES) > 150
     assert ROOT / "src/cacheblend/core/plan/plan.py" in FILES
+
+
+def test_the_page_names_every_module_and_no_other() -> None:
+    page = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
+    tree = page.split("## Folders")[1].split("```")[1].split("training/")[0]
+    named = sorted(re.findall(r"[\w/]+\.py", tree))
+    modules = (ROOT / "src/cacheblend").rglob("*.py")
+    assert named == sorted(path.name for path in modules if path.name != "__init__.py")
 
 
 def test_no_file_is_too_long() -> None:

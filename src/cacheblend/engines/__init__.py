@@ -1,0 +1,1 @@
+"""What runs models. Here lies what two engines share; `hf` and `vllm` do not know each other."""
