@@ -94,7 +94,7 @@ def open_engine(loaded: BlendEngine) -> Iterator[Open]:
         engine.close()
 
 
-def plain(engine: BlendEngine, prompt: Prompt, tokens: int = GREEDY.max_tokens) -> list[int]:
+def plain(engine: BlendEngine, prompt: Prompt, tokens: int = GREEDY.max_new_tokens) -> list[int]:
     """transformers' own greedy answer."""
     ids = torch.from_numpy(prompt.token_ids.astype("i8"))[None]
     out = engine.model.generate(
@@ -282,7 +282,7 @@ def test_a_stream_says_what_generate_says(open_engine: Open) -> None:
 
 def test_a_stop_text_ends_the_answer_and_is_cut_off(open_engine: Open) -> None:
     engine = open_engine(capture=False)
-    hot = {"max_tokens": 40, "ignore_eos": True, "temperature": 2.0, "seed": 4}
+    hot = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 2.0, "seed": 4}
     whole = engine.generate(PARTS, SamplingParams(**hot))
     word = re.search("[a-z]{3}", whole.text[10:])
     assert word is not None
@@ -604,11 +604,11 @@ def test_stepping_by_hand_holds_the_background_back_until_finish(open_engine: Op
     engine = open_engine()
     request = engine.start(PARTS, SamplingParams(max_new_tokens=1, ignore_eos=True))
     engine.step(request)
-    assert request.done and request.to_capture is not None
+    assert request.done and request.to_store is not None
     assert not engine.store.manifests()
     engine.finish(request)
     engine.finish(request)
-    assert request.to_capture is None
+    assert request.to_store is None
     assert engine.flush(SOON)
     assert {manifest.label for manifest in engine.store.manifests()} == {"fox", "stored", "who"}
 

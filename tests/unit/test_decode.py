@@ -31,8 +31,8 @@ PROMPT = torch.arange(10, 30)
         ({"temperature": math.nan}, "temperature .*at least 0.*nan"),
         ({"temperature": math.inf}, "temperature .*at least 0.*inf"),
         ({"top_k": -1}, "top_k .*at least 0.*-1"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty lies in 0.01\.\.100, got 0.0"),
-        ({"repetition_penalty": math.nan}, "repetition_penalty lies in .*nan"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be in 0.01\.\.100, got 0.0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty must be in .*nan"),
         ({"top_p": 0.0}, "top_p .*0.0"),
         ({"top_p": 1.1}, "top_p .*1.1"),
         ({"top_p": math.nan}, "top_p .*nan"),
@@ -120,7 +120,7 @@ def test_greedy_is_the_argmax_at_every_step() -> None:
 
 
 def test_seeds_reproduce_and_differ() -> None:
-    hot = {"max_tokens": 10, "temperature": 5.0}
+    hot = {"max_new_tokens": 10, "temperature": 5.0}
     one, same, other = (answer(SamplingParams(seed=seed, **hot)).token_ids for seed in (1, 1, 2))
     assert one == same != other
     assert answer(SamplingParams(**hot)).token_ids != answer(SamplingParams(**hot)).token_ids

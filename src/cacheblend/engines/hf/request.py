@@ -1,4 +1,4 @@
-"""What the engine hands out: a request in progress, pieces of its answer, and the answer."""
+"""What the engine returns: a request in progress, pieces of its answer, and the finished answer."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ class Answer:
     """A finished answer.
 
     Attributes:
-        text: stop texts cut off, special tokens left out; empty where the engine has no tokenizer.
-        token_ids: as generated.
+        text: without stop texts and special tokens; empty if the engine has no tokenizer.
+        token_ids: all generated tokens.
         finish_reason: ``stop`` or ``length``.
-        report: what was reused and what it cost.
+        report: what was reused, and the times measured.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of an answer: text that is certain; the last one carries the answer."""
+    """A piece of an answer: text that will not change any more; the last piece has the finished `answer`."""
 
     text: str
     answer: Answer | None = None
@@ -36,14 +36,14 @@ class Delta:
 
 @dataclass
 class Request:
-    """A prompt after its prefill; `BlendEngine.step` gives its tokens.
+    """A prompt after its prefill; `BlendEngine.step` generates its tokens.
 
     Attributes:
-        decoding: draws them.
-        report: of the request so far.
-        started: when it came, by `time.perf_counter`.
-        to_store: the prefill, until what is stored of it has been taken.
-        token_ids: the answer so far.
+        decoding: decoding state of the answer.
+        report: report of the request so far.
+        started: start time, by `time.perf_counter`.
+        to_store: result of the prefill, until its missed chunks have been passed on for storing.
+        token_ids: tokens of the answer so far.
         finished: `BlendEngine.finish` has been called.
     """
 
@@ -56,11 +56,11 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """The last token has been drawn."""
+        """True once the last token has been generated."""
         return self.decoding.sampler.finish_reason is not None
 
     def answer(self, stream: TextStream) -> Answer:
-        """The answer as it stands; completes the report."""
+        """The answer as generated so far; completes the report."""
         self.report.total_s = time.perf_counter() - self.started
         self.report.generated_tokens = len(self.token_ids)
         reason = "stop" if stream.stopped else self.decoding.sampler.finish_reason or "stop"
