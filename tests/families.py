@@ -1,4 +1,4 @@
-"""The shared matrix of architectures: tiny random models of every family that parity tests and `doctor` run on."""
+"""The shared matrix of architectures: tiny random models of every family, for parity tests and `doctor`."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -79,12 +79,12 @@ PER_LAYER_INPUT = {
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the matrix."""
+    """One architecture of the matrix."""
 
     name: str
     model_type: str
     overrides: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""  # of a refused one: what the message says (a regular expression)
+    reason: str = ""  # for a refused family: regular expression that the error message matches
 
     def __str__(self) -> str:
         return self.name
@@ -199,7 +199,7 @@ BLENDABLE = [
     _family("solar_open", head_dim=16, **ROUTED_MOE),
     _family("vaultgemma", head_dim=16, sliding_window=24),
 ]
-# Some are newer than the oldest transformers that is supported.
+# Some families are newer than the oldest supported transformers.
 BLENDABLE = [family for family in BLENDABLE if family.model_type in CONFIG_MAPPING]
 
 REFUSED = [
@@ -213,30 +213,28 @@ REFUSED = [
     _refused("bert-decoder", "positions to its embeddings", "bert", is_decoder=True),
     _refused("bart", "position", **BART),
     _refused("pegasus", "position", **BART),
-    # Attention of their own, so that it cannot be answered for them
+    # Their own attention functions, which cannot be replaced
     _refused("bloom", "alibi", n_layer=4, n_head=4),
-    _refused("mpt", "cannot be (run|walked)", n_layers=4, n_heads=4, d_model=64),
-    _refused("falcon-alibi", "cannot be (run|walked)", "falcon", alibi=True),
-    _refused("falcon-rope", "cannot be (run|walked)", "falcon", alibi=False, num_kv_heads=2),
-    _refused("gptj", "cannot be (run|walked)", n_layer=4, n_head=4, n_embd=64, rotary_dim=8),
-    _refused("codegen", "cannot be (run|walked)", n_layer=4, n_head=4, n_embd=64, rotary_dim=8),
-    _refused("gpt_neox_japanese", "cannot be (run|walked)"),
-    _refused("doge", "cannot be (run|walked)"),
+    _refused("mpt", "cannot be run", n_layers=4, n_heads=4, d_model=64),
+    _refused("falcon-alibi", "cannot be run", "falcon", alibi=True),
+    _refused("falcon-rope", "cannot be run", "falcon", alibi=False, num_kv_heads=2),
+    _refused("gptj", "cannot be run", n_layer=4, n_head=4, n_embd=64, rotary_dim=8),
+    _refused("codegen", "cannot be run", n_layer=4, n_head=4, n_embd=64, rotary_dim=8),
+    _refused("gpt_neox_japanese", "cannot be run"),
+    _refused("doge", "cannot be run"),
     _refused("diffllama", "attention interface 2 times"),
-    # Keys and values that are not one tensor each, of one shape, by head
+    # Keys and values that are not one tensor each, of the same shape, per head
     _refused("deepseek_v2", "latent attention", **LATENT, **ROUTED_MOE),
     _refused("deepseek_v3", "latent attention", **LATENT, **ROUTED_MOE),
     _refused("glm4_moe_lite", "latent attention", **LATENT, **ROUTED_MOE),
     _refused("mimo_v2_flash-narrow", "keys .* values", "mimo_v2_flash", head_dim=16, v_head_dim=8, **MIMO),
-    # Rows that meet outside attention, or attention that is not causal by position and window
+    # Layers that mix rows outside attention, or attention that is not causal by position and window
     _refused("mamba", "attention", state_size=8),
     _refused("jamba", "attention", mamba_d_state=8, attn_layer_period=2, attn_layer_offset=0, num_experts=1),
     _refused("lfm2", "attention", layer_types=["conv", FULL, "conv", FULL]),
     _refused("qwen3_next", "attention", head_dim=16, shared_expert_intermediate_size=32, **GATED_DELTA, **MOE),
     _refused("falcon_h1", "layer 0", **MAMBA2),
-    _refused(
-        "inkling_text", "hands its attention|layer 0", head_dim=16, num_local_experts=4, **ROUTED_MOE, **ALTERNATING
-    ),
+    _refused("inkling_text", "to its attention|layer 0", head_dim=16, num_local_experts=4, **ROUTED_MOE, **ALTERNATING),
     _refused(
         "llama4_text", "fixed chunks", attention_chunk_size=32, intermediate_size_mlp=64, head_dim=16, **LOCAL_MOE
     ),
@@ -249,7 +247,7 @@ REFUSED = [
         layer_types=["minimax_m3_sparse", FULL] * 2,
         **LOCAL_MOE,
     ),
-    # Layers that take what blending does not pass on
+    # Layers with arguments that blending does not support
     _refused("gemma3n_text", "argument 1", head_dim=16, num_kv_shared_layers=0, **PER_LAYER_INPUT),
     _refused("recurrent_gemma", "argument 1", lru_width=64, attention_window_size=24),
 ]
@@ -258,7 +256,7 @@ REFUSED = [family for family in REFUSED if family.model_type in CONFIG_MAPPING]
 
 @cache
 def tiny_model(family_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A random model of the family, its matrices scaled up so that layers matter. Do not change it."""
+    """A random model of the family, with matrices scaled up so that layers have an effect. Shared: do not change it."""
     family = next(f for f in [*BLENDABLE, *REFUSED] if f.name == family_name)
     config = AutoConfig.for_model(family.model_type, **{**SMALL, **family.overrides})
     torch.manual_seed(0)

@@ -1,17 +1,17 @@
-"""The slow, obvious oracle of a blended prefill, on top of transformers alone.
+"""The slow, obvious reference of a blended prefill, using only transformers.
 
-Everything here is the definition, not the method:
+Everything here follows the definition, not the implementation:
 
-- what a chunk's stored KV is: what the model's own forward gives for anchor + chunk;
-- what re-positioned keys are: the same forward with `position_ids` shifted, so that the model rotates them itself;
-- the pass: the model's own forward over ALL rows in every layer; the attention function replaces K and V of the
-  rows that are not recomputed by the stored ones and attends densely under transformers' own mask. What a dropped
-  row goes on to compute nobody reads: its K and V are replaced in every later layer;
-- the question's attention: the same forward with all stored rows replaced, nothing seen of rows that are neither
-  stored nor the question's; the weights of the question's rows are read off.
+- a chunk's stored KV: the KV that the model's own forward computes for anchor + chunk;
+- re-positioned keys: the keys of the same forward with shifted `position_ids`, so that the model itself rotates them;
+- the blended pass: the model's own forward over ALL rows in every layer; the attention function replaces K and V of
+  the rows that are not recomputed by the stored ones and attends densely under transformers' own mask. The output of
+  a dropped row has no effect: its K and V are replaced in every later layer;
+- the question's attention: the same forward with all stored rows replaced, and rows masked that are neither stored
+  nor the question's; the attention weights of the question's rows are recorded.
 
-Selectors are taken as descriptions: their fields are read and the choice is made here, in plain words. The one
-thing taken from the package is `RandomRows`' draw.
+Only the fields of a selector are read; the rows are chosen by the code here. The one exception are the random numbers
+of `RandomRows`, which come from the package.
 """
 
 import copy
@@ -42,16 +42,16 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Reference:
-    """What the oracle found.
+    """The result of the reference.
 
     Attributes:
-        logits: [vocab] of the last position.
-        kv: fused, a layer each, [kv_heads, length, head_dim].
-        candidates: positions a selector may drop.
-        recomputed: those of them that were computed in the last layer.
+        logits: [vocab] at the last position.
+        kv: fused KV, one entry per layer, [kv_heads, length, head_dim].
+        candidates: positions that a selector may drop.
+        recomputed: candidates that were computed in the last layer.
         deviations: check layer -> position -> squared deviation.
-        attention: candidate -> how much more the question attends to it than a generic row does; if asked for.
-        question: positions that asked.
+        attention: candidate -> how much more the question attends to it than a generic row; if the selector needs it.
+        question: positions of the question's rows.
     """
 
     logits: torch.Tensor
@@ -83,15 +83,15 @@ def blend(
     missing: Iterable[int] = (),
     sentence_ends: Iterable[int] | None = None,
 ) -> Reference:
-    """A blended prefill.
+    """Computes a blended prefill by definition.
 
     Args:
         model: a transformers causal language model.
-        prompt: all its chunks are held by the store, except for
-        missing: these positions.
-        selector: which loaded rows are recomputed.
+        prompt: the prompt; all its chunks are stored, except for the positions in `missing`.
+        selector: chooses the loaded rows to recompute.
         anchor: tokens in front of each chunk when its KV was computed.
-        sentence_ends: tokens that end a sentence, where somebody knows them.
+        missing: positions whose stored KV is missing.
+        sentence_ends: ids of tokens that end a sentence; None if unknown.
     """
     stored, exact = _stored_rows(model, prompt, tuple(anchor), set(missing))
     last = len(prompt) - 1
@@ -104,7 +104,7 @@ def blend(
         asking = _Asking(stored, question, hidden=set(range(last + 1)) - set(stored) - held_text - set(question))
         _forward(model, prompt, asking)
         attention = {p: asking.received[p] for p in candidates}
-    wanted = {p: attention[p] + _told(prompt, p, question) * getattr(selector, "words", 0.0) for p in attention}
+    wanted = {p: attention[p] + _word_cue(prompt, p, question) * getattr(selector, "words", 0.0) for p in attention}
     run = _Pass(prompt, selector, stored, candidates, wanted, _spans(prompt, selector, sentence_ends))
     logits = _forward(model, prompt, run)
     recomputed = sorted(run.active & set(candidates))
@@ -120,29 +120,29 @@ def _forward(model: torch.nn.Module, prompt: Prompt, pass_: "_Pass | _Asking") -
 
 
 def _question(prompt: Prompt, limit: int) -> list[int]:
-    """What stands behind the last chunk, or the last row; of a longer suffix the first and the last ones."""
-    behind, start = [], 0
+    """Rows after the last chunk, or else the last row; of a suffix over `limit`, the first and the last rows."""
+    suffix, start = [], 0
     for segment in prompt.segments:
-        behind = [] if segment.is_chunk else behind + list(range(start, start + len(segment)))
+        suffix = [] if segment.is_chunk else suffix + list(range(start, start + len(segment)))
         start += len(segment)
-    behind = behind or [start - 1]
-    return behind if len(behind) <= limit else [behind[0], *behind[-(limit - 1) :]]
+    suffix = suffix or [start - 1]
+    return suffix if len(suffix) <= limit else [suffix[0], *suffix[-(limit - 1) :]]
 
 
-def _told(prompt: Prompt, position: int, question: list[int]) -> float:
-    """What the token there tells of the question: all of a word that stands in front of it once, half of one twice."""
+def _word_cue(prompt: Prompt, position: int, question: list[int]) -> float:
+    """1 / (occurrences before the question) of a token that the question contains, else 0."""
     ids = prompt.token_ids.tolist()
     front = ids[: question[0]]
     return 1 / front.count(ids[position]) if ids[position] in {ids[q] for q in question} else 0.0
 
 
 def _anchor_rows(prompt: Prompt, anchor: tuple[int, ...]) -> range:
-    """The prompt's own leading anchor: stored with the chunks that were computed behind it."""
+    """The rows of the anchor at the prompt's start: stored together with the chunks that were computed after it."""
     return range(len(anchor) if tuple(int(i) for i in prompt.token_ids[: len(anchor)]) == anchor else 0)
 
 
 def _spans(prompt: Prompt, selector: Selector, sentence_ends: Iterable[int] | None) -> list[int]:
-    """Which span each row is pooled with."""
+    """For each row, the number of the span that it is pooled with."""
     pool: Pool = getattr(selector, "pool", 1)
     if pool == "sentence":
         if sentence_ends is not None:
@@ -171,10 +171,10 @@ def _sentences(prompt: Prompt, ends: set[int]) -> list[int]:
 def _stored_rows(
     model: torch.nn.Module, prompt: Prompt, anchor: tuple[int, ...], missing: set[int]
 ) -> tuple[dict[int, list[KV]], set[int]]:
-    """Every held row's re-positioned KV (one row, a layer each), and which rows are exact as they are.
+    """Each stored row's re-positioned KV (one entry per layer), and the rows whose stored KV is exact.
 
-    Exact is the chain that starts the prompt: the anchor itself and the chunk right behind it, up to the first
-    row that is missing.
+    Exact are the rows of the chain at the prompt's start: the anchor and the chunk directly after it, up to the first
+    missing row.
     """
     rows: dict[int, list[KV]] = {}
     exact: set[int] = set()
@@ -198,13 +198,13 @@ def _moved_chunk(model: torch.nn.Module, anchor: tuple[int, ...], ids: tuple[int
     _, at_home = plain_kv(model, anchor + ids)
     _, moved = plain_kv(model, anchor + ids, shift=start - first)
     for (_, values), (_, moved_values) in zip(at_home, moved, strict=True):
-        # Values carry no position: if they differ, "move" is no rotation and the definition does not apply.
+        # Values carry no position: if they differ, moving is not a rotation and the definition does not apply.
         torch.testing.assert_close(moved_values, values, rtol=0, atol=1e-4 * float(values.abs().max()))
     return [(keys[:, first:], values[:, first:]) for (keys, _), (_, values) in zip(moved, at_home, strict=True)]
 
 
 class _Asking:
-    """The question's rows over what is stored; `hidden`: rows that only they themselves see."""
+    """The question pass over the stored rows; each `hidden` row is visible only to itself."""
 
     def __init__(self, stored: Mapping[int, list[KV]], question: list[int], hidden: set[int]) -> None:
         self.stored, self.question, self.hidden = stored, question, hidden
@@ -231,7 +231,7 @@ class _Asking:
 
 
 class _Pass:
-    """One pass; the attention function calls `layer` for each layer in order."""
+    """One blended pass; the attention function calls `layer` for each layer in order."""
 
     def __init__(
         self,
@@ -295,12 +295,12 @@ class _Pass:
                 ratio = dict(zip(self.selector.check_layers, self.selector.ratios, strict=True))[layer]
                 by_deviation = sorted(deviation, key=lambda position: -deviation[position])
                 if self.selector.rank == "either":
-                    by_deviation = _in_turns(by_deviation, self._by_attention(sorted(deviation)))
+                    by_deviation = _interleave(by_deviation, self._by_attention(sorted(deviation)))
                 return set(by_deviation[: round(ratio * len(self.candidates))])
         raise NotImplementedError(self.selector)
 
     def _by_attention(self, positions: list[int]) -> list[int]:
-        """Spans by the attention of their best row, a span's rows by their own."""
+        """Sorts spans by the attention of their best row, and rows within a span by their own attention."""
         best: dict[int, float] = {}
         for position in positions:
             span = self.spans[position]
@@ -338,8 +338,8 @@ class _Pass:
         raise NotImplementedError(self.selector)
 
 
-def _in_turns(one: list[int], other: list[int]) -> list[int]:
-    """The first of one list, the first of the other, the second of the one, ..; each once."""
+def _interleave(one: list[int], other: list[int]) -> list[int]:
+    """Alternates between two lists, starting with the first; keeps the first occurrence of each item."""
     return list(dict.fromkeys(position for pair in zip(one, other, strict=True) for position in pair))
 
 
@@ -366,7 +366,7 @@ def _attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores + attention_mask[0].float()
-    for position in run.hidden:  # nobody sees it but itself, lest it sees nothing
+    for position in run.hidden:  # visible only to itself: a row must see at least one key
         own = scores[:, position, position].clone()
         scores[:, :, position] = float("-inf")
         scores[:, position, position] = own
@@ -386,7 +386,7 @@ _COPIES: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
 
 
 def _with_reference_attention(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the model that attends as above; kept beside the model, so that ids are not reused."""
+    """A copy of the model with the attention above; stored with the model, so that its `id` is not reused."""
     if id(model) not in _COPIES:
         twin = copy.deepcopy(model)
         twin.config._attn_implementation = ATTENTION

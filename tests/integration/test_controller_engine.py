@@ -1,4 +1,4 @@
-"""The loading controller at work in an engine: what it leaves out is computed, and it learns."""
+"""The loading controller in an engine: blocks that it does not load are computed, and it learns from measured times."""
 
 import json
 import threading
@@ -27,19 +27,19 @@ PREFILL = ((32, 0.02), (128, 0.1))
 
 
 def cost_model_file(path: Path, engine: BlendEngine, **tiers: float) -> str:
-    profile = CostModel(PREFILL, {name: TierSpeed(speed) for name, speed in tiers.items()})
-    write_cost_model(path, profile, engine.fingerprint, "cpu", engine.stored_layout)
+    cost_model = CostModel(PREFILL, {name: TierSpeed(speed) for name, speed in tiers.items()})
+    write_cost_model(path, cost_model, engine.fingerprint, "cpu", engine.stored_layout)
     return str(path)
 
 
 @pytest.fixture
 def cost_model(tmp_path: Path) -> str:
-    """Of a store that is much slower than computing."""
+    """A cost model file in which the store is much slower than computing."""
     with open_engine(tiny_model("llama"), []) as engine:
         return cost_model_file(tmp_path / "cost-model.json", engine, slow=1e3, memory=1e9)
 
 
-def test_what_is_slower_to_load_than_to_compute_is_computed(cost_model: str) -> None:
+def test_blocks_slower_to_load_than_to_compute_are_computed(cost_model: str) -> None:
     model, store = tiny_model("llama"), ThrottledStore(1e9, tier="slow")
     with open_engine(model, store=store, cost_model=cost_model) as engine:
         result = engine.prefill(RAG)
@@ -52,7 +52,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(cost_model: str) -> 
         assert engine.generate(RAG, FOUR).token_ids == greedy(model, RAG, 4)
 
 
-def test_what_is_soon_here_is_loaded(cost_model: str) -> None:
+def test_blocks_of_a_fast_tier_are_loaded(cost_model: str) -> None:
     with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model) as engine:
         report = engine.prefill(RAG).report
         assert (report.left_out_tokens, report.missed_tokens) == (0, 0)
@@ -60,14 +60,14 @@ def test_what_is_soon_here_is_loaded(cost_model: str) -> None:
         assert "all stored blocks from memory" in report.decision
 
 
-def test_a_ratio_of_ones_own_is_not_decided_upon(cost_model: str) -> None:
+def test_an_explicit_ratio_bypasses_the_controller(cost_model: str) -> None:
     with open_engine(tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model) as engine:
         report = engine.prefill(RAG, ratio=0.15).report
         assert (report.decision, report.left_out_tokens) == ("", 0)
         assert report.hit_tokens["slow"] > 0
 
 
-def test_what_is_left_out_is_not_captured_again(cost_model: str) -> None:
+def test_blocks_left_out_are_not_captured_again(cost_model: str) -> None:
     with open_engine(
         tiny_model("llama"), store=ThrottledStore(1e9, tier="slow"), cost_model=cost_model, capture=True
     ) as engine:
@@ -75,10 +75,10 @@ def test_what_is_left_out_is_not_captured_again(cost_model: str) -> None:
         engine.generate(RAG, FOUR)
         assert engine.flush(timeout=60)
         assert len(engine.store.manifests()) == 3
-        assert engine.store.stats().blocks <= blocks + 1  # the system prompt, which is exact
+        assert engine.store.stats().blocks <= blocks + 1  # the system prompt, whose KV is exact
 
 
-def test_what_is_left_out_is_promoted_after_the_request(cost_model: str) -> None:
+def test_blocks_left_out_are_promoted_after_the_request(cost_model: str) -> None:
     store = TieredStore(MemoryStore(), ThrottledStore(1e9, tier="slow"))
     with open_engine(tiny_model("llama"), store=store, cost_model=cost_model) as engine:
         store.front.prune(0)
@@ -89,7 +89,7 @@ def test_what_is_left_out_is_promoted_after_the_request(cost_model: str) -> None
         assert (report.left_out_tokens, report.hit_tokens["memory"]) == (0, stored)
 
 
-def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
+def test_the_controller_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with open_engine(model, []) as engine:
         file = cost_model_file(tmp_path / "cost-model.json", engine, slow=1e9)
@@ -102,8 +102,8 @@ def test_it_learns_that_a_tier_is_slower_than_measured(tmp_path: Path) -> None:
         assert any(report.left_out_tokens for report in reports)
 
 
-def test_of_two_tiers_each_answers_for_itself(tmp_path: Path) -> None:
-    """A far device that is a thousand times slower than measured says nothing about memory."""
+def test_the_speeds_of_two_tiers_are_learnt_separately(tmp_path: Path) -> None:
+    """A device a thousand times slower than measured does not change the learnt speed of memory."""
     model, near, far = tiny_model("llama"), MemoryStore(), ThrottledStore(1e5, tier="slow")
     open_engine(model, [A], store=near).close()
     with open_engine(model, [B, C], store=far) as engine:
@@ -117,7 +117,7 @@ def test_of_two_tiers_each_answers_for_itself(tmp_path: Path) -> None:
         assert tiers["memory"].bytes_per_s > 1e6
 
 
-def test_what_is_computed_beside_others_says_nothing_about_computing(
+def test_compute_time_is_learnt_only_from_prefills_that_run_alone(
     cost_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learnt: list[bool] = []
@@ -132,7 +132,7 @@ def test_what_is_computed_beside_others_says_nothing_about_computing(
         for together in (1, 3):
             scheduler = Scheduler(engine, Limits(active=3, row_layers=50))
             done = [threading.Event() for _ in range(together)]
-            with scheduler._changed:  # all of them are there before the first begins
+            with scheduler._changed:  # submit all before the first one starts
                 for each in done:
                     scheduler.submit(Ask(RAG, FOUR), lambda e, each=each: isinstance(e, DoneEvent) and each.set())
             assert all(each.wait(60) for each in done)
@@ -149,13 +149,13 @@ def test_what_is_computed_beside_others_says_nothing_about_computing(
         ({"device": "cuda"}, "device cuda, not cpu"),
     ],
 )
-def test_a_profile_of_something_else_is_refused(cost_model: str, change: dict[str, object], message: str) -> None:
+def test_a_cost_model_of_another_setup_is_refused(cost_model: str, change: dict[str, object], message: str) -> None:
     Path(cost_model).write_text(json.dumps(json.loads(Path(cost_model).read_text()) | change))
     with pytest.raises(InvalidInputError, match=message):
         open_engine(tiny_model("llama"), [], cost_model=cost_model)
 
 
-def test_a_profile_that_is_none(tmp_path: Path) -> None:
+def test_an_unreadable_cost_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(InvalidInputError, match="cannot be read"):
         open_engine(tiny_model("llama"), [], cost_model=str(tmp_path / "x.json"))
@@ -163,7 +163,7 @@ def test_a_profile_that_is_none(tmp_path: Path) -> None:
         open_engine(tiny_model("llama"), [], cost_model=str(tmp_path / "none.json"))
 
 
-def test_profile_and_ask_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_and_ask_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runner(capsys)
     store, out = f"file://{tmp_path}/store?ram_bytes=64MiB", tmp_path / "cost-model.json"
     done = run("calibrate", "-m", "nano", "-s", store, "-o", out, "-l", 128, "-l", 512, "--runs", 1)

@@ -1,4 +1,4 @@
-"""The engine on a tiny llama in a folder: warm, generate, capture, share, and what goes wrong on the way."""
+"""The engine on a tiny llama in a folder: warm, generate, capture, share a store, and errors on the way."""
 
 import re
 import shutil
@@ -38,7 +38,7 @@ SOON = 60.0  # seconds: only a failing test waits that long
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder."""
+    """A folder with a tiny random model and a tokenizer."""
     path = tmp_path_factory.mktemp("models") / "tiny-llama"
     tokenizer = sentencepiece()
     config = LlamaConfig(
@@ -65,9 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """Loaded once; the tests' engines take model and tokenizer from it."""
+    """An engine loaded once; the tests' engines use its model and tokenizer."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them on a busy machine
+    torch.set_num_threads(1)  # a model this small is not faster with more threads, and slower on a busy machine
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         with BlendEngine.from_pretrained(folder) as engine:
@@ -80,7 +80,7 @@ Open = Callable[..., BlendEngine]
 
 @pytest.fixture
 def open_engine(loaded: BlendEngine) -> Iterator[Open]:
-    """`open_engine(store, **settings)`; all of them are closed in the end."""
+    """`open_engine(store, **settings)` opens an engine that is closed after the test."""
     opened: list[BlendEngine] = []
 
     def open_one(store: KVStore | str | Path | None = None, **settings: Any) -> BlendEngine:
@@ -110,7 +110,7 @@ def plain(engine: BlendEngine, prompt: Prompt, tokens: int = GREEDY.max_new_toke
 
 @torch.no_grad()
 def check_chain(engine: BlendEngine, segments: list[Any]) -> int:
-    """Every held block of the chain is what a plain prefill gives (the third law); how many are held."""
+    """Checks that each stored block of the chain equals a plain prefill (third exactness invariant); counts them."""
     ids = torch.tensor([i for segment in segments for i in segment.tolist()])
     cache = DynamicCache()
     engine.model(input_ids=ids[None], past_key_values=cache, use_cache=True)
@@ -130,7 +130,7 @@ def check_chain(engine: BlendEngine, segments: list[Any]) -> int:
 
 
 def names_of(engine: BlendEngine, passage: Passage) -> list[BlockName]:
-    """Of a passage's blocks behind BOS."""
+    """Names of a passage's blocks after BOS."""
     assert engine.builder is not None
     segments = engine.prompt([passage]).segments
     anchor = engine.planner.chain_of([segments[0].token_ids])
@@ -159,7 +159,7 @@ def check_sums(answer: Answer) -> None:
 # ---- warm -------------------------------------------------------------------------------------------------
 
 
-def test_warm_stores_what_a_plain_prefill_gives(open_engine: Open) -> None:
+def test_warm_stores_the_kv_of_a_plain_prefill(open_engine: Open) -> None:
     engine = open_engine()
     calls: list[tuple[int, int]] = []
     report = engine.warm([*PASSAGES, PASSAGES[0], "The dog."], progress=lambda *at: calls.append(at))
@@ -176,7 +176,7 @@ def test_warm_stores_what_a_plain_prefill_gives(open_engine: Open) -> None:
     assert (again.stored, again.held, again.tokens) == (0, 3, 0)
 
 
-def test_a_batch_gives_the_blocks_that_each_chunk_alone_gives(open_engine: Open) -> None:
+def test_chunks_warmed_in_a_batch_equal_chunks_warmed_alone(open_engine: Open) -> None:
     together, alone = open_engine(), open_engine(capture_batch_tokens=1)
     for engine in (together, alone):
         engine.warm([*PASSAGES, "The dog."])
@@ -190,7 +190,7 @@ def test_a_batch_gives_the_blocks_that_each_chunk_alone_gives(open_engine: Open)
 
 
 @pytest.mark.parametrize("anchor", ["auto", "none", "bos"])
-def test_what_was_warmed_is_hit(open_engine: Open, anchor: str) -> None:
+def test_warmed_chunks_are_hits(open_engine: Open, anchor: str) -> None:
     engine = open_engine(anchor=anchor)
     engine.warm(PASSAGES)
     report = engine.generate(PARTS, GREEDY).report
@@ -198,7 +198,7 @@ def test_what_was_warmed_is_hit(open_engine: Open, anchor: str) -> None:
     assert report.loaded_tokens == sum(len(s) for s in engine.prompt(PARTS).chunks) + (anchor != "none")
 
 
-def test_what_was_warmed_behind_a_system_prompt_is_hit_behind_it(open_engine: Open) -> None:
+def test_chunks_warmed_after_a_system_prompt_are_hits_after_it(open_engine: Open) -> None:
     engine = open_engine(anchor="system")
     engine.warm(PASSAGES, system=PARTS[:1])
     prompt = engine.prompt(PARTS)
@@ -220,7 +220,7 @@ def test_what_was_warmed_behind_a_system_prompt_is_hit_behind_it(open_engine: Op
         ([chunk([5, 600])], r"token id 600 at index 1, outside the vocabulary 0\.\.511"),
     ],
 )
-def test_chunks_that_cannot_be_warmed(open_engine: Open, chunks: list[Any], message: str) -> None:
+def test_invalid_chunks_are_refused_by_warm(open_engine: Open, chunks: list[Any], message: str) -> None:
     engine = open_engine()
     with pytest.raises(InvalidInputError, match=message):
         engine.warm(chunks)
@@ -231,7 +231,7 @@ def test_chunks_that_cannot_be_warmed(open_engine: Open, chunks: list[Any], mess
 
 
 @pytest.mark.parametrize("warmed", [False, True])
-def test_full_recompute_answers_as_transformers_does(open_engine: Open, warmed: bool) -> None:
+def test_full_recompute_gives_the_answer_of_transformers(open_engine: Open, warmed: bool) -> None:
     engine = open_engine()
     if warmed:
         engine.warm(PASSAGES)
@@ -243,7 +243,7 @@ def test_full_recompute_answers_as_transformers_does(open_engine: Open, warmed: 
     check_sums(answer)
 
 
-def test_an_exact_prefix_answers_as_transformers_does_at_any_ratio(open_engine: Open) -> None:
+def test_an_exact_prefix_gives_the_answer_of_transformers_at_any_ratio(open_engine: Open) -> None:
     engine = open_engine()
     engine.warm(PASSAGES)
     parts = [PASSAGES[0], QUESTION]
@@ -253,7 +253,7 @@ def test_an_exact_prefix_answers_as_transformers_does_at_any_ratio(open_engine: 
     check_sums(answer)
 
 
-def test_the_ratio_sets_what_is_recomputed(open_engine: Open) -> None:
+def test_the_ratio_sets_the_number_of_recomputed_rows(open_engine: Open) -> None:
     engine = open_engine()
     engine.warm(PASSAGES)
     chunks = sum(len(s) for s in engine.prompt(PARTS).chunks)
@@ -265,7 +265,7 @@ def test_the_ratio_sets_what_is_recomputed(open_engine: Open) -> None:
         engine.generate(PARTS, ratio=2)
 
 
-def test_a_stream_says_what_generate_says(open_engine: Open) -> None:
+def test_a_stream_gives_the_text_of_its_answer(open_engine: Open) -> None:
     engine = open_engine()
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=2.0, seed=4)
     deltas = list(engine.stream(PARTS, params))
@@ -280,7 +280,7 @@ def test_a_stream_says_what_generate_says(open_engine: Open) -> None:
         assert answer.text == engine.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
 
 
-def test_a_stop_text_ends_the_answer_and_is_cut_off(open_engine: Open) -> None:
+def test_a_stop_text_ends_the_answer_and_is_removed(open_engine: Open) -> None:
     engine = open_engine(capture=False)
     hot = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 2.0, "seed": 4}
     whole = engine.generate(PARTS, SamplingParams(**hot))
@@ -305,7 +305,7 @@ def test_an_answer_ends_at_eos(open_engine: Open, monkeypatch: pytest.MonkeyPatc
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[2]) + 1]
 
 
-def test_a_chat(open_engine: Open) -> None:
+def test_chat_messages_as_a_prompt(open_engine: Open) -> None:
     engine = open_engine()
     engine.warm(PASSAGES)
     parts = [{"type": "chunk", "text": p.text, "title": p.title} for p in PASSAGES[:2]]
@@ -318,17 +318,17 @@ def test_a_chat(open_engine: Open) -> None:
 
 
 @pytest.mark.parametrize("parts", [[], [""], "", [{"role": "user", "content": "a"}, "b"]])
-def test_prompts_that_are_none(open_engine: Open, parts: Any) -> None:
+def test_invalid_prompts_are_refused(open_engine: Open, parts: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"prompt is empty|made of str and Passage, not dict"):
         open_engine().generate(parts)
 
 
-def test_settings_that_do_not_fit_the_model(open_engine: Open) -> None:
+def test_a_check_layer_outside_the_model_is_refused(open_engine: Open) -> None:
     with pytest.raises(InvalidInputError, match=rf"check layer {LAYERS} does not exist: .*0\.\.{LAYERS - 1}"):
         open_engine(check_layers=(1, LAYERS))
 
 
-def test_the_context_bounds_prompt_and_answer(open_engine: Open) -> None:
+def test_the_context_limits_prompt_and_answer(open_engine: Open) -> None:
     engine = open_engine(capture=False)
     ids = [5 + i % 200 for i in range(CONTEXT + 1)]
     with pytest.raises(InvalidInputError, match=f"{CONTEXT + 1} tokens, the model's context {CONTEXT}"):
@@ -360,8 +360,8 @@ def test_a_miss_is_captured_and_then_hit(open_engine: Open) -> None:
         check_sums(answer)
 
 
-def test_a_chunk_right_behind_its_anchor_is_listed_too(open_engine: Open) -> None:
-    """Its KV is published from the request as it stands; without a manifest nobody can list, pin or delete it."""
+def test_a_chunk_directly_after_its_anchor_has_a_manifest(open_engine: Open) -> None:
+    """Its KV is stored directly from the request; without a manifest it could not be listed, pinned or deleted."""
     engine = open_engine()
     engine.generate([PASSAGES[0], QUESTION], GREEDY)
     assert engine.flush(SOON)
@@ -370,7 +370,7 @@ def test_a_chunk_right_behind_its_anchor_is_listed_too(open_engine: Open) -> Non
 
 
 def test_blended_kv_is_never_stored(open_engine: Open) -> None:
-    """The third law, over everything that requests of all kinds left in the store."""
+    """Third exactness invariant, for all blocks that requests of several kinds leave in the store."""
     engine = open_engine()
     system, (fox, stored, who) = PARTS[0], PASSAGES
     scenes = [[fox, QUESTION], [system, stored, fox, QUESTION], [fox, who, stored, "a"], [who, fox, fox, "b"], PARTS]
@@ -390,11 +390,11 @@ def test_blended_kv_is_never_stored(open_engine: Open) -> None:
     )
 
 
-def test_a_chunk_missed_behind_two_system_prompts_is_captured_behind_both(open_engine: Open) -> None:
+def test_a_chunk_missed_after_two_system_prompts_is_captured_after_both(open_engine: Open) -> None:
     engine = open_engine(anchor="system")
     prompts = [engine.prompt([system, *PASSAGES[:2], QUESTION]) for system in ("One. ", "Two. ")]
-    under_way = [engine.start(prompt, GREEDY) for prompt in prompts]  # neither is finished: both captures wait
-    for request in under_way:
+    requests = [engine.start(prompt, GREEDY) for prompt in prompts]  # neither is finished: both captures wait
+    for request in requests:
         request.step()
         request.step()
     assert engine.flush(SOON)
@@ -409,20 +409,20 @@ def test_without_capture_nothing_is_stored(open_engine: Open) -> None:
     assert engine.store.stats().blocks == 0
 
 
-def test_a_generator_closed_early_lets_the_background_work(open_engine: Open) -> None:
+def test_closing_a_generator_early_lets_background_work_run(open_engine: Open) -> None:
     engine = open_engine()
     stream = engine.stream(PARTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
     next(stream)
     next(stream)
     missed = names_of(engine, PASSAGES[2])
     time.sleep(0.05)
-    assert engine.store.find(missed) == [None] * len(missed)  # the request is still under way
+    assert engine.store.find(missed) == [None] * len(missed)  # the request is still running
     stream.close()
     wait_until(lambda: all(engine.store.find(missed)))
 
 
-def test_a_generator_closed_behind_its_first_delta_is_captured(open_engine: Open) -> None:
-    """The first token has gone out: what was computed and missed for it is not lost with the caller's interest."""
+def test_a_generator_closed_after_its_first_delta_is_captured(open_engine: Open) -> None:
+    """After the first token, missed chunks are captured even if the caller stops reading."""
     engine = open_engine()
     stream = engine.stream(PARTS, GREEDY)
     next(stream)
@@ -431,7 +431,7 @@ def test_a_generator_closed_behind_its_first_delta_is_captured(open_engine: Open
     assert all(engine.store.find(names_of(engine, PASSAGES[2])))
 
 
-def test_a_request_that_is_refused_lets_the_background_work(open_engine: Open) -> None:
+def test_a_refused_request_lets_background_work_run(open_engine: Open) -> None:
     engine = open_engine()
     with pytest.raises(InvalidInputError):
         engine.generate([])
@@ -443,7 +443,7 @@ def test_a_request_that_is_refused_lets_the_background_work(open_engine: Open) -
 # ---- stores -----------------------------------------------------------------------------------------------
 
 
-def test_a_second_engine_hits_what_the_first_left_on_disk(
+def test_a_second_engine_hits_the_chunks_of_the_first_on_disk(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -459,7 +459,7 @@ def test_a_second_engine_hits_what_the_first_left_on_disk(
     check_sums(warm)
 
 
-def test_engines_of_different_salts_share_nothing(open_engine: Open) -> None:
+def test_engines_with_different_salts_share_nothing(open_engine: Open) -> None:
     store = MemoryStore()
     engines = [open_engine(store, salt=salt) for salt in ("a", "b", "a")]
     engines[0].warm(PASSAGES)
@@ -468,7 +468,7 @@ def test_engines_of_different_salts_share_nothing(open_engine: Open) -> None:
     assert loaded[1] > 0
 
 
-def test_a_store_that_is_handed_in_stays_open(open_engine: Open, tmp_path: Path) -> None:
+def test_a_store_passed_by_the_caller_stays_open(open_engine: Open, tmp_path: Path) -> None:
     class Closed(MemoryStore):
         closed = False
 
@@ -488,7 +488,7 @@ class FullStore(MemoryStore):
         raise StoreError("no space left on device")
 
 
-def test_a_store_that_cannot_be_written_breaks_no_request(open_engine: Open) -> None:
+def test_requests_succeed_when_the_store_cannot_be_written(open_engine: Open) -> None:
     engine = open_engine(FullStore())
     for _ in range(2):
         answer = engine.generate(PARTS, GREEDY)
@@ -531,7 +531,7 @@ def test_a_lost_block_is_recomputed_and_reported(open_engine: Open) -> None:
 # ---- threads, ids -----------------------------------------------------------------------------------------
 
 
-def test_four_threads_answer_as_one_does(open_engine: Open) -> None:
+def test_four_threads_give_the_answers_of_one(open_engine: Open) -> None:
     engine = open_engine(capture=False)
     engine.warm(PASSAGES)
     prompts = [[f"Prompt {i}. ", *PASSAGES[i % 3 :], *PASSAGES[: i % 3], QUESTION] for i in range(8)]
@@ -541,8 +541,8 @@ def test_four_threads_answer_as_one_does(open_engine: Open) -> None:
     assert at_once == in_turn
 
 
-def test_four_threads_that_capture_and_hit(open_engine: Open) -> None:
-    """At r = 1 the answer is the same whatever the store holds at that moment."""
+def test_four_threads_capture_and_hit_concurrently(open_engine: Open) -> None:
+    """At r = 1 the answer does not depend on what the store holds."""
     engine = open_engine()
     prompts = [[f"Prompt {i}. ", *PASSAGES[i % 3 :], *PASSAGES[: i % 3], QUESTION] for i in range(6)]
     with ThreadPoolExecutor(4) as pool:
@@ -569,7 +569,7 @@ def test_an_engine_without_a_tokenizer_takes_ids(folder: Path) -> None:
         BlendEngine(model, config=BlendConfig(anchor="bos"))
 
 
-def test_a_prefill_with_a_selector_of_its_own(open_engine: Open) -> None:
+def test_a_prefill_with_an_explicit_selector(open_engine: Open) -> None:
     engine = open_engine()
     engine.warm(PASSAGES)
     result = engine.prefill(engine.prompt(PARTS), selector=NoRows())
@@ -579,18 +579,18 @@ def test_a_prefill_with_a_selector_of_its_own(open_engine: Open) -> None:
     assert result.kv[0].keys.shape[1] == report.prompt_tokens
 
 
-def test_what_is_no_model_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no model folder"):
         BlendEngine.from_pretrained(tmp_path)
 
 
-def test_options_that_change_the_kv_change_the_names(folder: Path, loaded: BlendEngine) -> None:
+def test_options_that_change_the_kv_change_the_block_names(folder: Path, loaded: BlendEngine) -> None:
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
     with BlendEngine.from_pretrained(folder, rope_parameters=linear) as other:
         assert other.planner.root != loaded.planner.root
 
 
-def test_a_folder_without_a_tokenizer_serves_ids(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_takes_ids(folder: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*", "chat*"))
     with pytest.raises(InvalidInputError, match=r"no tokenizer .* with_tokenizer=False"):
         BlendEngine.from_pretrained(bare)
@@ -605,7 +605,7 @@ def test_a_config_that_is_not_json_is_refused(folder: Path, tmp_path: Path) -> N
         BlendEngine.from_pretrained(broken)
 
 
-def test_stepping_by_hand_holds_the_background_back_until_finish(open_engine: Open) -> None:
+def test_background_work_waits_until_a_stepped_request_is_finished(open_engine: Open) -> None:
     engine = open_engine()
     request = engine.start(PARTS, SamplingParams(max_new_tokens=1, ignore_eos=True))
     request.step()
@@ -618,7 +618,7 @@ def test_stepping_by_hand_holds_the_background_back_until_finish(open_engine: Op
     assert {manifest.label for manifest in engine.store.manifests()} == {"fox", "stored", "who"}
 
 
-def test_a_store_that_cannot_be_written_costs_one_chunk_of_computing(
+def test_capture_stops_after_one_chunk_when_the_store_cannot_be_written(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore()
@@ -634,10 +634,10 @@ def test_a_store_that_cannot_be_written_costs_one_chunk_of_computing(
         engine.generate(PARTS, GREEDY)
         assert engine.flush(SOON)
     computed = [name for name in tried if name != tried[0]]
-    assert len(computed) <= 2  # the text in front, and the first block of one chunk
+    assert len(computed) <= 2  # the text before the chunks, and the first block of one chunk
 
 
-def test_blocks_without_their_manifest_are_listed_by_warming_again(open_engine: Open) -> None:
+def test_warming_again_restores_a_deleted_manifest(open_engine: Open) -> None:
     engine = open_engine()
     engine.warm(PASSAGES)
     [engine.store.delete_manifest(manifest.chunk_id) for manifest in engine.store.manifests()[:1]]
@@ -645,7 +645,7 @@ def test_blocks_without_their_manifest_are_listed_by_warming_again(open_engine: 
     assert len(engine.store.manifests()) == len(PASSAGES)
 
 
-def test_documents_stand_where_the_template_or_the_last_message_puts_them(open_engine: Open) -> None:
+def test_documents_are_placed_by_the_template_or_in_the_last_message(open_engine: Open) -> None:
     engine = open_engine()
     engine.warm(PASSAGES)
     if not engine.tokenizer.chat_template:

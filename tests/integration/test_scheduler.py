@@ -1,4 +1,4 @@
-"""Many requests on one engine: each gets the answer it gets alone, nobody waits for ever, bounds hold."""
+"""Many requests on one engine: each has the same answer as alone, none waits forever, limits hold."""
 
 import queue
 import threading
@@ -64,7 +64,7 @@ def submit(scheduler: Scheduler, prompt: Prompt, params: SamplingParams = PARAMS
     return listener
 
 
-def test_each_gets_the_answer_it_gets_alone(engine: BlendEngine) -> None:
+def test_concurrent_answers_equal_single_answers(engine: BlendEngine) -> None:
     expected = [engine.generate(prompt, PARAMS, ratio=0.3).token_ids for prompt in PROMPTS]
     scheduler = Scheduler(engine, Limits(active=3, row_layers=50))
     try:
@@ -79,7 +79,7 @@ def test_each_gets_the_answer_it_gets_alone(engine: BlendEngine) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "prefix"])
-def test_modes_that_are_exact(engine: BlendEngine, mode: str) -> None:
+def test_exact_modes_equal_generate(engine: BlendEngine, mode: str) -> None:
     scheduler = Scheduler(engine)
     try:
         listener = submit(scheduler, RAG, mode=mode)
@@ -100,7 +100,7 @@ def test_full_reuse_recomputes_nothing(engine: BlendEngine) -> None:
     assert report is not None and (report.hit_tokens["memory"], report.recomputed_tokens) == (115, 0)
 
 
-def test_choices_have_seeds_of_their_own(engine: BlendEngine) -> None:
+def test_each_choice_has_its_own_seed(engine: BlendEngine) -> None:
     params = SamplingParams(max_new_tokens=6, temperature=3.0, seed=7, ignore_eos=True)
     scheduler = Scheduler(engine)
     try:
@@ -126,7 +126,7 @@ def test_log_probabilities(engine: BlendEngine) -> None:
 
 
 class Slow:
-    """An engine's planner that waits until it may go on."""
+    """Replaces the engine's `open_prefill` by one that blocks until `go_on` is set."""
 
     def __init__(self, engine: BlendEngine) -> None:
         self.go_on, self._inner = threading.Event(), engine.open_prefill
@@ -137,12 +137,12 @@ class Slow:
         return self._inner(*arguments, **options)  # type: ignore[arg-type]
 
 
-def test_a_full_queue_says_when_to_come_again(engine: BlendEngine) -> None:
+def test_a_full_queue_reports_when_to_retry(engine: BlendEngine) -> None:
     slow, scheduler = Slow(engine), Scheduler(engine, Limits(active=1, waiting=2))
     try:
         first = submit(scheduler, RAG)
         while scheduler.waiting:
-            time.sleep(0.01)  # it is being planned
+            time.sleep(0.01)  # until it is being planned
         others = [submit(scheduler, RAG) for _ in range(2)]
         with pytest.raises(QueueFullError, match="2 requests wait") as raised:
             submit(scheduler, RAG)
@@ -154,7 +154,7 @@ def test_a_full_queue_says_when_to_come_again(engine: BlendEngine) -> None:
         scheduler.close()
 
 
-def test_who_is_cancelled_or_too_late_ends_and_holds_nobody_up(engine: BlendEngine) -> None:
+def test_cancelled_and_expired_requests_end_without_delaying_others(engine: BlendEngine) -> None:
     slow, scheduler = Slow(engine), Scheduler(engine, Limits(active=1))
     try:
         first = submit(scheduler, RAG)
@@ -174,7 +174,7 @@ def test_who_is_cancelled_or_too_late_ends_and_holds_nobody_up(engine: BlendEngi
         scheduler.close()
 
 
-def test_who_is_cancelled_while_answering_ends(engine: BlendEngine) -> None:
+def test_a_request_cancelled_during_decoding_ends(engine: BlendEngine) -> None:
     scheduler = Scheduler(engine)
     listener = Listener()
     ticket: list[Ticket] = []
@@ -192,7 +192,7 @@ def test_who_is_cancelled_while_answering_ends(engine: BlendEngine) -> None:
         scheduler.close()
 
 
-def test_an_error_of_one_request_is_its_own(engine: BlendEngine) -> None:
+def test_an_error_ends_only_its_own_request(engine: BlendEngine) -> None:
     inner = engine.open_prefill
 
     def open_prefill(prompt: Prompt, **options: object) -> object:
@@ -210,15 +210,15 @@ def test_an_error_of_one_request_is_its_own(engine: BlendEngine) -> None:
         scheduler.close()
 
 
-def test_an_answer_that_cannot_begin_ends_its_own_request(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_cannot_start_ends_its_own_request(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, calls = Scheduler(engine), iter([True])
 
-    def draws(*arguments: Any) -> Sampler:
+    def make_sampler(*arguments: Any) -> Sampler:
         if next(calls, False):
-            raise MemoryError("no room")
+            raise MemoryError("out of memory")
         return Sampler(*arguments)
 
-    monkeypatch.setattr("cacheblend.engines.hf.scheduler.Sampler", draws)
+    monkeypatch.setattr("cacheblend.engines.hf.scheduler.Sampler", make_sampler)
     try:
         assert isinstance(submit(scheduler, RAG).wait().error, MemoryError)
         other = submit(scheduler, RAG)
@@ -229,7 +229,7 @@ def test_an_answer_that_cannot_begin_ends_its_own_request(engine: BlendEngine, m
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ends_leaves_nobody_waiting(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_end_when_the_scheduler_thread_ends(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(engine)
 
     def leave() -> None:
@@ -243,7 +243,7 @@ def test_a_thread_that_ends_leaves_nobody_waiting(engine: BlendEngine, monkeypat
         submit(scheduler, RAG)
 
 
-def test_a_request_of_more_answers_than_go_at_once_goes_alone(engine: BlendEngine) -> None:
+def test_a_request_for_more_answers_than_the_limit_runs_alone(engine: BlendEngine) -> None:
     scheduler = Scheduler(engine, Limits(active=2))
     try:
         listeners = [submit(scheduler, RAG, choices=choices) for choices in (1, 3, 1)]
@@ -253,13 +253,13 @@ def test_a_request_of_more_answers_than_go_at_once_goes_alone(engine: BlendEngin
         scheduler.close()
 
 
-def test_a_listener_that_fails_ends_its_own_request(engine: BlendEngine) -> None:
+def test_a_failing_listener_ends_only_its_own_request(engine: BlendEngine) -> None:
     scheduler, failed = Scheduler(engine), Listener()
 
     def on_event(event: Event) -> None:
         failed(event)
         if isinstance(event, TokenEvent):
-            raise ValueError("cannot be told")
+            raise ValueError("cannot be delivered")
 
     try:
         scheduler.submit(Ask(RAG, PARAMS), on_event)
@@ -270,7 +270,7 @@ def test_a_listener_that_fails_ends_its_own_request(engine: BlendEngine) -> None
         scheduler.close()
 
 
-def test_closing_waits_for_what_is_under_way_and_gives_up_the_rest(engine: BlendEngine) -> None:
+def test_closing_waits_for_running_requests_and_ends_the_rest(engine: BlendEngine) -> None:
     scheduler = Scheduler(engine, Limits(active=1))
     done = submit(scheduler, RAG)
     endless = submit(scheduler, RAG, SamplingParams(max_new_tokens=100_000, ignore_eos=True))
@@ -281,7 +281,7 @@ def test_closing_waits_for_what_is_under_way_and_gives_up_the_rest(engine: Blend
         submit(scheduler, RAG)
 
 
-def test_missed_chunks_are_captured_behind_the_requests() -> None:
+def test_missed_chunks_are_captured_after_the_requests() -> None:
     with open_engine(tiny_model("llama"), [A], capture=True) as engine:
         scheduler = Scheduler(engine)
         try:
@@ -294,7 +294,7 @@ def test_missed_chunks_are_captured_behind_the_requests() -> None:
             scheduler.close()
 
 
-def test_missed_chunks_are_captured_where_requests_never_end() -> None:
+def test_missed_chunks_are_captured_under_continuous_load() -> None:
     with open_engine(tiny_model("llama"), [A], capture=True) as engine:
         engine.background.begin_request()  # one that is always under way
         patient, busy = Scheduler(engine, Limits(catch_up_s=60.0)), Scheduler(engine, Limits(catch_up_s=0.0))

@@ -1,4 +1,4 @@
-"""What the parity tests share: prompts, warmed engines, a pass that tells which rows it recomputed, comparisons."""
+"""Shared parts of the parity tests: prompts, warmed engines, a pass that records the recomputed rows, comparisons."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ DIVERSE = [
     for name in ("llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "smollm3", "glm", "gemma4_text", "flint")
     if name in FAMILIES
 ]
-"""Plain; windows and two thetas; sinks; interleaved pairs and NoPE; experts; NoPE; partial RoPE; layers of several
-shapes; sinks, NoPE and windows."""
+"""In order: plain; windows and two thetas; sinks; interleaved pairs and NoPE; experts; NoPE; partial RoPE; layers of
+several shapes; sinks, NoPE and windows."""
 
 BOS = 1
 BLOCK_SIZE = 16
@@ -56,7 +56,7 @@ def open_engine(
     sentence_end_ids: Sequence[int] | None = None,
     **config: Any,
 ) -> BlendEngine:
-    """An engine of token ids that holds these chunks, captured behind SYSTEM if that is the anchor."""
+    """An engine without a tokenizer that holds these chunks, captured after SYSTEM if the anchor is ``system``."""
     settings = {"anchor": anchor, "block_size": BLOCK_SIZE, "tile_rows": TILE_ROWS, "capture": False, **config}
     engine = BlendEngine(
         model,
@@ -71,13 +71,13 @@ def open_engine(
 
 @cache
 def warm_engine(family: str) -> BlendEngine:
-    """One engine a family, which holds A, B and C and captures nothing: tests may share it."""
+    """One engine per family that holds A, B and C and captures nothing, so that tests can share it."""
     return open_engine(tiny_model(family))
 
 
 @dataclass
 class Outcome:
-    """A pass of the package: its result, its report, and the loaded rows it recomputed."""
+    """The result of a prefill with the package: result, report, and the loaded rows that were recomputed."""
 
     result: PrefillResult
     report: BlendReport
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def run(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Outcome:
-    """The engine's own way through a prompt."""
+    """Runs the engine's own prefill and records the recomputed rows."""
     recorded = Recorded(selector)
     result = engine.prefill(prompt, selector=recorded)
     report = result.report
@@ -93,7 +93,7 @@ def run(engine: BlendEngine, prompt: Prompt, selector: Selector) -> Outcome:
 
 
 def stepper(engine: BlendEngine, prompt: Prompt, selector: Selector, **options: Any) -> BlendedPrefill:
-    """The same prefill as a stepper of small tiles, for tests that interleave prefills."""
+    """The same prefill as a stepper with small tiles, for tests that interleave prefills."""
 
     def open_runner(plan: BlendPlan) -> HfLayerRunner:
         ids = torch.tensor(plan.prompt.token_ids[plan.prefix_length :].tolist())
@@ -114,7 +114,7 @@ def finish(run: BlendedPrefill) -> PrefillResult:
 
 
 def greedy(model: torch.nn.Module, prompt: Prompt, steps: int) -> list[int]:
-    """What the model's own `generate` answers."""
+    """The greedy answer of the model's own `generate`."""
     ids = torch.tensor([prompt.token_ids.tolist()], device=model.device)
     options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     answer = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -141,7 +141,7 @@ def assert_same(
     kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
     tolerance: float,
 ) -> None:
-    """Logits, and every layer's keys and values at every position."""
+    """Compares logits, and the keys and values of every layer at every position."""
     assert len(result.kv) == len(kv)
     assert_close(result.logits, logits, tolerance, "logits")
     for layer, (actual, expected) in enumerate(zip(result.kv, kv, strict=True)):
@@ -150,7 +150,7 @@ def assert_same(
 
 
 def assert_as_reference(outcome: Outcome, reference: Reference, tolerance: float) -> None:
-    """The same rows recomputed, and the same result."""
+    """Checks that the same rows were recomputed, with the same result."""
     assert outcome.recomputed == reference.recomputed
     assert outcome.report.recomputed_tokens == len(reference.recomputed)
     assert_same(outcome.result, reference.logits, reference.kv, tolerance)

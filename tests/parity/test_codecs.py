@@ -1,4 +1,4 @@
-"""Compressed chunks through the fused path: the laws hold, and what is lost is what the codec loses."""
+"""Compressed chunks in the fused path: the exactness invariants hold; all other error is the codec's own."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from reference import plain_kv
 
 LOSSY = ["int8", "fp8", "int4"]
 AT_MOST = {"int8": 0.01, "fp8": 0.07, "int4": 0.2}
-"""Of the largest key or value: half a step of the range that shares a scale, or three bits of a float's fraction."""
+"""Maximum error relative to the largest key or value: half a quantisation step, or rounding to a 3-bit mantissa."""
 
 
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text"])
-def test_with_every_row_recomputed_nothing_is_lost(family: str, codec: str) -> None:
+def test_full_recompute_has_no_codec_error(family: str, codec: str) -> None:
     model = tiny_model(family)
     with open_engine(model, codec=codec) as engine:
         result = engine.prefill(RAG, ratio=1.0)
@@ -34,8 +34,8 @@ def test_with_every_row_recomputed_nothing_is_lost(family: str, codec: str) -> N
 @pytest.mark.parametrize("anchor", ["none", "system"])
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text"])
-def test_full_reuse_loses_what_the_codec_loses(family: str, codec: str, anchor: AnchorKind) -> None:
-    """Layer 0's loaded rows: moved keys and values of what was computed alone, up to the codec's steps."""
+def test_full_reuse_has_only_the_codec_error(family: str, codec: str, anchor: AnchorKind) -> None:
+    """The loaded rows of layer 0 differ from uncompressed ones by at most the codec's quantisation error."""
     model = tiny_model(family)
     with open_engine(model, codec=codec, anchor=anchor) as engine, open_engine(model, anchor=anchor) as raw:
         lossy, exact = (run(each, RAG, NoRows()).result.kv[0] for each in (engine, raw))
@@ -45,7 +45,7 @@ def test_full_reuse_loses_what_the_codec_loses(family: str, codec: str, anchor: 
         assert 0 < error <= AT_MOST[codec]
 
 
-def test_an_eight_bit_blend_chooses_nearly_the_same_rows() -> None:
+def test_int8_blending_selects_nearly_the_same_rows() -> None:
     selector = Hkvd((1,), (0.3,))
     raw = run(warm_engine("llama"), RAG, selector)
     with open_engine(tiny_model("llama"), codec="int8") as engine:
@@ -55,7 +55,7 @@ def test_an_eight_bit_blend_chooses_nearly_the_same_rows() -> None:
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_compressed_chunks_have_names_of_their_own_and_are_never_an_exact_prefix(codec: str) -> None:
+def test_compressed_chunks_have_separate_names_and_are_never_an_exact_prefix(codec: str) -> None:
     model, store, lone = tiny_model("llama"), MemoryStore(), Prompt.of([A, QUESTION])
     with open_engine(model, store=store, codec=codec) as lossy, open_engine(model, [], store=store) as raw:
         assert raw.prefill(RAG).report.missed_tokens == len(A) + len(B) + len(C)
@@ -65,8 +65,8 @@ def test_compressed_chunks_have_names_of_their_own_and_are_never_an_exact_prefix
         assert raw.prefill(lone).report.hit_tokens["prefix"] == len(A)
 
 
-def test_text_in_front_is_kept_exact_and_serves_both() -> None:
-    """A system prompt that an engine with a codec published is the other's exact prefix, to the bit."""
+def test_a_system_prompt_is_stored_uncompressed_and_shared_with_other_codecs() -> None:
+    """A system prompt stored by an engine with a codec is an exact prefix for an engine without one."""
     model, store = tiny_model("llama"), MemoryStore()
     prompt = Prompt.of([SYSTEM, B, A, QUESTION])
     with open_engine(model, store=store, codec="int4", capture=True) as lossy:
@@ -111,7 +111,7 @@ def test_a_tensor_parallel_rank_reads_its_heads_of_a_compressed_record(kind: typ
 
 
 def test_a_run_inside_a_compressed_chunk() -> None:
-    """It begins and ends inside blocks, and what is decompressed is the whole block."""
+    """A run starts and ends inside blocks, and whole blocks are decompressed for it."""
     model, kv = tiny_model("llama"), []
     for codec in ("int4", "raw"):
         with open_engine(model, [C], codec=codec) as engine:

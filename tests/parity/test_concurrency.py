@@ -1,4 +1,4 @@
-"""Passes that run beside each other: steppers in turns, threads, several models, tensor-parallel ranks."""
+"""Concurrent prefills: interleaved steppers, threads, several models, tensor-parallel ranks."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -50,10 +50,10 @@ PROMPTS = [RAG, Prompt.of([A, C, QUESTION]), Prompt.of([SYSTEM, C, B]), Prompt.o
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 @torch.no_grad()
-def test_two_requests_in_turns_on_one_view(family: str) -> None:
+def test_two_interleaved_requests_on_one_view(family: str) -> None:
     engine = warm_engine(family)
     one, other = (stepper(engine, prompt, SELECTOR) for prompt in PROMPTS[:2])
-    other.advance(2)  # they need not stand at the same layer
+    other.advance(2)  # the two need not be at the same layer
     while not (one.done and other.done):
         one.advance()
         other.advance()
@@ -64,7 +64,7 @@ def test_two_requests_in_turns_on_one_view(family: str) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 100])
 @torch.no_grad()
-def test_steps_of_any_length_give_the_same(layers: int) -> None:
+def test_steps_of_any_length_give_the_same_result(layers: int) -> None:
     engine = warm_engine("llama")
     whole, stepped = stepper(engine, RAG, SELECTOR), stepper(engine, RAG, SELECTOR)
     seen = []
@@ -76,7 +76,7 @@ def test_steps_of_any_length_give_the_same(layers: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_threads_share_an_engine(family: str) -> None:
+def test_threads_can_share_an_engine(family: str) -> None:
     engine = warm_engine(family)
     alone = [run(engine, prompt, SELECTOR) for prompt in PROMPTS]
     with ThreadPoolExecutor(4) as pool:
@@ -86,8 +86,8 @@ def test_threads_share_an_engine(family: str) -> None:
         assert_same(outcome.result, expected.result.logits, expected.result.kv, 1e-6)
 
 
-def test_threads_that_capture_and_hit_at_once() -> None:
-    """Whatever is stored at the time, the answer is the full one at r = 1, and in the end all chunks are held."""
+def test_threads_that_capture_and_hit_concurrently() -> None:
+    """At r = 1 the answer is that of full prefill for any state of the store; in the end it holds all chunks."""
     model, params = tiny_model("llama"), SamplingParams(max_new_tokens=4, ignore_eos=True)
     with open_engine(model, [], capture=True) as engine:
         with ThreadPoolExecutor(4) as pool:
@@ -98,7 +98,7 @@ def test_threads_that_capture_and_hit_at_once() -> None:
         assert all(engine.prefill(prompt).report.missed_tokens == 0 for prompt in PROMPTS)
 
 
-def test_two_models_share_a_process_and_a_store() -> None:
+def test_several_models_share_a_process_and_a_store() -> None:
     families = ["llama", "llama-yarn", "gemma3_text"]
     with MemoryStore() as store:
         engines = [open_engine(tiny_model(family), store=store) for family in families]
@@ -127,7 +127,7 @@ class Ranks:
 
 @dataclass
 class RankRunner:
-    """A tensor-parallel rank of a runner: its half of the heads, attention outputs gathered from both."""
+    """One tensor-parallel rank of a runner: half of the heads, with attention outputs gathered from both ranks."""
 
     runner: HfLayerRunner
     rank: int
@@ -164,7 +164,7 @@ class RankRunner:
 
 @torch.no_grad()
 def prefill_of_rank(engine: BlendEngine, rank: int, ranks: Ranks, seen: list[Recorded], alone: bool) -> PrefillResult:
-    """One rank's pass; `alone`: without joining deviations and attention over the ranks."""
+    """Runs one rank's prefill; `alone`: without combining deviations and attention over the ranks."""
     plan = engine.planner.plan(RAG, engine.store)
     shapes = engine.survey.layout.layers
     layout = KVLayout(tuple(LayerShape(s.kv_heads // 2, s.head_dim) for s in shapes), engine.survey.layout.dtype)
@@ -199,7 +199,7 @@ def on_two_ranks(
 
 @pytest.mark.parametrize("selector", [SELECTOR, ASKING], ids=["hkvd", "hybrid"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_tensor_parallel_ranks_choose_as_one(family: str, selector: Selector) -> None:
+def test_tensor_parallel_ranks_select_the_same_rows_as_one_device(family: str, selector: Selector) -> None:
     engine = warm_engine(family)
     single, expected = Recorded(selector), run(engine, RAG, selector)
     engine.prefill(RAG, selector=single)
@@ -218,7 +218,7 @@ def test_tensor_parallel_ranks_choose_as_one(family: str, selector: Selector) ->
 
 
 @pytest.mark.parametrize("selector", [SELECTOR, ASKING], ids=["hkvd", "hybrid"])
-def test_ranks_that_do_not_sum_choose_differently(selector: Selector) -> None:
-    """What the hook is for: each rank's own heads order the rows in another way."""
+def test_ranks_that_do_not_combine_deviations_select_different_rows(selector: Selector) -> None:
+    """Shows why `over_ranks` is needed: the heads of each rank alone rank the rows differently."""
     _, seen = on_two_ranks(warm_engine("llama"), selector, alone=True)
     assert seen[0].kept != seen[1].kept

@@ -1,5 +1,8 @@
-"""The laws, on every family: r = 1 and exact prefixes equal full prefill, keys move as the model moves them, decoding
-goes on as the model's own, the user's model stays as it is, and what cannot be blended is refused."""
+"""The exactness invariants, on every family.
+
+r = 1 and exact prefixes equal full prefill; re-positioned keys equal the keys that the model computes there; decoding
+equals the model's own; the user's model is not changed; models that cannot be blended are refused.
+"""
 
 import copy
 import re
@@ -35,7 +38,7 @@ from parity.scenes import (
 from reference import plain_kv
 
 TOLERANCE = 1e-5
-NO_NEGATIVE_POSITIONS = {"ministral3"}  # it scales queries by the logarithm of the position
+NO_NEGATIVE_POSITIONS = {"ministral3"}  # scales queries by the logarithm of the position
 IN_FRONT = {"none": [], "bos": [text([BOS])], "system": [SYSTEM]}
 
 
@@ -49,7 +52,7 @@ def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_lone_chunk_in_front_is_exact_at_any_ratio(family: str) -> None:
+def test_a_leading_chunk_is_exact_at_any_ratio(family: str) -> None:
     prompt = Prompt.of([A, QUESTION])
     outcome = run(warm_engine(family), prompt, NoRows())
     assert outcome.report.hit_tokens == {"prefix": 40, "memory": 0, "disk": 0}
@@ -59,7 +62,7 @@ def test_a_lone_chunk_in_front_is_exact_at_any_ratio(family: str) -> None:
 
 @pytest.mark.parametrize("anchor", IN_FRONT)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_a_lone_chunk_behind_its_anchor_is_a_prefix_hit(family: str, anchor: AnchorKind) -> None:
+def test_a_chunk_directly_after_its_anchor_is_a_prefix_hit(family: str, anchor: AnchorKind) -> None:
     prompt = Prompt.of([*IN_FRONT[anchor], A, QUESTION])
     model = tiny_model(family)
     with open_engine(model, [A], anchor=anchor) as engine:
@@ -69,7 +72,7 @@ def test_a_lone_chunk_behind_its_anchor_is_a_prefix_hit(family: str, anchor: Anc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moved_keys_are_the_keys_the_model_computes_there(family: str) -> None:
+def test_repositioned_keys_equal_the_keys_computed_at_the_target_position(family: str) -> None:
     engine, model = warm_engine(family), tiny_model(family)
     ids = B.token_ids
     far = min(engine.survey.length_limit or 4096, engine.survey.context_length or 4096) - len(ids)
@@ -88,7 +91,7 @@ def test_moved_keys_are_the_keys_the_model_computes_there(family: str) -> None:
 
 @dataclass(frozen=True)
 class KeepAll(Selector):
-    """Keeps every row and shows the deviations; unlike `Hkvd` it may check layer 0."""
+    """Keeps every row and records the deviations; unlike `Hkvd`, it may check layer 0."""
 
     seen: dict[int, torch.Tensor]
     check_layers: tuple[int, ...] = (0, 1)
@@ -100,7 +103,7 @@ class KeepAll(Selector):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_deviation_is_zero_in_layer_0_and_not_behind_it(family: str) -> None:
+def test_deviation_is_zero_in_layer_0_only(family: str) -> None:
     deviations: dict[int, torch.Tensor] = {}
     result = warm_engine(family).prefill(RAG, selector=KeepAll(deviations))
     size = [float(sum(part.pow(2).sum(dim=(0, 2)).max() for part in result.kv[layer])) for layer in (0, 1)]
@@ -117,7 +120,7 @@ def test_greedy_decoding_from_the_fused_cache_equals_generate(family: str) -> No
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma4_text"])
-def test_the_users_model_is_untouched(family: str) -> None:
+def test_the_users_model_is_not_changed(family: str) -> None:
     model = copy.deepcopy(tiny_model(family))
     state = copy.deepcopy(model.config.to_dict())
     implementation = model.config._attn_implementation
@@ -136,25 +139,25 @@ def test_the_users_model_is_untouched(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=str)
-def test_what_cannot_be_blended_is_refused_with_the_reason(family) -> None:
+def test_unsupported_models_are_refused_with_the_reason(family) -> None:
     with pytest.raises(ModelNotBlendableError) as refusal:
         BlendEngine(tiny_model(family.name), store="memory")
     assert re.search(family.reason, str(refusal.value)), str(refusal.value)
 
 
-def test_attention_that_looks_ahead_is_refused() -> None:
+def test_non_causal_attention_is_refused() -> None:
     config = AutoConfig.for_model("gemma3_text", **SMALL, head_dim=16, use_bidirectional_attention=True)
     with pytest.raises(ModelNotBlendableError, match="not causal"):
         BlendEngine(AutoModelForCausalLM.from_config(config).eval(), store="memory")
 
 
-def test_a_prompt_behind_longropes_switch_is_refused() -> None:
+def test_a_prompt_longer_than_longropes_switch_is_refused() -> None:
     engine = open_engine(tiny_model("phi3-longrope"), [A])
     with pytest.raises(InvalidInputError, match=r"LongRoPE's switch, .* at 1024; use fewer"):
         engine.prompt(Prompt.of([A, text(random_ids(1000, 3))]))
 
 
-def test_a_soft_cap_that_plain_passes_would_leave_out_is_refused() -> None:
+def test_a_soft_cap_that_the_plain_attention_ignores_is_refused() -> None:
     model = copy.copy(tiny_model("gemma2"))
     model.config = copy.deepcopy(model.config)
     model.config._attn_implementation = "sdpa"

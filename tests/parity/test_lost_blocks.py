@@ -1,4 +1,4 @@
-"""Blocks that the store listed and then cannot read: misses; lost twice: everything is recomputed."""
+"""Blocks that the store lists but cannot read become misses; after a second loss everything is recomputed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ REASON = "a bit has rotted"
 
 @dataclass
 class Loss:
-    """A block that cannot be read from a layer on, once so many passes have failed before."""
+    """A block that cannot be read from `layer` on, once `after` other blocks have failed."""
 
     name: BlockName
     layer: int
@@ -37,7 +37,7 @@ class Loss:
 
 
 class LossyStore(MemoryStore):
-    """Lists all its blocks and cannot read some."""
+    """Lists all its blocks, but cannot read some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def names_at(engine, prompt: Prompt, *positions: int) -> list[BlockName]:
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_a_block_lost_in_mid_pass_is_a_miss(
+def test_a_block_lost_during_the_prefill_is_a_miss(
     family: str, layer: int, selector: str, read_ahead: int, store: LossyStore
 ) -> None:
     model = tiny_model(family)
@@ -85,20 +85,20 @@ def test_a_block_lost_in_mid_pass_is_a_miss(
     assert_as_reference(outcome, blend(model, RAG, SELECTORS[selector], missing=lost), TOLERANCE)
 
 
-def test_what_a_spent_pass_computed_counts(store: LossyStore) -> None:
+def test_work_of_an_abandoned_pass_is_counted(store: LossyStore) -> None:
     model = tiny_model("llama")
     with open_engine(model, store=store) as engine:
         lost = names_at(engine, RAG, 50)[0]
-        store.losses = [Loss(lost, 1)]  # behind layer 0
+        store.losses = [Loss(lost, 1)]  # after layer 0
         early = engine.prefill(RAG, selector=SELECTORS["hkvd"]).report
-        store.losses = [Loss(lost, 2)]  # behind the check and layer 1, too
+        store.losses = [Loss(lost, 2)]  # after the check and layer 1
         late = engine.prefill(RAG, selector=SELECTORS["hkvd"]).report
     assert early.missed_tokens == late.missed_tokens == 16
     assert late.row_layers > early.row_layers
     assert late.projected_rows == early.projected_rows + len(RAG)
 
 
-def test_blocks_lost_together_are_one_fallback(store: LossyStore) -> None:
+def test_blocks_lost_in_the_same_layer_are_one_fallback(store: LossyStore) -> None:
     model = tiny_model("llama")
     with open_engine(model, store=store) as engine:
         store.losses = [Loss(name, 2) for name in names_at(engine, RAG, 50, 80)]
@@ -108,7 +108,7 @@ def test_blocks_lost_together_are_one_fallback(store: LossyStore) -> None:
     assert_as_reference(outcome, blend(model, RAG, SELECTORS["hkvd"], missing=missing), TOLERANCE)
 
 
-def test_a_block_of_a_repeated_chunk_is_lost_at_both_places(store: LossyStore) -> None:
+def test_a_lost_block_of_a_repeated_chunk_is_a_miss_at_both_positions(store: LossyStore) -> None:
     model, prompt = tiny_model("llama"), Prompt.of([B, A, C, A, QUESTION])
     with open_engine(model, store=store) as engine:
         store.losses = [Loss(names_at(engine, prompt, 25 + 16)[0], 2)]
@@ -119,8 +119,8 @@ def test_a_block_of_a_repeated_chunk_is_lost_at_both_places(store: LossyStore) -
 
 
 @pytest.mark.parametrize("lost", [0, 1, 20], ids=["the anchor", "the first block", "the second block"])
-def test_a_block_of_the_exact_prefix_is_lost(lost: int, store: LossyStore) -> None:
-    """What stands behind it in its chain is still there and still exact, but no longer in front of everything."""
+def test_a_lost_block_of_the_exact_prefix_shortens_the_prefix(lost: int, store: LossyStore) -> None:
+    """The blocks that follow it in its chain are still stored, but no longer part of an unbroken prefix."""
     model, prompt = tiny_model("llama"), Prompt.of([text([BOS]), A, B, QUESTION])
     with open_engine(model, store=store, anchor="bos") as engine:
         store.losses = [Loss(names_at(engine, prompt, lost)[0], 1)]
@@ -133,7 +133,7 @@ def test_a_block_of_the_exact_prefix_is_lost(lost: int, store: LossyStore) -> No
 
 @pytest.mark.parametrize("selector", ["hkvd", "head", "none"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_lost_twice_everything_is_recomputed(family: str, selector: str, store: LossyStore) -> None:
+def test_after_a_second_loss_everything_is_recomputed(family: str, selector: str, store: LossyStore) -> None:
     model = tiny_model(family)
     with open_engine(model, store=store) as engine:
         first, second = names_at(engine, RAG, 50, 80)
@@ -145,8 +145,8 @@ def test_lost_twice_everything_is_recomputed(family: str, selector: str, store: 
     assert_same(result, *plain_kv(model, RAG.token_ids), 1e-5)
 
 
-def test_losses_in_front_of_the_check_do_not_count(store: LossyStore) -> None:
-    """Nothing was dropped, so little is lost: the blocks are misses, and so is a first one behind the check."""
+def test_losses_before_the_check_layer_do_not_count(store: LossyStore) -> None:
+    """No row was dropped yet, so restarts are cheap: these blocks are misses, as is the first one after the check."""
     model = tiny_model("llama")
     with open_engine(model, store=store) as engine:
         first, second, third = names_at(engine, RAG, 50, 10, 80)
@@ -158,7 +158,7 @@ def test_losses_in_front_of_the_check_do_not_count(store: LossyStore) -> None:
 
 
 @pytest.mark.parametrize("selector", ["query", "hybrid"])
-def test_losses_while_the_question_is_asked_do_not_count(selector: str, store: LossyStore) -> None:
+def test_losses_during_the_question_pass_do_not_count(selector: str, store: LossyStore) -> None:
     model = tiny_model("llama")
     with open_engine(model, store=store) as engine:
         first, second = names_at(engine, RAG, 50, 80)
@@ -169,8 +169,8 @@ def test_losses_while_the_question_is_asked_do_not_count(selector: str, store: L
     assert_as_reference(outcome, blend(model, RAG, SELECTORS[selector], missing=missing), TOLERANCE)
 
 
-def test_a_lossy_selector_is_asked_anew_after_a_loss(store: LossyStore) -> None:
-    """The second pass measures from layer 0 on: nothing of the spent pass is kept."""
+def test_the_selector_is_called_again_after_a_loss(store: LossyStore) -> None:
+    """The second pass starts at layer 0 and keeps nothing of the first one."""
     selector: Selector = Recorded(SELECTORS["hkvd"])
     with open_engine(tiny_model("llama"), store=store) as engine:
         store.losses = [Loss(names_at(engine, RAG, 50)[0], 3)]

@@ -1,4 +1,4 @@
-"""The fused pass equals the oracle: the same rows, logits and KV, for every selector."""
+"""The fused prefill equals the reference: the same rows, logits and KV, for every selector."""
 
 import pytest
 
@@ -45,14 +45,14 @@ SELECTORS = {
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("family", DIVERSE)
-def test_every_selector(family: str, selector: str) -> None:
+def test_every_selector_equals_the_reference(family: str, selector: str) -> None:
     outcome = run(warm_engine(family), RAG, SELECTORS[selector])
     assert_as_reference(outcome, blend(tiny_model(family), RAG, SELECTORS[selector]), TOLERANCE)
 
 
 @pytest.mark.parametrize("selector", ["gradual", "none"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in DIVERSE])
-def test_every_family(family: str, selector: str) -> None:
+def test_every_family_equals_the_reference(family: str, selector: str) -> None:
     outcome = run(warm_engine(family), RAG, SELECTORS[selector])
     assert_as_reference(outcome, blend(tiny_model(family), RAG, SELECTORS[selector]), TOLERANCE)
 
@@ -60,8 +60,8 @@ def test_every_family(family: str, selector: str) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.3])
 @pytest.mark.parametrize("measure", ["kv", "k", "v"])
 @pytest.mark.parametrize("family", DIVERSE)
-def test_threshold(family: str, measure: Measure, share: float) -> None:
-    """The bound lies halfway between two deviations that the oracle found."""
+def test_the_threshold_selector_equals_the_reference(family: str, measure: Measure, share: float) -> None:
+    """The bound is halfway between two deviations of the reference."""
     model = tiny_model(family)
     found = sorted(blend(model, RAG, Hkvd((1,), (1.0,), measure)).deviations[1].values())
     cut = round((1 - share) * len(found))
@@ -73,8 +73,8 @@ def test_threshold(family: str, measure: Measure, share: float) -> None:
 
 @pytest.mark.parametrize("selector", ["gradual", "head 0.1", "none"])
 @pytest.mark.parametrize("family", DIVERSE)
-def test_the_bos_anchor(family: str, selector: str) -> None:
-    """Chunks computed behind BOS; the first stands right behind it, the last far off, one in front of it all."""
+def test_chunks_with_the_bos_anchor_equal_the_reference(family: str, selector: str) -> None:
+    """Chunks were computed after BOS; in the prompts one follows BOS directly, others follow later or without BOS."""
     model, prompt = tiny_model(family), Prompt.of([text([BOS]), A, B, C, QUESTION])
     with open_engine(model, anchor="bos") as engine:
         outcome = run(engine, prompt, SELECTORS[selector])
@@ -87,8 +87,8 @@ def test_the_bos_anchor(family: str, selector: str) -> None:
 
 
 @pytest.mark.parametrize("family", DIVERSE)
-def test_decoding_goes_on_from_the_blended_cache(family: str) -> None:
-    """A blended prompt's next token is the blended answer to the prompt with the tokens so far behind it."""
+def test_decoding_continues_from_the_blended_cache(family: str) -> None:
+    """Each token equals the first token of a blended prefill of the prompt with the answer so far appended."""
     model, selector = tiny_model(family), Hkvd((1,), (0.1,))
     answer = warm_engine(family).generate(RAG, SamplingParams(max_new_tokens=4, ignore_eos=True), ratio=0.1)
     tokens: list[int] = []

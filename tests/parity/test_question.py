@@ -1,4 +1,4 @@
-"""The question's pass equals a dense oracle, on prompts of every make; the laws hold for the selectors that ask."""
+"""The question pass equals the dense reference; the exactness invariants hold for selectors that use the question."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ WITH_MORE = [
     *DIVERSE,
     *(f for f in ("gemma2", "phi", "mistral-window", "ministral3", "laguna", "granite") if f in FAMILIES),
 ]
-"""Soft-caps; partial rotary; windows everywhere; queries scaled by position; heads by layer; odd scaling."""
+"""In order: soft-caps; partial rotary; windows in all layers; queries scaled by position; heads per layer; scaling."""
 ENDS = list(range(3, 512, 7))  # every seventh token ends a sentence
 LONG_QUESTION = text(random_ids(90, 7))
 ONE_ROW = text(random_ids(1, 8))
@@ -81,7 +81,7 @@ def assert_same_attention(recorded: Recorded, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("family", WITH_MORE)
-def test_attention_of_every_family(family: str) -> None:
+def test_attention_equals_the_reference_for_every_family(family: str) -> None:
     recorded = Recorded(Query(0.1))
     warm_engine(family).prefill(RAG, selector=recorded)
     assert_same_attention(recorded, blend(tiny_model(family), RAG, Query(0.1)))
@@ -89,7 +89,7 @@ def test_attention_of_every_family(family: str) -> None:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_attention_in_every_prompt(family: str, prompt: str) -> None:
+def test_attention_equals_the_reference_for_every_prompt(family: str, prompt: str) -> None:
     recorded, asked = Recorded(Query(0.1)), PROMPTS[prompt]
     result = warm_engine(family).prefill(asked, selector=recorded)
     report = result.report
@@ -103,15 +103,15 @@ def test_attention_in_every_prompt(family: str, prompt: str) -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "flint"])
-def test_every_selector_equals_the_oracle(family: str, selector: str) -> None:
-    """Where nobody knows sentences: fixed spans."""
+def test_every_selector_equals_the_reference(family: str, selector: str) -> None:
+    """Without known sentence ends, rows are pooled in spans of fixed length."""
     outcome = run(warm_engine(family), RAG, SELECTORS[selector])
     assert_as_reference(outcome, blend(tiny_model(family), RAG, SELECTORS[selector]), TOLERANCE)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("selector", ["sentences", "gradual"])
-def test_every_prompt_by_sentences(selector: str, prompt: str) -> None:
+def test_every_prompt_pooled_by_sentences_equals_the_reference(selector: str, prompt: str) -> None:
     model, asked = tiny_model("llama"), PROMPTS[prompt]
     pooled = {"sentences": Query(0.2), "gradual": Hybrid((1, 2), (0.3, 0.1), early=0.5)}[selector]
     with open_engine(model, sentence_end_ids=ENDS) as engine:
@@ -121,8 +121,8 @@ def test_every_prompt_by_sentences(selector: str, prompt: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_chunks_behind_bos(family: str) -> None:
-    """An exact prefix is seen, and is no candidate."""
+def test_an_exact_prefix_after_bos(family: str) -> None:
+    """The question attends to an exact prefix, but its rows are not candidates."""
     model, prompt = tiny_model(family), Prompt.of([text([BOS]), A, B, QUESTION])
     recorded = Recorded(Query(0.2))
     with open_engine(model, anchor="bos") as engine:
@@ -137,7 +137,7 @@ def test_chunks_behind_bos(family: str) -> None:
 @pytest.mark.parametrize("selector", [Query(1.0), Hybrid((1, 2), (1.0, 1.0), early=1.0)], ids=["query", "hybrid"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> None:
-    """What the question's pass wrote is written over."""
+    """The prefill overwrites all KV that the question pass wrote."""
     outcome = run(warm_engine(family), RAG, selector)
     assert len(outcome.recomputed) == 115
     assert_same(outcome.result, *plain_kv(tiny_model(family), RAG.token_ids), 1e-5)
@@ -145,14 +145,14 @@ def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> 
 
 @pytest.mark.parametrize("prompt", [Prompt.of([A, QUESTION]), Prompt.of([UNSEEN, QUESTION]), Prompt.of([QUESTION])])
 @pytest.mark.parametrize("selector", [Query(0.0), Hybrid((1,), (0.0,), early=0.0)], ids=["query", "hybrid"])
-def test_without_candidates_nobody_asks(selector: Selector, prompt: Prompt) -> None:
-    """A lone chunk behind its anchor (exact at any ratio), a miss, plain text."""
+def test_without_candidates_there_is_no_question_pass(selector: Selector, prompt: Prompt) -> None:
+    """Prompts: a chunk directly after its anchor (exact at any ratio), a miss, plain text."""
     outcome = run(warm_engine("llama"), prompt, selector)
     assert outcome.report.question_row_layers == 0
     assert_same(outcome.result, *plain_kv(tiny_model("llama"), prompt.token_ids), 1e-5)
 
 
-def test_a_long_question_is_asked_by_its_first_row_and_its_last() -> None:
+def test_a_long_question_uses_its_first_row_and_its_last_rows() -> None:
     plan = warm_engine("llama").planner.plan(PROMPTS["a long question"], warm_engine("llama").store)
     start, stop = len(plan) - len(LONG_QUESTION), len(plan)
     assert plan.question_rows(64).tolist() == [start, *range(stop - 63, stop)]
@@ -160,8 +160,8 @@ def test_a_long_question_is_asked_by_its_first_row_and_its_last() -> None:
     assert plan.question_rows(90).tolist() == list(range(start, stop))
 
 
-def test_suffix_rows_that_do_not_ask_are_not_seen() -> None:
-    """Whatever stands between the first row of a long question and its last ones, the attention is the same."""
+def test_suffix_rows_outside_the_question_rows_have_no_effect() -> None:
+    """Text between the first row of a long suffix and its last rows does not change the attention."""
     middle = [text(random_ids(30, seed)) for seed in (20, 21)]
     asked = []
     for segment in middle:
@@ -172,15 +172,15 @@ def test_suffix_rows_that_do_not_ask_are_not_seen() -> None:
     assert torch.equal(asked[0], asked[1])
 
 
-def test_another_question_asks_for_other_rows() -> None:
+def test_different_questions_select_different_rows() -> None:
     one, other = (run(warm_engine("llama"), Prompt.of([B, A, C, q]), Query(0.1)) for q in (QUESTION, LONG_QUESTION))
     assert one.recomputed != other.recomputed
 
 
 @pytest.mark.parametrize("selector", ["sentences", "gradual"])
 @torch.no_grad()
-def test_passes_in_turns(selector: str) -> None:
-    """The question's pass keeps nothing outside its own request."""
+def test_interleaved_question_passes(selector: str) -> None:
+    """The question pass keeps no state outside its own request."""
     engine, prompts = warm_engine("llama"), [RAG, Prompt.of([A, C, QUESTION])]
     one, other = (stepper(engine, prompt, SELECTORS[selector]) for prompt in prompts)
     assert one.layer == other.layer == 0
@@ -192,7 +192,7 @@ def test_passes_in_turns(selector: str) -> None:
 
 
 @pytest.mark.parametrize("selector", ["sentences", "early", "union"])
-def test_layers_are_read_once(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_is_read_once(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(tiny_model("llama")) as engine:
         reads = []
         read = engine.store.read
@@ -201,8 +201,8 @@ def test_layers_are_read_once(selector: str, monkeypatch: pytest.MonkeyPatch) ->
     assert len(reads) == len(set(reads)) == 4 * (2 + 3 + 4)  # blocks of 16 in chunks of 25, 40 and 50
 
 
-def test_chunk_of_a_long_sentence_is_cut() -> None:
-    """A chunk without a full stop, longer than the longest sentence, is no single span."""
+def test_a_chunk_that_is_one_long_sentence_is_split() -> None:
+    """A chunk without a sentence end that exceeds the maximum sentence length has several spans."""
     model, long = tiny_model("llama"), chunk(random_ids(150, 30))
     prompt = Prompt.of([B, long, QUESTION])
     with open_engine(model, [B, long], sentence_end_ids=[1]) as engine:

@@ -1,4 +1,4 @@
-"""Runs of stored chunks, as content matching finds them: reused from the middle of a block, exact at r = 1."""
+"""Runs of stored chunks, as found by content matching: reused from the middle of a block, exact at r = 1."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def with_run(engine: BlendEngine) -> Prompt:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_run_brings_the_chunks_own_kv_to_its_new_place(family: str) -> None:
+def test_a_run_reuses_the_chunks_kv_at_its_new_position(family: str) -> None:
     engine, model = warm_engine(family), tiny_model(family)
     prompt = with_run(engine)
     outcome = run(engine, prompt, NoRows())
@@ -39,14 +39,14 @@ def test_a_run_brings_the_chunks_own_kv_to_its_new_place(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
-def test_with_everything_recomputed_a_run_equals_full_prefill(family: str) -> None:
+def test_full_recompute_of_a_run_equals_full_prefill(family: str) -> None:
     engine = warm_engine(family)
     prompt = with_run(engine)
     outcome = run(engine, prompt, AllRows())
     assert_same(outcome.result, *plain_kv(tiny_model(family), prompt.token_ids), 1e-5)
 
 
-def test_a_chunk_that_was_stored_in_blocks_of_another_size_is_reused() -> None:
+def test_a_chunk_stored_with_another_block_size_is_reused() -> None:
     with open_engine(tiny_model("llama"), [A], block_size=BLOCK_SIZE) as one:
         found_in = stored(one, A.token_ids)
         with open_engine(tiny_model("llama"), [], block_size=7, store=one.store) as other:
@@ -54,7 +54,7 @@ def test_a_chunk_that_was_stored_in_blocks_of_another_size_is_reused() -> None:
     assert [len(span) for span in plan.spans if span.source is Source.LOADED] == [16, 16, 8]
 
 
-def test_what_is_gone_of_a_run_is_computed_and_never_captured() -> None:
+def test_missing_blocks_of_a_run_are_computed_and_never_captured() -> None:
     with open_engine(tiny_model("llama"), [A, B]) as engine:
         prompt = with_run(engine)
         engine.store.delete(stored(engine, A.token_ids).block_names[1])
@@ -66,7 +66,7 @@ def test_what_is_gone_of_a_run_is_computed_and_never_captured() -> None:
     assert_same(outcome.result, *plain_kv(tiny_model("llama"), prompt.token_ids), 1e-5)
 
 
-def test_a_run_of_a_chunk_that_is_wholly_gone_is_computed() -> None:
+def test_a_run_of_a_deleted_chunk_is_computed() -> None:
     with open_engine(tiny_model("llama"), [A]) as engine:
         found_in = stored(engine, A.token_ids)
         for name in found_in.block_names:
@@ -76,6 +76,6 @@ def test_a_run_of_a_chunk_that_is_wholly_gone_is_computed() -> None:
 
 
 @pytest.mark.parametrize(("offset", "tokens"), [(-1, 5), (0, 0), (38, 3), (0, 41)])
-def test_runs_that_the_chunk_does_not_have_are_refused(offset: int, tokens: int) -> None:
+def test_runs_outside_the_chunk_are_refused(offset: int, tokens: int) -> None:
     with pytest.raises(InvalidInputError, match=r"of a chunk that has 0\.\.39"):
         run_of(stored(warm_engine("llama"), A.token_ids), offset, tokens)

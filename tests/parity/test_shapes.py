@@ -1,4 +1,4 @@
-"""Prompts of odd shapes, against the oracle."""
+"""Prompts of unusual shapes, compared with the reference."""
 
 from dataclasses import dataclass, field
 
@@ -20,9 +20,9 @@ class Shape:
     """A prompt.
 
     Attributes:
-        segments: all chunks but UNSEEN are stored.
-        deleted: (segment, block of it) that the store has lost again.
-        block_size: of the store.
+        segments: segments of the prompt; all chunks but UNSEEN are stored.
+        deleted: (segment, block index in it) of blocks deleted from the store.
+        block_size: block size in tokens.
     """
 
     segments: list[Segment]
@@ -79,7 +79,7 @@ def check(family: str, shape: Shape, selector: Selector, tile_rows: int) -> None
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shape(shape: str, selector: str) -> None:
+def test_every_shape_equals_the_reference(shape: str, selector: str) -> None:
     check("llama", SHAPES[shape], SELECTORS[selector], tile_rows=32)
 
 
@@ -91,12 +91,12 @@ def test_shape_with_windows_and_tiny_tiles(family: str, shape: str) -> None:
 
 @pytest.mark.parametrize("tile_rows", [1, 3, 1000])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe"])
-def test_tiles_of_any_size(family: str, tile_rows: int) -> None:
+def test_any_tile_size_equals_the_reference(family: str, tile_rows: int) -> None:
     check(family, SHAPES["several blocks missing"], SELECTORS["hkvd"], tile_rows)
 
 
-def test_a_prompt_longer_than_every_buffer() -> None:
-    """Rows beyond the attention's groups and the loader's batches of moved rows, tiles and blocks at their defaults."""
+def test_a_prompt_longer_than_all_buffers() -> None:
+    """More rows than an attention group and than a loader batch, with default tile and block sizes."""
     parts = [chunk(random_ids(700, seed)) for seed in range(10, 12)]
     shape = Shape([SYSTEM, parts[0], UNSEEN, parts[1], QUESTION], deleted=[(1, 1)], block_size=256)
     check("llama", shape, Hkvd((1,), (0.15,)), tile_rows=1024)

@@ -1,4 +1,4 @@
-"""Real passes of several prompts through the layers side by side: each gets what it gets alone."""
+"""Batched prefills of several prompts on real layers: each has the same result as without batching."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def advance_together(passes: list[BlendedPrefill], tile_rows: int) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "tile_rows"), [*((f, 1000) for f in FAMILIES), *((f, 40) for f in DIVERSE)])
-def test_each_gets_what_it_gets_alone(family: str, tile_rows: int) -> None:
+def test_batched_prefills_equal_single_prefills(family: str, tile_rows: int) -> None:
     engine, selector = warm_engine(family), Hkvd(ratios=(0.3,))
     alone = [finish(stepper(engine, prompt, selector)) for prompt in PROMPTS]
     together = [stepper(engine, prompt, selector) for prompt in PROMPTS]

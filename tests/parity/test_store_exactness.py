@@ -1,4 +1,4 @@
-"""The third law: what a store holds under a name is what a plain prefill of that name's chain gives."""
+"""Third exactness invariant: the KV stored under a name equals a plain prefill of the tokens of that name's chain."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 class Witness(MemoryStore):
-    """A store that remembers every block it was given, with its parent."""
+    """A store that records every block written to it, with its parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Witness(MemoryStore):
         return super().write(block)
 
     def chain(self, name: BlockName, root: BlockName) -> list[int]:
-        """The tokens the name stands for, from the root on."""
+        """The token ids of the name's chain, from the root on."""
         if name == root:
             return []
         block = self.given[name]
@@ -38,7 +38,7 @@ class Witness(MemoryStore):
 
 
 def requests(bos: bool) -> list[Prompt]:
-    """Misses in front, between and behind; then the same as hits; a new system prompt; no chunk at all."""
+    """Prompts with misses before, between and after hits; the same as hits; a new system prompt; no chunk."""
     first, other = [text([BOS])] if bos else [], text(random_ids(20, 30))
     late = chunk(random_ids(33, 31))
     return [
@@ -56,11 +56,11 @@ def requests(bos: bool) -> list[Prompt]:
 
 @pytest.mark.parametrize("anchor", ANCHORS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe"])
-def test_stored_kv_is_what_its_name_promises(family: str, anchor: AnchorKind) -> None:
+def test_stored_kv_equals_a_plain_prefill_of_its_chain(family: str, anchor: AnchorKind) -> None:
     model, store = tiny_model(family), Witness()
     with open_engine(model, [A], store=store, anchor=anchor, capture=True) as engine:
         for prompt in requests(bos=anchor == "bos"):
-            for ratio in (0.15, 0.0):  # the second time its chunks are hits
+            for ratio in (0.15, 0.0):  # in the second round, its chunks are hits
                 engine.generate(prompt, SamplingParams(max_new_tokens=2), ratio=ratio)
                 assert engine.flush(timeout=60)
         listed = {name for manifest in store.manifests() for name in manifest.block_names}
@@ -76,8 +76,8 @@ def test_stored_kv_is_what_its_name_promises(family: str, anchor: AnchorKind) ->
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-def test_every_missed_chunk_is_stored_behind_its_anchor(anchor: AnchorKind) -> None:
-    """The second time the same chunks in another order are all hits, and nothing more is stored."""
+def test_every_missed_chunk_is_stored_after_its_anchor(anchor: AnchorKind) -> None:
+    """Afterwards the same chunks in another order are all hits, and nothing more is stored."""
     with open_engine(tiny_model("llama"), [], anchor=anchor, capture=True) as engine:
         engine.generate(Prompt.of([SYSTEM, A, UNSEEN, B, QUESTION]), ONE_TOKEN)
         assert engine.flush(timeout=60)
@@ -90,7 +90,7 @@ def test_every_missed_chunk_is_stored_behind_its_anchor(anchor: AnchorKind) -> N
 
 
 def test_blended_kv_is_not_found_by_a_plain_request() -> None:
-    """Behind a blended prompt, its own tokens as plain text hit nothing but what is exact."""
+    """After a blended prompt, the same tokens as plain text hit nothing."""
     with open_engine(tiny_model("llama"), capture=True) as engine:
         engine.generate(RAG, ONE_TOKEN, ratio=0.15)
         assert engine.flush(timeout=60)

@@ -1,4 +1,4 @@
-"""Answers decoded side by side: the tokens of the model's own `generate`, however they come and go."""
+"""Batched decoding gives the tokens of the model's own `generate`, whenever answers join or leave the batch."""
 
 from collections.abc import Sequence
 
@@ -29,17 +29,17 @@ def step(view: ModelView, answers: Sequence[Decoding]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_answer_is_that_of_generate(family: str) -> None:
+def test_each_answer_equals_generate(family: str) -> None:
     params = SamplingParams(max_new_tokens=6)
     answers = [answering(family, prompt, params) for prompt in PROMPTS]
-    for round_ in range(8):  # each begins a step behind the one before it
+    for round_ in range(8):  # each answer starts one step after the previous one
         going = [a for number, a in enumerate(answers) if number <= round_ and a.sampler.finish_reason is None]
         step(warm_engine(family).view, going)
     for answer, prompt in zip(answers, PROMPTS, strict=True):
         assert answer.sampler.token_ids == greedy(tiny_model(family), prompt, 6)
 
 
-def test_answers_outgrow_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_cache_grows_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend.engines.hf.decode.GROW_ROWS", 3)
     answer = answering("llama", RAG, SamplingParams(max_new_tokens=20))
     while answer.sampler.finish_reason is None:
@@ -47,7 +47,7 @@ def test_answers_outgrow_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GROW_ROWS > 3 and answer.sampler.token_ids == greedy(tiny_model("llama"), RAG, 20)
 
 
-def test_answers_of_one_prompt_share_its_kv_and_not_their_own() -> None:
+def test_answers_of_one_prompt_share_only_the_prompts_kv() -> None:
     engine = warm_engine("llama")
     result = engine.prefill(RAG, selector=AllRows())
     params = [SamplingParams(max_new_tokens=8, temperature=2.0, seed=seed) for seed in (1, 2, 1)]

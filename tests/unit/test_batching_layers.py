@@ -1,4 +1,4 @@
-"""Several passes through a layer together: the same numbers as one by one, and each pass's errors its own."""
+"""Several passes batched through a layer: the same numbers as one by one, and an error ends only its own pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ SPEC = AttentionSpec(scaling=1.0)
 
 @dataclass
 class Runner:
-    """A layer that mixes a row's features, adds its position, and attends; whole numbers, so that sums are exact."""
+    """A layer that mixes a row's features, adds its position, and attends; on integers, so that sums are exact."""
 
     positions: torch.Tensor
     counts: list[int] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Runner:
 
 @dataclass
 class Pass:
-    """One prompt's: its rows, by tiles, through a layer; attention is a running sum over its own rows."""
+    """One prompt's pass through a layer, in tiles; attention is a running sum over its own rows."""
 
     first: int
     rows: int
@@ -55,24 +55,24 @@ class Pass:
 
     def steps(self, layer: int = 0) -> LayerSteps:
         if self.fails_at == "load":
-            raise OSError("nothing can be read")
+            raise OSError("cannot be read")
         for start in range(0, self.rows, self.tile):
             rows = torch.arange(start, min(start + self.tile, self.rows))
             self.hidden[rows] = yield LayerRows(self.runner, layer, self.hidden[rows], rows, self.attend)
         if self.fails_at == "end":
-            raise ValueError("what came back is wrong")
+            raise ValueError("wrong output")
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         if self.fails_at == "attention":
-            raise RuntimeError("it does not attend")
+            raise RuntimeError("attention failed")
         self.seen.append(values)
         return (query + keys + values.cumsum(1)).transpose(0, 1)
 
 
 class Join:
-    """Runners over several prompts' rows; keeps how many rows of how many prompts each had."""
+    """Combines runners of several prompts; records the number of rows per prompt in each call."""
 
     def __init__(self) -> None:
         self.tiles: list[list[int]] = []
@@ -91,10 +91,10 @@ def alone(first: int, rows: int, tile: int = 100) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("tile_rows", "tiles"), [(12, [[5, 3, 4]]), (8, [[5, 3]]), (4, []), (9, [[5, 4]])])
-def test_together_as_alone(tile_rows: int, tiles: list[list[int]]) -> None:
+def test_batched_passes_equal_single_passes(tile_rows: int, tiles: list[list[int]]) -> None:
     shapes = [(0, 5), (7, 3), (2, 4)]
     if tile_rows == 9:
-        shapes = [(0, 5), (2, 4), (7, 3)]  # the one that does not fit goes alone
+        shapes = [(0, 5), (2, 4), (7, 3)]  # the pass that does not fit runs alone
     passes, join = [Pass(*shape) for shape in shapes], Join()
     assert run_together([each.steps() for each in passes], join, tile_rows) == [None] * 3
     assert join.tiles == tiles
@@ -102,7 +102,7 @@ def test_together_as_alone(tile_rows: int, tiles: list[list[int]]) -> None:
         assert torch.equal(each.hidden, alone(*shape))
 
 
-def test_a_pass_of_several_tiles_goes_through_them_in_order() -> None:
+def test_a_pass_of_several_tiles_runs_them_in_order() -> None:
     passes, join = [Pass(0, 10, tile=4), Pass(3, 3)], Join()
     assert run_together([each.steps() for each in passes], join, 7) == [None] * 2
     assert join.tiles == [[4, 3]]
@@ -111,7 +111,7 @@ def test_a_pass_of_several_tiles_goes_through_them_in_order() -> None:
 
 
 @pytest.mark.parametrize(("where", "kind"), [("load", OSError), ("end", ValueError)])
-def test_an_error_of_one_pass_is_its_own(where: str, kind: type[Exception]) -> None:
+def test_an_error_ends_only_its_own_pass(where: str, kind: type[Exception]) -> None:
     passes = [Pass(0, 5), Pass(7, 3, fails_at=where), Pass(2, 4)]
     ended = run_together([each.steps() for each in passes], Join(), 100)
     assert isinstance(ended[1], kind)
@@ -119,7 +119,7 @@ def test_an_error_of_one_pass_is_its_own(where: str, kind: type[Exception]) -> N
     assert torch.equal(passes[2].hidden, alone(2, 4))
 
 
-def test_rows_that_failed_together_fail_all_their_passes_and_no_others() -> None:
+def test_a_failed_tile_fails_all_its_passes_and_no_others() -> None:
     passes = [Pass(0, 5), Pass(7, 3, fails_at="attention"), Pass(2, 40)]
     steps = [each.steps() for each in passes]
     ended = run_together(steps, Join(), 10)
@@ -129,7 +129,7 @@ def test_rows_that_failed_together_fail_all_their_passes_and_no_others() -> None
 
 
 @pytest.mark.parametrize("where", ["load", "attention"])
-def test_without_isolation_the_first_error_ends_all(where: str) -> None:
+def test_without_isolation_the_first_error_is_raised(where: str) -> None:
     passes, join = [Pass(0, 5), Pass(7, 3, fails_at=where), Pass(2, 40)], Join()
     with pytest.raises((OSError, RuntimeError)):
         run_together([each.steps() for each in passes], join, 10, isolate=False)

@@ -1,4 +1,4 @@
-"""The order in which jobs of the vLLM worker go through the layers; needs no vLLM."""
+"""The order in which the batcher advances its jobs through the layers; needs no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ LAYERS = 6
 
 
 def no_join(calls: Sequence[LayerRows]) -> RunsLayer:
-    raise NotImplementedError  # the order alone is tested here
+    raise NotImplementedError  # only the order is tested here
 
 
 @dataclass(eq=False)
 class Job:
-    """All rows in front of the join layer, few behind it."""
+    """Has `rows` rows before the join layer and `few` rows from it on."""
 
     name: str
     rows: int
@@ -34,8 +34,8 @@ class Job:
         raise NotImplementedError
 
 
-def travel(batcher: PrefillBatcher[Job], late: dict[int, Job] | None = None) -> list[tuple[int, str]]:
-    """(layer, names) of each step, until all are through; `late` are added before the step of that number."""
+def run_all(batcher: PrefillBatcher[Job], late: dict[int, Job] | None = None) -> list[tuple[int, str]]:
+    """(layer, names) of each step until all jobs are done; `late` jobs are added before the step with their number."""
     steps: list[tuple[int, str]] = []
     while batcher or any(number >= len(steps) for number in late or {}):
         if late and len(steps) in late:
@@ -57,47 +57,47 @@ def batch_of(*jobs: Job, rows: int = 100) -> PrefillBatcher[Job]:
     return batcher
 
 
-def test_one_goes_alone() -> None:
-    assert travel(batch_of(Job("a", 500, 50))) == [(layer, "a") for layer in range(LAYERS)]
+def test_a_single_job_runs_alone() -> None:
+    assert run_all(batch_of(Job("a", 500, 50))) == [(layer, "a") for layer in range(LAYERS)]
 
 
-def test_the_next_joins_behind_the_selection_and_then_both_go_together() -> None:
-    steps = travel(batch_of(Job("a", 500, 50), Job("b", 400, 40)))
+def test_the_next_job_joins_after_the_selection() -> None:
+    steps = run_all(batch_of(Job("a", 500, 50), Job("b", 400, 40)))
     assert steps == [(0, "a"), (1, "a"), (0, "b"), (1, "b"), *((layer, "ab") for layer in range(2, LAYERS))]
 
 
-def test_one_for_whom_no_room_is_left_waits_for_the_end() -> None:
-    steps = travel(batch_of(Job("a", 500, 60), Job("b", 400, 10)))
+def test_a_job_without_capacity_waits_until_the_batch_is_done() -> None:
+    steps = run_all(batch_of(Job("a", 500, 60), Job("b", 400, 10)))
     assert [names for _, names in steps] == ["a"] * LAYERS + ["b"] * LAYERS
 
 
-def test_one_that_comes_late_does_not_hold_up_those_under_way() -> None:
-    steps = travel(batch_of(Job("a", 500, 10)), {3: Job("b", 500, 10)})
+def test_a_late_job_does_not_delay_running_jobs() -> None:
+    steps = run_all(batch_of(Job("a", 500, 10)), {3: Job("b", 500, 10)})
     assert [names for _, names in steps] == ["a"] * LAYERS + ["b"] * LAYERS
 
 
-def test_one_that_starts_anew_does_not_hold_up_the_oldest() -> None:
+def test_a_restarted_job_does_not_delay_the_oldest_job() -> None:
     a, b = Job("a", 500, 10), Job("b", 500, 10)
     batcher = batch_of(a, b)
     while a.layer < 4:
         for job in batcher.next():
             job.layer += 1
     b.layer = 0  # lost a block
-    assert [names for _, names in travel(batcher)] == ["a"] * 2 + ["b"] * LAYERS
+    assert [names for _, names in run_all(batcher)] == ["a"] * 2 + ["b"] * LAYERS
 
 
-def test_the_oldest_that_starts_anew_meets_the_others_again() -> None:
+def test_a_restarted_oldest_job_is_batched_with_the_others_again() -> None:
     a, b = Job("a", 500, 10), Job("b", 500, 10)
     batcher = batch_of(a, b)
     while a.layer < 4:
         for job in batcher.next():
             job.layer += 1
     a.layer = 0
-    assert [names for _, names in travel(batcher)] == ["a"] * 4 + ["ab"] * 2
+    assert [names for _, names in run_all(batcher)] == ["a"] * 4 + ["ab"] * 2
 
 
-def test_one_that_has_more_rows_than_was_thought_waits_for_the_oldest() -> None:
-    steps = travel(batch_of(Job("a", 500, 10), Job("b", 600, 99)))
+def test_a_job_with_more_rows_than_estimated_waits_for_the_oldest_job() -> None:
+    steps = run_all(batch_of(Job("a", 500, 10), Job("b", 600, 99)))
     assert steps == [
         *((layer, "a") for layer in range(2)),
         *((layer, "b") for layer in range(2)),
@@ -106,7 +106,7 @@ def test_one_that_has_more_rows_than_was_thought_waits_for_the_oldest() -> None:
     ]
 
 
-def test_one_that_is_given_up_is_gone_wherever_it_was() -> None:
+def test_removed_jobs_no_longer_run() -> None:
     a, b, c = (Job(name, 500, 10) for name in "abc")
     batcher = batch_of(a, b, c)
     batcher.next()
@@ -114,27 +114,27 @@ def test_one_that_is_given_up_is_gone_wherever_it_was() -> None:
     batcher.remove(a)
     batcher.remove(a)
     assert list(batcher) == [b]
-    assert travel(batcher) == [(layer, "b") for layer in range(LAYERS)]
+    assert run_all(batcher) == [(layer, "b") for layer in range(LAYERS)]
 
 
-def test_a_batch_ends_soon_whatever_a_tile_holds() -> None:
+def test_batch_size_is_limited_even_with_large_tiles() -> None:
     jobs = [Job("a", 5000, ROWS_TOGETHER // 2) for _ in range(3)]
-    assert max(len(names) for _, names in travel(batch_of(*jobs, rows=100_000))) == 2
+    assert max(len(names) for _, names in run_all(batch_of(*jobs, rows=100_000))) == 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=8), st.integers(1, 400))
-def test_all_arrive_and_nobody_exceeds_the_rows(shapes: list[tuple[int, int]], rows: int) -> None:
+def test_all_jobs_finish_within_the_row_limit(shapes: list[tuple[int, int]], rows: int) -> None:
     jobs = [Job(chr(97 + i), max(a, b), min(a, b)) for i, (a, b) in enumerate(shapes)]
     few = {job.name: job.few for job in jobs}
-    for layer, names in travel(batch_of(*jobs, rows=rows)):
+    for layer, names in run_all(batch_of(*jobs, rows=rows)):
         assert len(names) == 1 or layer >= 2
         assert len(names) == 1 or sum(few[name] for name in names) <= rows
     assert all(job.layer == LAYERS for job in jobs)
 
 
 @pytest.mark.parametrize("join_layer", [0, 1])
-def test_the_first_layer_is_never_shared(join_layer: int) -> None:
+def test_the_first_layer_is_never_batched(join_layer: int) -> None:
     batcher: PrefillBatcher[Job] = PrefillBatcher(join_layer, 100, no_join)
     for job in (Job("a", 9, 9, join=1), Job("b", 9, 9, join=1)):
         batcher.add(job)
-    assert travel(batcher)[:3] == [(0, "a"), (0, "b"), (1, "ab")]
+    assert run_all(batcher)[:3] == [(0, "a"), (0, "b"), (1, "ab")]

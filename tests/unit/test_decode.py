@@ -1,4 +1,4 @@
-"""PlainDecoding against transformers' own `generate`, and the text stream against the whole text."""
+"""PlainDecoding compared with transformers' own `generate`, and the text stream with the whole text."""
 
 import math
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ PROMPT = torch.arange(10, 30)
         ({"temperature": math.nan}, "temperature .*at least 0.*nan"),
         ({"temperature": math.inf}, "temperature .*at least 0.*inf"),
         ({"top_k": -1}, "top_k .*at least 0.*-1"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty lies in 0.01\.\.100, got 0.0"),
-        ({"repetition_penalty": math.nan}, "repetition_penalty lies in .*nan"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be in 0.01\.\.100, got 0.0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty must be in .*nan"),
         ({"top_p": 0.0}, "top_p .*0.0"),
         ({"top_p": 1.1}, "top_p .*1.1"),
         ({"top_p": math.nan}, "top_p .*nan"),
@@ -42,20 +42,20 @@ PROMPT = torch.arange(10, 30)
         ({"stop": "word"}, r"stop .*tuple.*'word'"),
     ],
 )
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         SamplingParams(**settings)
 
 
-def test_what_is_switched_off_costs_nothing() -> None:
+def test_disabled_options_add_no_processors() -> None:
     assert len(SamplingParams().processors()) == 0
     greedy = SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)
     assert len(greedy.processors()) == 0
     assert len(SamplingParams(temperature=1).processors()) == 0
 
 
-def test_whole_numbers_are_settings_too() -> None:
-    """JSON has no difference between 2 and 2.0."""
+def test_integers_are_valid_settings() -> None:
+    """JSON does not distinguish 2 from 2.0."""
     assert len(SamplingParams(temperature=2, repetition_penalty=2, min_p=1, top_p=1).processors()) == 3
 
 
@@ -68,10 +68,10 @@ def decoding(params: SamplingParams, eos_ids: Sequence[int] = ()) -> PlainDecodi
 
 
 def answer(params: SamplingParams, eos_ids: Sequence[int] = ()) -> PlainDecoding:
-    under_way = decoding(params, eos_ids)
-    while under_way.finish_reason is None:
-        under_way.step()
-    return under_way
+    running = decoding(params, eos_ids)
+    while running.finish_reason is None:
+        running.step()
+    return running
 
 
 def generated(params: SamplingParams) -> list[int]:
@@ -105,7 +105,7 @@ def generated(params: SamplingParams) -> list[int]:
     ],
     ids=str,
 )
-def test_draws_what_generate_draws(settings: dict[str, Any]) -> None:
+def test_samples_the_tokens_that_generate_samples(settings: dict[str, Any]) -> None:
     params = SamplingParams(max_new_tokens=12, seed=3, **settings)
     got = answer(params)
     assert got.token_ids == generated(params)
@@ -119,14 +119,14 @@ def test_greedy_is_the_argmax_at_every_step() -> None:
     assert ids == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
 
 
-def test_seeds_reproduce_and_differ() -> None:
+def test_equal_seeds_give_equal_answers() -> None:
     hot = {"max_new_tokens": 10, "temperature": 5.0}
     one, same, other = (answer(SamplingParams(seed=seed, **hot)).token_ids for seed in (1, 1, 2))
     assert one == same != other
     assert answer(SamplingParams(**hot)).token_ids != answer(SamplingParams(**hot)).token_ids
 
 
-def test_a_seed_leaves_the_global_generator_alone() -> None:
+def test_a_seed_does_not_change_the_global_generator() -> None:
     torch.manual_seed(5)
     expected = torch.rand(4)
     torch.manual_seed(5)
@@ -137,14 +137,14 @@ def test_a_seed_leaves_the_global_generator_alone() -> None:
 @pytest.mark.parametrize(
     ("settings", "support"), [({"top_k": 3}, 3), ({"min_p": 1.0}, 1), ({"top_k": VOCAB * 2}, None)]
 )
-def test_the_support_of_a_draw(settings: dict[str, Any], support: int | None) -> None:
+def test_the_set_of_tokens_that_can_be_sampled(settings: dict[str, Any], support: int | None) -> None:
     seen = {
         answer(SamplingParams(max_new_tokens=1, temperature=50.0, seed=i, **settings)).token_ids[0] for i in range(40)
     }
     assert len(seen) == support if support else len(seen) > 10
 
 
-def test_ends_at_eos_unless_told_to_go_on() -> None:
+def test_an_answer_ends_at_eos_unless_it_is_ignored() -> None:
     ids = answer(SamplingParams(max_new_tokens=8)).token_ids
     cut = ids.index(ids[3]) + 1
     ended = answer(SamplingParams(max_new_tokens=8), eos_ids=[ids[3]])
@@ -157,7 +157,7 @@ def test_ends_at_eos_unless_told_to_go_on() -> None:
 
 
 @torch.no_grad()
-def test_a_filled_cache_goes_on_as_transformers_own() -> None:
+def test_decoding_from_a_filled_cache_equals_transformers() -> None:
     model = tiny_model("llama")
     cache = DynamicCache(config=model.config)
     out = model(input_ids=PROMPT[None], past_key_values=cache, use_cache=True)
@@ -173,13 +173,13 @@ def test_a_filled_cache_goes_on_as_transformers_own() -> None:
 
 
 def decoder(pieces: Sequence[bytes]) -> Any:
-    """Ids are places in `pieces`; what is no UTF-8 reads as the replacement character."""
+    """Ids are indices into `pieces`; invalid UTF-8 is decoded as the replacement character."""
     return lambda ids: b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
 
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[str, list[bytes], tuple[str, ...]]:
-    """A text, its bytes cut anywhere, and stop texts that may or may not occur in it."""
+    """A text, its bytes split at random places, and stop texts that may or may not occur in it."""
     letters = st.text("abé好😀", max_size=12)
     text = draw(letters)
     data = text.encode()
@@ -194,7 +194,7 @@ def streams(draw: st.DrawFn) -> tuple[str, list[bytes], tuple[str, ...]]:
 @given(streams())
 @example(("aé", [b"a\xc3", b"\xa9"], ("aé",)))
 @example(("abab", [b"a", b"ba", b"b"], ("bab",)))
-def test_deltas_are_certain_and_make_up_the_text(case: tuple[str, list[bytes], tuple[str, ...]]) -> None:
+def test_deltas_never_change_and_add_up_to_the_text(case: tuple[str, list[bytes], tuple[str, ...]]) -> None:
     text, pieces, stops = case
     stream = TextStream(decoder(pieces), stops)
     expected = text
@@ -225,7 +225,7 @@ def test_a_stop_text_over_several_tokens() -> None:
     assert (stream.text, stream.stopped, stream.finish()) == ("answer ", True, "")
 
 
-def test_what_was_held_back_comes_in_the_end() -> None:
+def test_held_back_text_is_sent_at_the_end() -> None:
     stream = TextStream(decoder([b"x</", b"s", b"\xe5\xa5"]), ("</s>",))
     assert [stream.push(i) for i in range(3)] == ["x", "", ""]
     assert stream.finish() == "</s\ufffd"
@@ -233,8 +233,8 @@ def test_what_was_held_back_comes_in_the_end() -> None:
 
 @settings(max_examples=80)
 @given(st.lists(st.sampled_from([*"a \u00e9\u4f60", "😀", "dog"]), max_size=8).map("".join), st.integers(0, 30))
-def test_byte_fallback_never_takes_back_what_was_sent(text: str, cut: int) -> None:
-    """One broken byte makes a whole run of byte tokens unreadable, characters that were sent included."""
+def test_byte_fallback_never_changes_sent_text(text: str, cut: int) -> None:
+    """One invalid byte makes a whole run of byte tokens undecodable, including characters that were already sent."""
     builder = PromptBuilder(sentencepiece())
     ids = builder.encode("x" + text)
     stream = TextStream(builder.decode)
@@ -245,6 +245,6 @@ def test_byte_fallback_never_takes_back_what_was_sent(text: str, cut: int) -> No
         assert sent == "x" + text
 
 
-def test_broken_bytes_in_the_middle_are_not_held_for_ever() -> None:
+def test_invalid_bytes_in_the_middle_are_not_held_back_forever() -> None:
     stream = TextStream(decoder([b"a\xff", b"b"]))
     assert [stream.push(i) for i in range(2)] == ["a", "\ufffdb"]

@@ -64,7 +64,7 @@ def test_keys_that_are_left_out_get_nothing_and_the_rest_gets_it_all() -> None:
 def test_groups_cover_all_heads_with_their_kv_heads(
     heads: int, kv_heads: int, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(question, "_SCORES_AT_ONCE", bound)
+    monkeypatch.setattr(question, "_MAX_WEIGHTS", bound)
     groups = question._groups(torch.zeros(heads, 3, 4), 5, kv_heads)
     covered = [(head, head // (heads // kv_heads)) for head in range(heads)]
     assert [h for part, _ in groups for h in range(heads)[part]] == [head for head, _ in covered]

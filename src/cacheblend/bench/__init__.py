@@ -1,1 +1,1 @@
-"""Speed on a user's own machine: prefills, stores and servers, as tables and as JSON with all that a figure depends on."""
+"""Speed on a user's own machine: prefills, stores and servers, as tables and as JSON."""

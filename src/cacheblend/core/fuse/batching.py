@@ -1,4 +1,4 @@
-"""Prefills of several prompts side by side: which of them run the next layer, and how they share it.
+"""Batched prefills of several prompts: which of them run the next layer, and how they share it.
 
     layer       0     1     2     3 ...
     job 1       |=====|=====|=-=-=-=-=>      the oldest runs first, alone while its rows are many
@@ -9,11 +9,11 @@
     prompt 2   r . . r .    >  one call of the layer: r r r r r r r  ->  each prompt's attention over its own KV
     prompt 3   . . r . r   /
 
-After the last selection a prompt has few rows, and a product of few rows costs nearly as much as one of many, since
-the weights have to be read anyway.
+After the last selection, a prompt has few rows left. A matrix product of few rows costs nearly as much as one of many
+rows, since the weights have to be read in either case.
 
-A job never waits for one that came later, except for the layers before the join layer: a job that has fallen behind
-(it has more rows than there is capacity for, or lost a block and restarted) waits until the oldest is done.
+A job never waits for a later one, except while a joining job runs the layers before the join layer. A job that lags (it
+has more rows than there is capacity for, or lost a block and restarted) waits until the oldest job is done.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.layers.runner import Attend, LayerRunner
 
 ROWS_TOGETHER = 1024
-"""Rows beyond which a layer's products gain nothing more; waiting jobs are then served sooner by a batch that ends."""
+"""Rows beyond which a layer's matrix products gain nothing more; a smaller batch ends sooner for the waiting jobs."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class LayerRows:
 
 
 LayerSteps = Generator[LayerRows, torch.Tensor, None]
-"""One prompt's way through one layer: it yields rows and is sent the layer's output for them, until it is done."""
+"""Runs one prompt through one layer: yields rows and receives the layer's output for them, until all are done."""
 
 
 class RunsLayer(Protocol):
     """The part of a `LayerRunner` that rows of several prompts share."""
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """See `LayerRunner.run`; rows 0, 1, ... are those of the prompts, in order."""
+        """See `LayerRunner.run`; `rows` numbers the rows of all prompts, in order."""
         ...
 
 
@@ -62,20 +62,20 @@ Join = Callable[[Sequence[LayerRows]], RunsLayer]
 
 
 class BatchJob(Protocol):
-    """What the batcher knows of a job."""
+    """A job's interface to the batcher."""
 
     @property
     def layer(self) -> int:
-        """The next layer."""
+        """Index of the next layer."""
         ...
 
     @property
     def active_rows(self) -> int:
-        """Rows that the next layer computes at most; 0 before the first step."""
+        """Maximum number of rows that the next layer computes; 0 before the first step."""
         ...
 
     def next_layer(self) -> LayerSteps:
-        """The next layer of the job's prefill."""
+        """Runs the next layer of the job's prefill."""
         ...
 
 
@@ -83,13 +83,14 @@ Job = TypeVar("Job", bound=BatchJob)
 
 
 class PrefillBatcher(Generic[Job]):
-    """Chooses jobs in order of arrival, the first ones side by side, and runs a layer of them.
+    """Chooses jobs in order of arrival, batches the first ones, and runs one layer of them at a time.
 
     Args:
-        join_layer: the layer at which others may join: after the last selection, 1 at the earliest.
-        tile_rows: rows that may go through a layer together.
-        join: the engine's.
-        isolate: a job that fails ends alone. Tensor-parallel ranks must not go on without it: False raises at once.
+        join_layer: the layer at which other jobs may join: after the last selection, at least 1.
+        tile_rows: maximum number of rows that go through a layer together.
+        join: the engine's function that combines rows of several prompts.
+        isolate: True: a failed job does not end the others. False: its error is raised at once, as needed with tensor
+            parallelism, where all ranks must run the same jobs.
     """
 
     def __init__(self, join_layer: int, tile_rows: int, join: Join, *, isolate: bool = True) -> None:
@@ -106,25 +107,25 @@ class PrefillBatcher(Generic[Job]):
         return bool(self._running or self._waiting)
 
     def add(self, job: Job) -> None:
-        """Queues a job."""
+        """Adds a job to the queue."""
         self._waiting.append(job)
 
     def remove(self, job: Job) -> None:
-        """Removes a job that is done or given up; it may be gone already."""
+        """Removes a job that is done or cancelled; no error if it is not there."""
         if job in self._running:
             self._running.remove(job)
         elif job in self._waiting:
             self._waiting.remove(job)
 
     def next(self) -> list[Job]:
-        """Jobs to advance by one layer, all at the same one; there must be a job."""
+        """The jobs to advance by one layer, all at the same layer; requires at least one job."""
         if self._waiting and self._may_join():
             self._running.append(self._waiting.popleft())
         oldest, *others = self._running
         if oldest.layer == self._join_layer:
             for job in others:
                 if job.layer < self._join_layer:
-                    return [job]  # it catches up; if it does not fit then, it waits until the oldest is done
+                    return [job]  # runs up to the join layer; if it does not fit there, it waits for the oldest job
         chosen = [oldest]
         for job in others:
             if job.layer == oldest.layer and _rows_of(chosen) + job.active_rows <= self._capacity:
@@ -132,15 +133,15 @@ class PrefillBatcher(Generic[Job]):
         return chosen
 
     def advance(self, jobs: Sequence[Job]) -> list[tuple[Job, Exception | None]]:
-        """Runs one layer of jobs that `next` chose; each with what ended it, None while it is well.
+        """Runs one layer of the jobs that `next` chose; returns each with its error, or None.
 
-        Rows that failed together fail all of their jobs. Who is done or failed is left to the caller to `remove`.
+        If a shared tile fails, all jobs with rows in it fail. The caller must `remove` jobs that are done or failed.
         """
         steps = [job.next_layer() for job in jobs]
         return list(zip(jobs, run_together(steps, self._join, self._tile_rows, isolate=self._isolate), strict=True))
 
     def _may_join(self) -> bool:
-        """All running jobs are at the join layer and leave capacity for one as large as the largest of them."""
+        """True if all running jobs are at the join layer, with capacity left for one more as large as the largest."""
         if not self._running:
             return True
         if any(job.layer != self._join_layer for job in self._running):
@@ -153,7 +154,7 @@ def _rows_of(jobs: Sequence[BatchJob]) -> int:
 
 
 def run_alone(steps: LayerSteps) -> None:
-    """One prompt's layer by itself."""
+    """Runs one prompt through a layer without batching."""
     try:
         rows = next(steps)
         while True:
@@ -168,15 +169,15 @@ def run_together(
     """Runs several prompts through the same layer.
 
     Args:
-        passes: of prompts that share the model, not the KV cache.
-        join: the engine's.
-        tile_rows: rows that go through a layer at once; a prompt that has more by itself yields tiles of its own.
+        passes: one per prompt; the prompts share the model, not the KV cache.
+        join: the engine's function that combines rows of several prompts.
+        tile_rows: maximum number of rows per call of the layer; a prompt with more rows yields them in several tiles.
         isolate: see `PrefillBatcher`.
 
     Returns:
-        What ended each pass, None where it finished the layer.
+        The error of each pass, None if it finished the layer.
     """
-    ended: list[Exception | None] = [None] * len(passes)
+    errors: list[Exception | None] = [None] * len(passes)
     waiting: dict[int, LayerRows] = {}
 
     def resume(number: int, output: torch.Tensor | None) -> None:
@@ -184,10 +185,10 @@ def run_together(
             waiting[number] = next(passes[number]) if output is None else passes[number].send(output)
         except StopIteration:
             pass
-        except Exception as error:  # of one prompt: the others go on
+        except Exception as error:  # affects one prompt only
             if not isolate:
                 raise
-            ended[number] = error
+            errors[number] = error
 
     for number in range(len(passes)):
         resume(number, None)
@@ -201,15 +202,15 @@ def run_together(
                 raise
             for number in together:
                 passes[number].close()
-                ended[number] = error
+                errors[number] = error
             continue
         for number, output in zip(together, outputs, strict=True):
             resume(number, output)
-    return ended
+    return errors
 
 
 def _run_tile(tile: Sequence[LayerRows], join: Join) -> Sequence[torch.Tensor]:
-    """One call of the layer for the rows of all prompts; each attends over its own KV."""
+    """Calls the layer once for the rows of all prompts; each prompt attends over its own KV."""
     counts = [len(call.rows) for call in tile]
     hidden = torch.cat([call.hidden for call in tile])
     rows = torch.arange(len(hidden), device=hidden.device)
@@ -222,7 +223,7 @@ def _run_tile(tile: Sequence[LayerRows], join: Join) -> Sequence[torch.Tensor]:
 
 
 def _as_many_as_fit(waiting: dict[int, LayerRows], tile_rows: int) -> list[int]:
-    """The first one, and of the others those that keep the tile within its bound."""
+    """The first entry, and each following one that still fits into the tile."""
     chosen: list[int] = []
     capacity = tile_rows
     for number, call in waiting.items():

@@ -1,11 +1,11 @@
-"""The question's pass: what the question attends to in the loaded KV, before a loaded row is computed.
+"""The question pass: measures how much the question attends to each loaded row, before any of them is recomputed.
 
     prompt     | system | chunk A | chunk B | chunk C | suffix: g  ...  q q q |
     source     | prefix | loaded  | miss    | loaded  | text                  |
     seen       | yes    | yes     | no      | yes     | g and the last rows   |
 
-Only the question's rows go through the layers, over what the store holds and over each other. Its cost is
-rows x layers, whatever the prompt's length; what has no KV yet is masked out.
+Only the question's rows go through the layers; they attend to the stored rows and to each other. Rows without KV are
+masked out. The cost is question rows x layers, independent of the prompt's length.
 """
 
 import math
@@ -19,19 +19,21 @@ from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
 
-_SCORES_AT_ONCE = 1 << 24  # 64 MB of fp32 weights: KV heads are taken in groups
+_MAX_WEIGHTS = 1 << 24  # attention weights at a time, 64 MB in fp32: KV heads are processed in groups
 
 
 class QuestionPass:
-    """One prompt's. It fills the loader's buffers at the question's positions; the fusor writes over them.
+    """The question pass of one prompt.
+
+    Writes KV into the loader's buffers at the question's positions; the following prefill overwrites it.
 
     Args:
-        plan: of the prompt.
-        runner: over the rows from `plan.prefix_length` on.
-        loader: of the same plan, with all layers' LOADED rows.
-        limit: question rows at most, see `BlendPlan.question_rows`; `rows_to_ask` may be fewer.
-        embedded: the first layer's input of all rows of the runner, [rows, width]; not changed.
-        keep: leave the loaded layers with the loader for the pass to come; otherwise it reads them once more.
+        plan: the prompt's plan.
+        runner: layer runner for the rows from `plan.prefix_length` on.
+        loader: loader of the same plan, with the LOADED rows of all layers.
+        limit: maximum number of question rows, see `BlendPlan.question_rows`; `rows_to_ask` may lower it.
+        embedded: the first layer's input for all rows of the runner, [rows, width]; not changed.
+        keep: keep the loaded layers in the loader for the following prefill; otherwise it reads them again.
 
     Attributes:
         asking: [n] int64, positions of the question's rows.
@@ -61,7 +63,7 @@ class QuestionPass:
         self._hidden, self._layer = embedded[self._rows], 0
 
     def advance(self) -> bool:
-        """One layer; True when all are done."""
+        """Computes one layer; True when all are done."""
         kv = self._loader.layer(self._layer)
         self._hidden = self._runner.run(self._layer, self._hidden, self._rows, self._attend(kv))
         if not self._keep:
@@ -71,12 +73,12 @@ class QuestionPass:
 
     @property
     def attention(self) -> torch.Tensor:
-        """What each row of the runner received, [rows] fp32.
+        """The question's attention to each row of the runner, [rows] fp32.
 
-        It is the highest over layers, heads and question rows of what the row's weight exceeds a generic row's by: the
-        first row of the suffix, which has seen no word of the question, so that what every row looks at (sinks,
-        above all) counts for nothing. A suffix of one row has none to compare with: its weights count as they are.
-        The highest, not the sum: few heads look something up, and the many others' sum drowns them (docs/log.md).
+        For each row: the maximum over layers, heads and question rows of (the question row's weight - the weight of a
+        generic row). The generic row is the first row of the suffix, which has seen no word of the question; the
+        subtraction removes what every row attends to (above all sinks). In a suffix of one row nothing is subtracted.
+        The maximum, not the sum: only few heads look facts up, and a sum over all heads hides them (docs/log.md).
         """
         return self._received[self._first :]
 
@@ -97,7 +99,7 @@ class QuestionPass:
         return attend
 
     def _within(self, window: int | None) -> torch.Tensor:
-        """Positions of the keys that some question row sees, ascending."""
+        """Positions of the keys that at least one question row attends to, ascending."""
         if window not in self._seen:
             first = 0 if window is None else self._oldest - window + 1
             self._seen[window] = self._all_seen[self._all_seen >= first].to(self._positions.device)
@@ -105,20 +107,20 @@ class QuestionPass:
 
 
 def rows_to_ask(tokens: int) -> int:
-    """Question rows at most in a prompt of so many tokens, so that the pass costs 5 % of a full prefill; 2 at least."""
+    """Maximum number of question rows: the pass costs at most 5 % of a full prefill of so many tokens; at least 2."""
     return max(2, tokens // 20)
 
 
 def _beyond_generic(weights: torch.Tensor) -> torch.Tensor:
-    """[heads, rows, n] weights, the first row generic: what the others exceed it by, at most, [n]."""
+    """How much the other rows' weights exceed those of the first, generic row: [heads, rows, n] -> maximum, [n]."""
     if weights.shape[1] > 1:
         weights = (weights[:, 1:] - weights[:, :1]).clamp_(min=0)
     return weights.amax((0, 1))
 
 
 def _groups(query: torch.Tensor, seen: int, kv_heads: int) -> list[tuple[slice, slice]]:
-    """Slices of the query's heads and of the KV heads that they use, so that a group's weights stay in bounds."""
+    """Slices of query heads and of the KV heads that they use, with at most about `_MAX_WEIGHTS` weights each."""
     fold = len(query) // kv_heads
-    step = max(1, _SCORES_AT_ONCE // max(1, math.prod((fold, query.shape[1], seen))))
+    step = max(1, _MAX_WEIGHTS // max(1, math.prod((fold, query.shape[1], seen))))
     starts = range(0, kv_heads, step)
     return [(slice(s * fold, min(s + step, kv_heads) * fold), slice(s, min(s + step, kv_heads))) for s in starts]

@@ -1,4 +1,8 @@
-"""The ways to a first token that benchmarks, `ask --compare` and `demo` hold against each other, on the same ids."""
+"""Methods that compute a first token, for benchmarks, `ask --compare` and `demo` to compare on the same prompt.
+
+Full recompute, prefix caching, and the fused path with any selector (full reuse, blend); and transformers' own decode
+loop. Knows nothing of quality scores: that is `evaluation`.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,14 +27,14 @@ SHORTEST_PREFIX = 16
 
 @dataclass
 class FirstToken:
-    """What one arm came to.
+    """The result of one method.
 
     Attributes:
-        logits: [vocab] of the prompt's last position.
-        ttft_s: seconds to them.
+        logits: [vocab] at the prompt's last position.
+        ttft_s: seconds until the logits are computed.
         row_layers: rows times layers computed.
-        kv: of the prompt, as decoding takes it; None where the arm keeps none.
-        report: of the arms that load something.
+        kv: KV cache of the prompt, as decoding takes it; None if the method keeps none.
+        report: set by the methods that load stored KV.
     """
 
     logits: torch.Tensor
@@ -42,12 +46,12 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near a first-token distribution is to full recompute's.
+    """How close a first-token distribution is to that of full recompute.
 
     Attributes:
         kl: KL(full || other), in nats.
-        top_1: both find the same token the likeliest.
-        max_logit_error: largest difference of a logit, relative to the logits' spread.
+        top_1: both distributions have the same most likely token.
+        max_logit_error: largest difference of a logit, divided by the standard deviation of the full logits.
     """
 
     kl: float
@@ -55,12 +59,12 @@ class Agreement:
     max_logit_error: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields, ready for JSON."""
         return asdict(self)
 
 
 def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
-    """Of two first-token logits, each [vocab]."""
+    """Compares two first-token logits, each [vocab]."""
     other, wanted = logits.double().cpu(), full.double().cpu()
     log_other, log_wanted = other.log_softmax(-1), wanted.log_softmax(-1)
     kl = float((log_wanted.exp() * (log_wanted - log_other)).sum().clamp(min=0))
@@ -70,23 +74,23 @@ def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
 
 @torch.no_grad()
 def touch(engine: BlendEngine, prompt: Prompt) -> None:
-    """A short plain forward, so that no arm pays for reading the weights for the first time."""
+    """Runs a short plain forward, so that no method pays for the first read of the weights."""
     engine.model(input_ids=engine.ids_of(prompt)[None, :TOUCHED_ROWS])
 
 
 @torch.no_grad()
 def full_recompute(engine: BlendEngine, prompt: Prompt) -> FirstToken:
-    """What is done without this package: transformers' own forward with a cache, last logits only."""
+    """The baseline without this package: transformers' own forward with a cache, last logits only."""
     cache = DynamicCache(config=engine.model.config)
     return _plain(engine, prompt, cache, known=0, started=time.perf_counter())
 
 
 @torch.no_grad()
 def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
-    """The leading blocks whose KV is exact are loaded, the rest is computed plainly.
+    """Loads the leading blocks whose KV is exact and computes the rest without blending.
 
-    A prefix of less than `SHORTEST_PREFIX` tokens (a BOS token, say) is computed, as prefix caches do: behind it,
-    transformers would need a mask, which costs more than the prefix is worth.
+    A prefix shorter than `SHORTEST_PREFIX` tokens (a BOS token, for example) is computed, as prefix caches do: with a
+    loaded prefix, transformers needs an attention mask, which costs more than so short a prefix saves.
     """
     started = time.perf_counter()
     plan = engine.planner.plan(prompt, engine.store)
@@ -101,7 +105,7 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
 
 
 def fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> FirstToken:
-    """Through the fused path: full reuse and blend differ by their selector."""
+    """Runs the fused path: full reuse and blend differ only in their selector."""
     result = engine.prefill(prompt, selector=selector)
     return FirstToken(result.logits, result.report.ttft_s, result.report.row_layers, result.kv, result.report)
 
@@ -113,14 +117,14 @@ def finish(
     params: SamplingParams,
     seen: Callable[[int, torch.Tensor], None] | None = None,
 ) -> tuple[str, list[int]]:
-    """The answer behind an arm's first logits: (text, token ids).
+    """Decodes the answer that follows a method's first logits: (text, token ids).
 
     Args:
-        engine: that the arm ran on.
-        prompt: of the arm.
-        first: what it came to; its KV is used up.
-        params: how to draw.
-        seen: called behind each token with its id and the logits [vocab] that it was drawn from.
+        engine: the engine that the method ran on.
+        prompt: the prompt that the method ran on.
+        first: the method's result; decoding consumes its KV.
+        params: sampling parameters.
+        seen: called after each token with its id and the logits [vocab] that it was sampled from.
     """
     assert first.kv is not None
     decoding = PlainDecoding(engine.model, first.kv, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
@@ -135,7 +139,7 @@ def finish(
 
 
 def load_prefix(engine: BlendEngine, plan: BlendPlan) -> DynamicCache:
-    """transformers' cache with the plan's exact prefix and nothing else: prefix caching without blending.
+    """Loads the plan's exact prefix, and nothing else, into a transformers cache: prefix caching without blending.
 
     Raises:
         BlockLostError: a block of the prefix could not be read.
@@ -157,12 +161,12 @@ def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: i
 
 
 class PlainDecoding:
-    """One sequence by transformers' own forward and cache: the next token at each `step`.
+    """Decodes one sequence with transformers' own forward and cache, one token per `step`.
 
     Args:
         model: the loaded model.
-        kv: the prompt's KV cache, or transformers' own, filled. A list is moved into one after the first token,
-            and emptied.
+        kv: the prompt's KV, one entry per layer, or a filled transformers cache. A list is moved into such a cache
+            after the first token, and emptied.
         prompt_ids, logits, params, eos_ids: see `Sampler`.
     """
 
@@ -195,7 +199,7 @@ class PlainDecoding:
 
     @torch.no_grad()
     def step(self) -> int:
-        """Draws the next token; sets `finish_reason` after the last one."""
+        """Samples the next token; sets `finish_reason` after the last one."""
         if self._sampler.has_begun:
             self._sampler.logits = self._forward()
         return self._sampler.sample()
@@ -211,7 +215,7 @@ class PlainDecoding:
 
 
 def fill_cache(model: PreTrainedModel, kv: list[LayerKV]) -> DynamicCache:
-    """transformers' own cache with a prompt's KV in it; empties `kv` on the way, so that no layer is held twice."""
+    """Moves a prompt's KV into a transformers cache; empties `kv` layer by layer, so that no layer is held twice."""
     cache = DynamicCache(config=model.config)
     for layer in range(len(kv)):
         keys, values = kv.pop(0)

@@ -1,4 +1,4 @@
-"""Measures what the loading controller needs to know: prefills by length, a blend, each tier of the store."""
+"""Measures a cost model for the loading controller: prefill times, blend overhead, speed of each store tier."""
 
 import random
 import statistics
@@ -17,37 +17,39 @@ _CHUNK = 256
 
 
 def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: int = 3) -> CostModel:
-    """A profile of the engine's model on its device, with its store.
+    """Measures the cost model of the engine's model on its device, with its store.
 
     Args:
-        engine: opened with the store that it will have.
-        lengths: of the prompts, ascending; those longer than the model's context are left out.
-        rounds: the median of so many, behind one that is not counted.
+        engine: opened with the store that it will use later.
+        lengths: prompt lengths in tokens, ascending; lengths over the model's context are skipped.
+        rounds: measured rounds, after one warm-up; the median counts.
 
     Raises:
-        InvalidInputError: fewer than two lengths fit the model.
-        StoreError: a tier cannot be written to, or read.
+        InvalidInputError: fewer than two lengths fit the model's context.
+        StoreError: a tier cannot be written or read.
     """
     limit = engine.survey.max_length
     fitting = [tokens for tokens in lengths if limit is None or tokens <= limit]
     if len(fitting) < 2:
-        raise InvalidInputError(f"two of the lengths {list(lengths)} must fit the model's context of {limit} tokens")
+        raise InvalidInputError(
+            f"at least two of the lengths {list(lengths)} must fit the model's context of {limit} tokens"
+        )
     rng = random.Random(0)
     prefills = []
     for tokens in fitting:
         prompt = Prompt.of([text(_ids(engine, rng, tokens))])
         prefills.append((tokens, _seconds(engine, prompt, rounds)))
-    profile = CostModel(tuple(prefills))
+    cost_model = CostModel(tuple(prefills))
     tiers: dict[str, TierSpeed] = {}
     for store in tiers_of(engine.store):
         tier, speed = measure(store, engine.stored_layout, rounds=rounds)
-        if tier not in tiers or speed.bytes_per_s < tiers[tier].bytes_per_s:  # of two disks the slower one counts
+        if tier not in tiers or speed.bytes_per_s < tiers[tier].bytes_per_s:  # of two disks, the slower one counts
             tiers[tier] = speed
-    return replace(profile, tiers=tiers, overhead=_overhead(engine, profile, rng, fitting[-1], rounds))
+    return replace(cost_model, tiers=tiers, overhead=_overhead(engine, cost_model, rng, fitting[-1], rounds))
 
 
-def _overhead(engine: BlendEngine, profile: CostModel, rng: random.Random, tokens: int, rounds: int) -> float:
-    """How much longer a row-layer takes in a blend: one of stored chunks, at the floor, against the profile."""
+def _overhead(engine: BlendEngine, cost_model: CostModel, rng: random.Random, tokens: int, rounds: int) -> float:
+    """How many times longer a row-layer takes in a blend of stored chunks, at the lowest ratio, than in a prefill."""
     chunks = [chunk(_ids(engine, rng, _CHUNK)) for _ in range(max(1, (tokens - 64) // _CHUNK))]
     own = {bytes(each.token_ids) for each in chunks}
     engine.warm(chunks)
@@ -55,7 +57,7 @@ def _overhead(engine: BlendEngine, profile: CostModel, rng: random.Random, token
         rng.shuffle(chunks)
         prompt = Prompt.of([text(_ids(engine, rng, 32)), *chunks, text(_ids(engine, rng, 32))])
         plan = engine.planner.plan(prompt, engine.store)
-        expected = controller_of(profile, engine.config, engine.stored_layout).decide(plan).compute_s
+        expected = controller_of(cost_model, engine.config, engine.stored_layout).decide(plan).compute_s
         return _seconds(engine, prompt, rounds) / expected
     finally:
         for manifest in engine.store.manifests():
@@ -66,7 +68,7 @@ def _overhead(engine: BlendEngine, profile: CostModel, rng: random.Random, token
 
 
 def _seconds(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:
-    """The median time of computing, without planning and waiting."""
+    """Median compute time, without planning and without waiting for loads."""
     times = [engine.prefill(prompt, ratio=None).report.compute_s for _ in range(rounds + 1)]
     return statistics.median(times[1:])
 

@@ -1,12 +1,12 @@
-"""Answers decoded together: one row each through the model's layers, side by side, each over its own KV cache.
+"""Batched decoding: one row per answer goes through the model's layers together, each attending over its own KV cache.
 
     answer 1   prompt and answer so far ......... r  \\
     answer 2   ..................... r               >  one call of each layer: r r r  ->  each attends over its own KV
     answer 3   ............... r                    /
 
-The KV cache of each stays where its prefill left it and grows at its end: nothing is padded, and answers begin and end
-between any two steps. A single answer goes the same way (as fast as transformers' own loop at 64 tokens of context,
-and faster at thousands, where that copies its whole cache at every token: docs/log.md).
+Each KV cache starts as the prefill left it and grows at its end. Nothing is padded; answers may join and leave the
+batch between any two steps. A single answer is decoded by the same code (as fast as transformers' own loop at 64 tokens
+of context, and faster at thousands, where that loop copies its whole cache for every token: docs/log.md).
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.view import ModelView
 
-GROW_ROWS = 256  # rows that a KV cache grows by
+GROW_ROWS = 256  # rows added each time a KV cache is full
 
 
 class Decoding:
-    """One answer, being decoded.
+    """The decoding state of one answer.
 
     Args:
-        sampler: draws its tokens.
-        kv: of the prompt, a layer each; emptied, so that no layer is held twice.
+        sampler: samples the answer's tokens.
+        kv: the prompt's KV, one entry per layer; emptied layer by layer, so that no layer is held twice.
     """
 
     def __init__(self, sampler: Sampler, kv: list[LayerKV]) -> None:
@@ -36,11 +36,11 @@ class Decoding:
 
     @property
     def position(self) -> int:
-        """Of the row that is computed next: the last token's."""
+        """Position of the row that is computed next, which is the last token."""
         return len(self.sampler) - 1
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
-        """The layer's KV up to the row at `position`, whose own, [kv_heads, head_dim], is put there."""
+        """Writes the row at `position`, [kv_heads, head_dim] each; returns the layer's KV up to and including it."""
         if len(self._kv) == layer:
             self._kv.append(_grown(self._prompt_kv.pop(0), self.position))
         elif self._kv[layer].keys.shape[1] == self.position:
@@ -60,7 +60,10 @@ def _grown(kv: LayerKV, length: int) -> LayerKV:
 
 @torch.no_grad()
 def compute_logits(view: ModelView, answers: Sequence[Decoding]) -> None:
-    """Logits for the next token of each answer; those that have begun go through the layers together."""
+    """Sets the logits for each answer's next token.
+
+    Answers without a token yet keep the logits of their prefill; all others go through the layers together.
+    """
     begun = [answer for answer in answers if answer.sampler.has_begun]
     if begun:
         for answer, logits in zip(begun, _forward(view, begun), strict=True):
@@ -68,7 +71,7 @@ def compute_logits(view: ModelView, answers: Sequence[Decoding]) -> None:
 
 
 def _forward(view: ModelView, answers: Sequence[Decoding]) -> torch.Tensor:
-    """[answers, vocab] logits behind the last token of each."""
+    """[answers, vocab] logits that follow the last token of each answer."""
     token_ids = torch.cat([answer.sampler.last_id for answer in answers])
     positions = torch.tensor([answer.position for answer in answers], device=token_ids.device)
     runner, rows = HfLayerRunner(view, token_ids, positions), torch.arange(len(answers), device=token_ids.device)

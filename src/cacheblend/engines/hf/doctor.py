@@ -1,7 +1,7 @@
-"""Can this model be blended? Examines a model folder or a loaded model, and runs what blending promises of it.
+"""Examines whether a model can be blended: a model folder or a loaded model, by static checks and by live runs.
 
-Knows how to ask; what is asked is the survey, the engine and the model itself. Never raises for a model that
-cannot be blended: that is a check that failed.
+Only collects and words the results; the survey and the live check do the examining. Never raises for a model that
+cannot be blended: it reports a failed check.
 """
 
 import json
@@ -25,11 +25,11 @@ from cacheblend.engines.tokens import PromptBuilder
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: of it.
-        ok: False if it stands in the way; None if it is only worth knowing.
+        name: what was checked.
+        ok: False if it prevents blending; None if it is only information.
         detail: what was found.
     """
 
@@ -40,29 +40,29 @@ class Check:
 
 @dataclass
 class Diagnosis:
-    """All checks of one model, in order; they end with the first one that stands in the way of the others."""
+    """All checks of one model, in order; the list ends with the first failed check that makes later ones impossible."""
 
     model: str
     checks: list[Check] = field(default_factory=list)
 
     @property
     def blendable(self) -> bool:
-        """Nothing stands in the way."""
+        """True if no check failed."""
         return all(check.ok is not False for check in self.checks)
 
     @property
     def reason(self) -> str:
-        """What stands in the way, empty if nothing does."""
+        """The failed checks in words; empty if there are none."""
         failed = [check for check in self.checks if check.ok is False]
         return "; ".join(dict.fromkeys(f"{check.name}: {check.detail}" for check in failed))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All checks, with `blendable` and `reason`, ready for JSON."""
         return asdict(self) | {"blendable": self.blendable, "reason": self.reason}
 
 
 class _StopError(Exception):
-    """Nothing behind a failed check can be examined."""
+    """Raised when a failed check makes all later checks impossible."""
 
 
 def diagnose(
@@ -77,10 +77,10 @@ def diagnose(
 
     Args:
         model: a model folder, or a loaded transformers model, which is not changed.
-        tokenizer: of a loaded model; None leaves its checks out.
-        name: for people.
-        dtype: of a folder's weights; ``auto`` takes its own.
-        device: to load a folder's weights to; None takes CUDA where there is one.
+        tokenizer: tokenizer of a loaded model; None skips the tokenizer checks.
+        name: display name; empty: the folder's name or the model's class.
+        dtype: dtype to load a folder's weights in; ``auto`` keeps the stored one.
+        device: device to load a folder's weights to; None takes CUDA if there is any.
     """
     is_folder = isinstance(model, str | Path)
     found = Diagnosis(name or (Path(str(model)).resolve().name if is_folder else type(model).__name__))
@@ -112,7 +112,7 @@ def _fail(found: Diagnosis, name: str, error: Exception) -> _StopError:
 def _open(
     folder: Path, dtype: str | torch.dtype, device: str | torch.device | None, found: Diagnosis
 ) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer (None if it cannot be loaded); refuses by config before weights are read."""
+    """Model and tokenizer (None if it cannot be loaded); the config is checked before the weights are read."""
     config_file = folder / "config.json"
     weights = sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)})
     missing = [what for what, there in (("config.json", config_file.is_file()), ("weights", weights)) if not there]
@@ -140,7 +140,7 @@ def _open(
 
 def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
     if tokenizer is None:
-        yield Check("tokenizer", False, "the folder has no tokenizer; with one of your own, hand in token ids")
+        yield Check("tokenizer", False, "the folder has no tokenizer; pass token ids instead of text")
         return
     try:
         builder = PromptBuilder(tokenizer)
@@ -149,14 +149,14 @@ def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
         return
     yield Check("tokenizer", True, f"fast backend, {len(tokenizer)} tokens")
     if builder.bos_id is None:
-        yield Check("anchor", None, "none: the tokenizer puts no BOS in front; `--anchor system` is the alternative")
+        yield Check("anchor", None, "none: the tokenizer adds no BOS token; use `--anchor system` instead")
     else:
         yield Check("anchor", True, f"BOS, id {builder.bos_id}")
     has_template = bool(tokenizer.chat_template)
-    yield Check("chat template", has_template or None, "there is one" if has_template else "none: plain prompts only")
+    yield Check("chat template", has_template or None, "present" if has_template else "none: plain prompts only")
 
 
-# ---- what the survey found ----------------------------------------------------------------------------------
+# ---- results of the survey ----------------------------------------------------------------------------------
 
 
 def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
@@ -169,7 +169,7 @@ def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     detail = f"{type(model).__name__}, {layers} decoder layers, {parameters:.0f} M parameters"
     found.checks.append(Check("architecture", True, detail))
-    found.checks.append(Check("attention", True, "each layer attends once, through transformers' attention interface"))
+    found.checks.append(Check("attention", True, "each layer calls transformers' attention interface once"))
     return survey
 
 
@@ -180,11 +180,12 @@ def _describe(survey: Survey) -> Iterator[Check]:
     yield Check("windows", True, f"layers: {_joined(windows)}")
     turns = [_rotation(rotation, n, layout) for rotation, n in _counts(survey.rotations)]
     yield Check("re-positioning", True, _joined(turns))
-    context = "no limit named" if survey.context_length is None else f"{survey.context_length} tokens"
+    context = "no limit in the config" if survey.context_length is None else f"{survey.context_length} tokens"
     if survey.length_limit is None:
         yield Check("length", True, f"context: {context}")
     else:
-        yield Check("length", None, f"context: {context}; blended up to {survey.length_limit}, where the RoPE changes")
+        limit = f"blendable up to {survey.length_limit}, where the RoPE frequencies change"
+        yield Check("length", None, f"context: {context}; {limit}")
 
 
 def _shapes(layout: KVLayout) -> str:
@@ -194,7 +195,7 @@ def _shapes(layout: KVLayout) -> str:
 
 def _rotation(rotation: KeyRotation | None, count: int, layout: KVLayout) -> str:
     if rotation is None:
-        return f"{count} layers: no position in their keys (NoPE)"
+        return f"{count} layers: keys without positions (NoPE)"
     head_dim = max(shape.head_dim for shape in layout.layers)
     slowest, fastest = rotation.inv_freq.min(), rotation.inv_freq.max()
     return (
@@ -204,7 +205,7 @@ def _rotation(rotation: KeyRotation | None, count: int, layout: KVLayout) -> str
 
 
 def _counts(values: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Distinct values in order, each with the number of its layers (rotations compare by identity)."""
+    """Distinct values in order, each with its number of layers (rotations compare by identity)."""
     return [(value, sum(other == value for other in values)) for value in dict.fromkeys(values)]
 
 

@@ -1,4 +1,4 @@
-"""Runs a transformers model's own layers on any subset of a prompt's rows: the core's `LayerRunner`."""
+"""Runs a transformers model's own layers on any subset of a prompt's rows: implements the core's `LayerRunner`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView
 
 
 class _ProjectedError(Exception):
-    """Leaves a layer as soon as its keys and values are known."""
+    """Raised to leave a layer's forward as soon as its keys and values are computed."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
@@ -28,16 +28,16 @@ def _stop_at_attention(
 
 @dataclass(frozen=True)
 class OfRows:
-    """An argument of which each row has its own part, [1, rows, ...]."""
+    """A layer argument with one part per row, [1, rows, ...]."""
 
     part: torch.Tensor
 
 
 class HfLayerRunner:
-    """One prompt's runner. Row i has `token_ids[i]` and stands at `positions[i]`.
+    """Runs the layers for one prompt. Row i has the token `token_ids[i]` at `positions[i]`.
 
     Args:
-        view: of the model.
+        view: view of the model.
         token_ids: [rows] int64 on the model's device.
         positions: [rows] int64.
     """
@@ -49,23 +49,23 @@ class HfLayerRunner:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self.view.layers)
 
     @property
     def calls(self) -> list[Any]:
-        """How the model's forward would call each layer."""
+        """For each layer, the arguments that the model's own forward passes to it."""
         return list(self._calls)
 
     def embed(self) -> torch.Tensor:
-        """[rows, width]; the caller may write to it. Handed out once, so that nobody else holds it."""
+        """The embedded rows, [rows, width]. Callable once: the caller owns the tensor and may write to it."""
         hidden, self._first_hidden = self._first_hidden, None
         if hidden is None:
-            raise RuntimeError("a runner's embedding is handed out once; open another runner")
+            raise RuntimeError("embed() may be called once per runner; open another runner")
         return hidden[0]
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [kv_heads, n, head_dim]: norm and projections only."""
+        """Keys and values [kv_heads, n, head_dim]; computes only the layer's norm and projections."""
         try:
             self.run(layer, hidden, rows, _stop_at_attention)
         except _ProjectedError as projected:
@@ -77,13 +77,12 @@ class HfLayerRunner:
         return self.view.run_layer(layer, hidden, side_by_side([self.arguments(layer, rows)], attend))
 
     def arguments(self, layer: int, rows: torch.Tensor) -> LayerCall:
-        """What the layer is called with for these rows, apart from their hidden states: what each row has its own of
-        is `OfRows`."""
+        """The layer's arguments for these rows, without the hidden states; per-row arguments are `OfRows`."""
         call = self._calls[layer]
         return LayerCall(self._of_rows(call.args, rows), {k: self._of_rows(v, rows) for k, v in call.kwargs.items()})
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[vocab] of the last row, given its final hidden state [1, width]."""
+        """Logits of the last row, [vocab], given its final hidden state [1, width]."""
         return self.view.close(hidden, self._token_ids[-1:], self._positions[-1:])[0]
 
     def logits_of_all(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -91,7 +90,7 @@ class HfLayerRunner:
         return self.view.close(hidden, self._token_ids, self._positions)
 
     def _of_rows(self, value: Any, rows: torch.Tensor) -> Any:
-        """The part of a layer's argument that belongs to these rows: tensors [1, rows, ...] are indexed."""
+        """The part of a layer's argument for these rows: tensors [1, rows, ...] are indexed, others kept."""
         if isinstance(value, tuple):
             return tuple(self._of_rows(part, rows) for part in value)
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, len(self._token_ids)):
@@ -100,7 +99,7 @@ class HfLayerRunner:
 
 
 def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:
-    """A call of a layer for the rows of several prompts, in order, of which each has its `HfLayerRunner.arguments`."""
+    """Joins the arguments (`HfLayerRunner.arguments`) of several prompts' rows, in order, into one call of a layer."""
     names = calls[0].kwargs
     return LayerCall(
         _merged([call.args for call in calls], attend),
@@ -121,12 +120,12 @@ def _merged(values: Sequence[Any], attend: Attend) -> Any:
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Rows of several prompts in front of the same layer (fills `core.fuse.batching.RunsLayer`)."""
+    """Rows of several prompts that run the same layer (implements `core.fuse.batching.RunsLayer`)."""
 
     calls: Sequence[LayerRows]
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The layer's output [n, width]; rows 0, 1, ... are those of the calls, in order."""
+        """The layer's output [n, width]; `rows` numbers the rows of all calls, in order."""
         runners = [cast(HfLayerRunner, call.runner) for call in self.calls]
         arguments = [runner.arguments(layer, call.rows) for runner, call in zip(runners, self.calls, strict=True)]
         return runners[0].view.run_layer(layer, hidden, side_by_side(arguments, attend))

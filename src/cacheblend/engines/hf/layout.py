@@ -1,4 +1,4 @@
-"""From passages and a question to a prompt: the texts around them, chat or plain. Knows no file and no option."""
+"""Builds a prompt from passages and a question: the texts around them, chat or plain. Knows no files and no options."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ SEPARATOR = "\n\n"
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """What stands around the passages and the question; `Prompt`s are made in this order:
+    """The texts around the passages and the question. A prompt has this order:
 
     system | before | heading 1 | passage 1 | separator | heading 2 | passage 2 | separator | question
 
     Passages are chunks, everything else is plain text. In a chat, `system` is a message of its own and the rest is
-    the user's; in a plain prompt a separator stands behind it.
+    the user's message; in a plain prompt, a separator follows `system`.
 
     Attributes:
         system: system prompt; empty for none.
-        before: in front of the passages.
-        heading: in front of each passage; ``{number}`` counts them from 1, ``{title}`` is the passage's.
-        separator: behind each passage.
-        question: the last text; ``{question}`` is the question.
-        chat: through the chat template; None where the tokenizer has one.
+        before: text in front of the passages.
+        heading: text in front of each passage; ``{number}`` counts from 1, ``{title}`` is the passage's title.
+        separator: text that follows each passage.
+        question: the last text; ``{question}`` is replaced by the question.
+        chat: whether to use the chat template; None: if the tokenizer has one.
     """
 
     system: str = ""
@@ -38,11 +38,11 @@ class PromptLayout:
     chat: bool | None = None
 
     def is_chat(self, engine: BlendEngine) -> bool:
-        """Whether prompts go through the chat template."""
+        """Whether prompts are built with the chat template."""
         return bool(getattr(engine.tokenizer, "chat_template", None)) if self.chat is None else self.chat
 
     def parts(self, engine: BlendEngine, passages: Sequence[Passage], question: str) -> list[Any]:
-        """What `BlendEngine.prompt` takes: texts and passages, or messages."""
+        """The input of `BlendEngine.prompt`: texts and passages, or chat messages."""
         content: list[Content] = [self.before] if self.before else []
         for number, passage in enumerate(passages, start=1):
             heading = fill(self.heading, {"number": str(number), "title": passage.title})
@@ -54,17 +54,17 @@ class PromptLayout:
         return [*messages, {"role": "user", "content": [_chat_part(part) for part in content]}]
 
     def prompt(self, engine: BlendEngine, passages: Sequence[Passage], question: str) -> Prompt:
-        """The prompt, held against the model's limits.
+        """Builds the prompt and checks it against the model's limits.
 
         Raises:
-            InvalidInputError: no prompt can be made of it; as `BlendEngine.prompt`.
-            PromptTooLongError: it is over the model's context.
+            InvalidInputError: no prompt can be built from these parts, see `BlendEngine.prompt`.
+            PromptTooLongError: the prompt exceeds the model's context.
         """
         return engine.prompt(self.parts(engine, passages, question))
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """`template` with each ``{name}`` of `values` replaced; all other braces stay as they are."""
+    """`template` with each ``{name}`` in `values` replaced; all other braces are kept."""
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)
 

@@ -1,8 +1,8 @@
-"""What blending promises of a model, run on the loaded model itself: both exactness laws, and re-positioning.
+"""Checks on the loaded model that blending is exact where it must be: two exactness invariants, and re-positioning.
 
-Equal means equal to rounding. In fp32 that is a fixed bound. In half precision it depends on the model, so the same
-prompt is also computed plainly in two other ways (in two parts, through transformers' own cache): what these differ
-by is the model's own noise, and blending may differ from the plain computation by a few times that, and no more.
+Equal means equal up to rounding. In fp32 the bound is fixed. In half precision it depends on the model: the same prompt
+is also computed without blending in two parts, split at two different places. The difference between these results is
+the model's own noise; blending may differ from the plain computation by at most a few times that noise.
 """
 
 import statistics
@@ -23,19 +23,19 @@ from cacheblend.engines.hf.survey import Survey
 from cacheblend.store import MemoryStore
 
 TEXT_TOKENS, CHUNK_TOKENS, CHUNKS = 8, 40, 3
-LONGEST = 1100  # tokens of a prompt that is made longer so that a sliding window matters
+LONGEST = 1100  # tokens, limit when a prompt is lengthened to exceed a sliding window
 SHIFT = 256  # positions
 FULL_PRECISION = (torch.float32, torch.float64)
 FULL_BOUND = 1e-4
 NOISE_FACTOR, LOWEST_HALF_BOUND, HIGHEST_HALF_BOUND = 5.0, 0.02, 0.25
 
 Outcome = tuple[str, bool, str]
-"""(what was checked, whether it holds, what was measured)."""
+"""(what was checked, whether it passed, what was measured)."""
 
 
 @dataclass
 class Plain:
-    """A plain computation: last logits [vocab], and the KV cache of all layers."""
+    """The result of a plain forward: last logits [vocab], and the KV cache of all layers."""
 
     logits: torch.Tensor
     kv: list[LayerKV]
@@ -43,7 +43,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Distance:
-    """Relative distances: of the last logits, and of the KV of the median row."""
+    """Relative distances between two results: last logits, and KV of the median row."""
 
     logits: float
     kv: float
@@ -54,11 +54,11 @@ class Distance:
 
 
 class LiveCheck:
-    """Runs a few small prompts of random ids through a model, plainly and blended.
+    """Runs a few small prompts of random ids through a model, with and without blending, and compares.
 
     Args:
-        model: loaded; it is not changed.
-        survey: of it.
+        model: a loaded model; not changed.
+        survey: survey of this model.
     """
 
     def __init__(self, model: PreTrainedModel, survey: Survey) -> None:
@@ -74,15 +74,15 @@ class LiveCheck:
         self._shift = min([SHIFT, *(max(1, n - self._chunk_tokens) for n in limits)])
 
     def run(self) -> Iterator[Outcome]:
-        """Each promise in turn; ends early where the model cannot be run at all."""
-        promises: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
+        """Runs each check in turn; stops early if the model cannot be run at all."""
+        checks: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
             ("re-positioned keys", self._repositioning),
             ("r = 1 is full prefill", self._everything_recomputed),
             ("lone chunk, r = 0", self._lone_chunk),
         ]
-        for title, promise in promises:
+        for title, check in checks:
             try:
-                ok, detail = promise()
+                ok, detail = check()
             except ModelNotBlendableError as error:
                 yield title, False, " ".join(str(error).split())
                 return
@@ -90,11 +90,11 @@ class LiveCheck:
                 ok, detail = False, f"failed: {' '.join(str(error).split())} ({type(error).__name__})"
             yield title, ok, detail
 
-    # ---- the promises -----------------------------------------------------------------------------------
+    # ---- the checks -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _repositioning(self) -> tuple[bool, str]:
-        """Keys of a chunk, moved, against the keys that the model computes at the target."""
+        """Compares the re-positioned keys of a chunk with the keys that the model computes at the target position."""
         ids = self._ids(self._chunk_tokens)
         here, there = self._plain(ids), self._plain(ids, first=self._shift)
         moved = []
@@ -110,7 +110,7 @@ class LiveCheck:
         )
 
     def _everything_recomputed(self) -> tuple[bool, str]:
-        """The first law, through the fused path itself: loaded, measured, selected, all rows."""
+        """First exactness invariant, on the fused path: with all rows recomputed, blending equals full prefill."""
         deep = len(self._survey.layout.layers) > 1
         selector: Selector = Hkvd(check_layers=(1,), ratios=(1.0,)) if deep else AllRows()
         chunks = [chunk(self._ids(self._chunk_tokens).tolist()) for _ in range(CHUNKS)]
@@ -118,15 +118,17 @@ class LiveCheck:
         return self._invariant(chunks, prompts, selector)
 
     def _lone_chunk(self) -> tuple[bool, str]:
-        """The second law: a chunk right behind its anchor is an exact prefix, whatever the ratio."""
+        """Second exactness invariant: a chunk directly after its anchor is an exact prefix at any ratio."""
         chunks = [chunk(self._ids(self._chunk_tokens).tolist())]
         prompts = [self._prompt([*chunks, self._text()]) for _ in range(self._prompts)]
         return self._invariant(chunks, prompts, NoRows())
 
     @torch.no_grad()
     def _invariant(self, chunks: list[Segment], prompts: list[Prompt], selector: Selector) -> tuple[bool, str]:
-        """Blended against plain on each prompt; the median, since one row of a mixture of experts may be routed
-        elsewhere by rounding alone."""
+        """Compares blended and plain results of each prompt by their median distance.
+
+        The median, because rounding alone may send a row of a mixture-of-experts model to another expert.
+        """
         config = BlendConfig(selector="all", capture=False)
         distances, noises = [], []
         with (
@@ -141,7 +143,7 @@ class LiveCheck:
                 blended = engine.prefill(prompt, selector=selector)
                 report = blended.report
                 if report.loaded_tokens != sum(map(len, chunks)):
-                    return False, f"only {report.loaded_tokens} of {sum(map(len, chunks))} tokens were found again"
+                    return False, f"only {report.loaded_tokens} of {sum(map(len, chunks))} stored tokens were loaded"
                 distances.append(_distance(Plain(blended.logits, blended.kv), plain).worst())
         return self._judge(statistics.median(distances), statistics.median(noises), f"{len(prompts[0])} tokens")
 
@@ -154,8 +156,8 @@ class LiveCheck:
     # ---- plain computations -----------------------------------------------------------------------------
 
     def _plain(self, ids: torch.Tensor, *, first: int = 0, split: int | None = None) -> Plain:
-        """transformers' own forward of `ids` [n] from position `first` on; behind `split` rows in a second call."""
-        cache = DynamicCache()  # without a config: sliding-window layers keep all tokens, so that all are compared
+        """transformers' own forward of `ids` [n] at positions from `first` on; in two calls if `split` is given."""
+        cache = DynamicCache()  # without a config, sliding-window layers keep all tokens, so that all can be compared
         parts = [(0, len(ids))] if split is None else [(0, split), (split, len(ids))]
         for start, stop in parts:
             positions = torch.arange(first + start, first + stop, device=ids.device)[None]
@@ -165,27 +167,27 @@ class LiveCheck:
                 )
             except Exception as error:
                 raise ModelNotBlendableError(
-                    f"{type(self._model).__name__} cannot be run with a cache of keys and values alone "
-                    f"(does it keep other state?): {error}"
+                    f"{type(self._model).__name__} cannot be run with a cache of only keys and values "
+                    f"(it may keep other state): {error}"
                 ) from error
         return Plain(out.logits[0, -1], self._kv_of(cache))
 
     def _kv_of(self, cache: DynamicCache) -> list[LayerKV]:
-        """A batch of one's KV, layer by layer.
+        """KV of the only sequence in the cache, one entry per layer.
 
         Raises:
-            ModelNotBlendableError: the model keeps something else.
+            ModelNotBlendableError: the model keeps state other than keys and values.
         """
         layers = len(self._survey.layout.layers)
         if len(cache.layers) != layers or any(getattr(layer, "keys", None) is None for layer in cache.layers):
             raise ModelNotBlendableError(
-                f"{type(self._model).__name__} keeps other state than the keys and values of its {layers} layers "
-                "(a convolution's or a state-space layer's), which blending does not carry on"
+                f"{type(self._model).__name__} keeps state other than the keys and values of its {layers} layers "
+                "(such as that of a convolution or state-space layer), which blending does not support"
             )
         return [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
     def _noise(self, ids: torch.Tensor, plain: Plain) -> float:
-        """What two other plain computations of the same ids differ by from this one; 0 where nobody asks."""
+        """The model's own noise: largest distance of two other plain computations from `plain`; 0 in full precision."""
         if not self._is_half:
             return 0.0
         return max(_distance(self._plain(ids, split=len(ids) // part), plain).worst() for part in (2, 3))
@@ -209,7 +211,7 @@ def _distance(one: Plain, other: Plain) -> Distance:
 
 
 def _row_distance(one: list[LayerKV], other: list[LayerKV]) -> float:
-    """Relative distance of the median row, of the layer where that is largest."""
+    """Relative distance of the median row, in the layer where it is largest."""
     worst = 0.0
     for mine, theirs in zip(one, other, strict=True):
         for a, b in zip(mine, theirs, strict=True):

@@ -1,4 +1,4 @@
-"""From a prompt to its prefill on a transformers model: plan, loading decision, layers and loader."""
+"""Opens prefills on a transformers model: plan, loading decision, layer runner and loader. Knows no decoding."""
 
 import time
 from collections.abc import Callable
@@ -25,21 +25,21 @@ from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import KVStore
 
 Mode = Literal["blend", "reuse", "prefix", "full"]
-"""How much of what is stored is used: all of it, recomputing what the selector chooses (``blend``) or nothing
-(``reuse``); what is exact (``prefix``); nothing (``full``)."""
+"""Which stored KV is used: all, with the selector's rows recomputed (``blend``); all, with no rows recomputed
+(``reuse``); only the exact prefix (``prefix``); none (``full``)."""
 
 
 class Prefiller:
     """Opens prefills on one model and one store.
 
     Args:
-        view: of the model.
-        survey: of the model.
-        store: where stored KV comes from.
-        config: how to blend.
-        controller: decides what is loaded; None: all that is stored.
-        device: of the model.
-        sentence_end_ids: gives the ids of the tokens that end a sentence; called when a selector asks the question.
+        view: view of the model.
+        survey: survey of the model.
+        store: the store to load KV from.
+        config: the blend configuration.
+        controller: decides which stored blocks are loaded; None: all of them.
+        device: the model's device.
+        sentence_end_ids: returns the ids of the tokens that end a sentence; called if a selector uses the question.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Prefiller:
         *,
         raised: Callable[[float], Selector] | None = None,
     ) -> BlendedPrefill:
-        """A prompt's prefill, planned and not begun.
+        """Plans a prompt's prefill without starting it.
 
         Args:
-            prompt: checked against the model's limits.
-            planner: of the tenant.
-            selector: which loaded rows are recomputed.
+            prompt: a prompt that was checked against the model's limits.
+            planner: the tenant's planner.
+            selector: chooses the loaded rows to recompute.
             mode: see `Mode`.
-            raised: the selector of a higher ratio; given where the loading controller, if there is one, decides.
+            raised: makes the selector for a higher ratio. If given, the loading controller (if any) decides.
         """
         started = time.perf_counter()
         check_selector(selector, len(self._survey.layout.layers))
@@ -87,7 +87,7 @@ class Prefiller:
         return BlendedPrefill(plan, self._open_runner, self.open_loader, chosen, options, started=started)
 
     def open_loader(self, plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
-        """A loader of the plan; see `LayerLoader`."""
+        """Opens a loader for the plan; see `LayerLoader`."""
         return LayerLoader(
             plan,
             self._store,
@@ -100,7 +100,7 @@ class Prefiller:
         )
 
     def synchronize(self) -> None:
-        """Waits for the device, so that a clock read afterwards is right."""
+        """Waits for the device, so that times measured afterwards are correct."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -118,7 +118,7 @@ class Prefiller:
         )
 
     def _learn(self, decision: Decision, result: PrefillResult, alone: bool) -> None:
-        """Tells the controller what came of its decision; a pass that lost blocks was not what it decided."""
+        """Reports the measured times to the controller, unless lost blocks made the pass differ from its decision."""
         result.report.decision = decision.reason
         if self.controller is not None and not result.report.fallbacks:
             compute_s = result.report.compute_s if alone else None
@@ -126,10 +126,10 @@ class Prefiller:
 
 
 def controller_for(config: BlendConfig, fingerprint: str, stored: KVLayout, device: torch.device) -> Controller | None:
-    """The loading controller that a configuration asks for; None where it names no cost model.
+    """The loading controller for a configuration; None if it names no cost model.
 
     Raises:
-        InvalidInputError: the cost model cannot be read, or was measured on another model, codec or kind of device.
+        InvalidInputError: the cost model cannot be read, or was measured with another model, codec or device type.
     """
     if config.cost_model is None:
         return None
@@ -137,7 +137,7 @@ def controller_for(config: BlendConfig, fingerprint: str, stored: KVLayout, devi
 
 
 def plan_in_mode(plan: BlendPlan, mode: Mode) -> BlendPlan:
-    """The plan with what the mode does not use left out."""
+    """The plan without the blocks that the mode does not use."""
     unused = {"full": (Source.PREFIX, Source.LOADED), "prefix": (Source.LOADED,)}.get(mode, ())
     names = frozenset(span.name for span in plan.spans if span.source in unused)
     return plan.leaving_out(names) if names else plan

@@ -1,4 +1,4 @@
-"""What the engine hands out: a request in progress, pieces of its answer, and the answer."""
+"""What the engine returns: a request in progress, pieces of its answer, and the finished answer."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ class Answer:
     """A finished answer.
 
     Attributes:
-        text: stop texts cut off, special tokens left out; empty where the engine has no tokenizer.
-        token_ids: as generated.
+        text: without stop texts and special tokens; empty if the engine has no tokenizer.
+        token_ids: all generated tokens.
         finish_reason: ``stop`` or ``length``.
-        report: what was reused and what it cost.
+        report: what was reused, and the times measured.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of an answer: text that is certain; the last one carries the answer."""
+    """A piece of an answer: text that will not change any more; the last piece has the finished `answer`."""
 
     text: str
     answer: Answer | None = None

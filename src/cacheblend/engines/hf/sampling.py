@@ -1,4 +1,4 @@
-"""How an answer's tokens are drawn: parameters, and a sampler with transformers' own logits processors."""
+"""Sampling of an answer's tokens: parameters, and a sampler with transformers' own logits processors."""
 
 import math
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from transformers import (
 from cacheblend.core.errors import InvalidInputError
 
 GREEDY_BELOW = 1e-5
-"""A temperature under it is greedy: logits divided by it would leave float32."""
+"""Lower temperatures decode greedily: logits divided by them would exceed float32's range."""
 _PENALTY_MIN, _PENALTY_MAX = 1e-2, 1e2
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an answer is drawn.
+    """How an answer is sampled.
 
     Attributes:
-        max_new_tokens: of the answer, at least 1.
-        temperature: 0 is greedy, as is all below `GREEDY_BELOW`.
-        top_k, top_p, min_p: as transformers' processors of these names; 0, 1 and 0 switch them off.
-        repetition_penalty: 0.01 to 100; 1 switches it off.
-        seed: the same seed draws the same answer; None: a new one each time.
-        stop: texts that end the answer and are cut off.
-        stop_token_ids: ids that end it, besides the model's own.
-        ignore_eos: go on to `max_new_tokens` whatever comes.
+        max_new_tokens: maximum length of the answer in tokens, at least 1.
+        temperature: 0 and all values below `GREEDY_BELOW` decode greedily.
+        top_k, top_p, min_p: as in transformers' processors of these names; 0, 1 and 0 disable them.
+        repetition_penalty: 0.01 to 100; 1 disables it.
+        seed: the same seed gives the same answer; None: a random seed for each answer.
+        stop: texts that end the answer; they are not part of it.
+        stop_token_ids: ids that end the answer, in addition to the model's EOS ids.
+        ignore_eos: do not stop at the model's EOS ids.
     """
 
     max_new_tokens: int = 256
@@ -58,10 +58,12 @@ class SamplingParams:
             raise InvalidInputError(f"top_k must be at least 0 (off), got {self.top_k}")
         if not _PENALTY_MIN <= self.repetition_penalty <= _PENALTY_MAX:
             raise InvalidInputError(
-                f"repetition_penalty lies in {_PENALTY_MIN:g}..{_PENALTY_MAX:g}, got {self.repetition_penalty}"
+                f"repetition_penalty must be in {_PENALTY_MIN:g}..{_PENALTY_MAX:g}, got {self.repetition_penalty}"
             )
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise InvalidInputError(f"top_p lies in 0..1 (above 0), min_p in 0..1, got {self.top_p} and {self.min_p}")
+            raise InvalidInputError(
+                f"top_p must be in 0..1 (above 0) and min_p in 0..1, got {self.top_p} and {self.min_p}"
+            )
         if isinstance(self.stop, str):
             raise InvalidInputError(f"stop must be a tuple of texts, not the text {self.stop!r}")
         if any(not text for text in self.stop):
@@ -74,11 +76,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Nothing is drawn: the likeliest token is taken."""
+        """True if the most likely token is taken instead of sampling."""
         return self.temperature < GREEDY_BELOW
 
     def processors(self) -> LogitsProcessorList:
-        """Penalties first, then warpers, in transformers' own order."""
+        """Transformers' processors for these parameters: penalties, then warpers, in transformers' own order."""
         chosen = []
         if self.repetition_penalty != 1:
             chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
@@ -106,7 +108,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
-    """The parameters of a request that gives them whole, option by option, or not at all.
+    """Sampling parameters from a `SamplingParams`, from single options, or from neither (the defaults).
 
     Raises:
         InvalidInputError: both are given, an option is unknown, or a value is out of range.
@@ -119,7 +121,7 @@ def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> Samp
     known = [field.name for field in fields(SamplingParams)]
     for name in given:
         if name not in known:
-            raise InvalidInputError(f"there is no sampling option {name!r}; there are {', '.join(known)}")
+            raise InvalidInputError(f"unknown sampling option {name!r}; the options are {', '.join(known)}")
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     for name in ("stop", "stop_token_ids"):
@@ -135,17 +137,17 @@ def eos_ids_of(model: PreTrainedModel) -> list[int]:
 
 
 class Sampler:
-    """Draws one answer's tokens, one by one, from logits that the decoding computes.
+    """Samples one answer's tokens, one at a time, from logits that the caller computes.
 
     Args:
         prompt_ids: [tokens] int64 on the model's device.
-        logits: [vocab] of the prompt's last position.
-        params: how to draw.
-        eos_ids: ids that end the model's answers.
+        logits: [vocab] at the prompt's last position.
+        params: sampling parameters.
+        eos_ids: the model's EOS ids.
 
     Attributes:
-        logits: [vocab] that the last token was drawn from; before the first, those it will be drawn from.
-        finish_reason: ``stop`` or ``length`` after the last token.
+        logits: [vocab] for the next token; the caller sets it before each `sample` but the first.
+        finish_reason: ``stop`` or ``length`` after the last token, else None.
     """
 
     def __init__(
@@ -164,31 +166,31 @@ class Sampler:
         self.finish_reason: str | None = None
 
     def __len__(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens in prompt and answer."""
         return self._ids.shape[1]
 
     @property
     def count(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of tokens in the answer so far."""
         return len(self) - self._prompt_length
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer so far."""
+        """Tokens of the answer so far."""
         return [int(i) for i in self._ids[0, self._prompt_length :]]
 
     @property
     def last_id(self) -> torch.Tensor:
-        """[1] the last token of prompt and answer."""
+        """The last token of prompt and answer, [1] int64."""
         return self._ids[0, -1:]
 
     @property
     def has_begun(self) -> bool:
-        """A token was drawn: the next one needs logits of its own."""
+        """True once a token was sampled: the next token needs new logits."""
         return self.count > 0
 
     def sample(self) -> int:
-        """The next token, from `logits`."""
+        """Samples the next token from `logits` and appends it."""
         scores: torch.Tensor = self._processors(self._ids, self.logits[None].float())[0]
         if self._params.greedy:
             token = scores.argmax()

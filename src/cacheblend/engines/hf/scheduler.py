@@ -1,10 +1,10 @@
-"""Many requests on one engine: prefills side by side, answers decoded together, in one thread.
+"""Serves many requests on one engine in one thread: batched prefills and batched decoding.
 
     submit ─> waiting (bounded) ─> prefilling (batched, some row-layers a round) ─> answering (a token a round) ─> done
-                   │ cancelled, too late ──────────────────────────────────────────────────────────────────────> done
+                   │ cancelled, timed out ─────────────────────────────────────────────────────────────────────> done
 
-A round computes a slice of the prefills and one token of every answer, so that answers go on while prompts are read.
-Where there is no moment without requests, a tenth of the time goes to missed chunks.
+A round computes a slice of the prefills and one token of every answer, so that answers continue while prompts are
+prefilled. If the engine is never idle, a tenth of the time is spent on capturing missed chunks.
 Knows the engine; knows nothing of HTTP.
 """
 
@@ -37,17 +37,17 @@ from cacheblend.engines.hf.tickets import (
     TooLateError,
 )
 
-_LEAST_LOGPROB = -9999.0  # as OpenAI has it: JSON knows no infinity
-_CATCH_UP_SHARE = 0.1  # of the time, for missed chunks
+_LEAST_LOGPROB = -9999.0  # as in OpenAI's API: JSON has no infinity
+_CATCH_UP_SHARE = 0.1  # share of the time for missed chunks
 logger = logging.getLogger("cacheblend.engine")
 
 
 class Scheduler:
-    """Works requests off until it is closed; close it before the engine.
+    """Serves requests until it is closed; close it before the engine.
 
     Args:
-        engine: nobody else should prefill on it meanwhile.
-        limits: what is under way at once.
+        engine: the engine; do not prefill on it elsewhere while the scheduler runs.
+        limits: how many requests run and wait.
     """
 
     def __init__(self, engine: BlendEngine, limits: Limits | None = None) -> None:
@@ -59,18 +59,18 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closed = self._draining = self._in_round = False
         self._catch_up_at = 0.0
-        self._recent_s = 1.0  # that a request took, a running average
+        self._recent_s = 1.0  # running average of a request's duration
         self._thread = threading.Thread(target=self._work, name="cacheblend-scheduler", daemon=True)
         self._thread.start()
 
     # ---- from any thread ----------------------------------------------------------------------------------
 
     def submit(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
-        """Queues a request; its events end with a `DoneEvent`.
+        """Queues a request; its last event is a `DoneEvent`.
 
         Raises:
-            QueueFullError: as many wait as may.
-            ClosedError: the scheduler is being closed.
+            QueueFullError: the queue is full.
+            ClosedError: the scheduler is closing or closed.
         """
         with self._changed:
             if self._draining:
@@ -85,21 +85,21 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def active(self) -> int:
-        """Requests that are prefilled or answered."""
+        """Number of requests in prefill or decoding."""
         return len(self._answering) + sum(1 for _ in self._batcher)
 
     @property
     def is_alive(self) -> bool:
-        """Somebody works requests off."""
+        """True while the scheduler's thread runs."""
         return self._thread.is_alive()
 
     def close(self, timeout: float = 0.0) -> None:
-        """Takes no more requests, waits for those it has, and gives up what is not done in time."""
+        """Refuses new requests, waits up to `timeout` seconds for accepted ones, and ends the rest with an error."""
         end = time.monotonic() + timeout
         with self._changed:
             self._draining = True
@@ -121,21 +121,21 @@ class Scheduler:
             while self._wait_for_work():
                 try:
                     self._round()
-                except Exception as error:  # of the scheduler itself: no request may wait for ever
-                    logger.exception("the scheduler failed; its requests end")
-                    self._give_up_all(error)
-        finally:  # however it ends
+                except Exception as error:  # in the scheduler itself: no request may wait forever
+                    logger.exception("the scheduler failed; all its requests end")
+                    self._end_all(error)
+        finally:  # also after SystemExit
             with self._changed:
                 self._draining = self._closed = True
                 self._in_round = False
-            self._give_up_all(ClosedError("the server was shut down"))
+            self._end_all(ClosedError("the server was shut down"))
 
     def _wait_for_work(self) -> bool:
-        """Until there is some; False once the scheduler is closed."""
+        """Blocks until there is a request; False once the scheduler is closed."""
         with self._changed:
             self._in_round = False
             while not self._has_work and not self._closed:
-                self._changed.notify_all()  # for who drains
+                self._changed.notify_all()  # wakes `close`
                 self._changed.wait()
             self._in_round = not self._closed
             return self._in_round
@@ -146,7 +146,7 @@ class Scheduler:
             if ticket.cancelled:
                 self._end(ticket, None)
             elif ticket.ask.deadline is not None and time.monotonic() > ticket.ask.deadline:
-                self._end(ticket, TooLateError("the request's time was over"))
+                self._end(ticket, TooLateError("the request's deadline has passed"))
         self._admit()
         self._prefill()
         self._decode()
@@ -160,7 +160,7 @@ class Scheduler:
     def _admit(self) -> None:
         while True:
             with self._changed:
-                if not self._waiting or not self._has_room(self._waiting[0].ask.choices):
+                if not self._waiting or not self._has_capacity(self._waiting[0].ask.choices):
                     return
                 ticket = self._waiting.popleft()
             ask = ticket.ask
@@ -174,13 +174,13 @@ class Scheduler:
                 continue
             self._batcher.add(ticket)
 
-    def _has_room(self, choices: int) -> bool:
-        """Each choice has KV of its own."""
-        under_way: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
-        return under_way == 0 or under_way + choices <= self._limits.active
+    def _has_capacity(self, choices: int) -> bool:
+        """Whether so many more choices may run; choices count, not requests, since each has its own KV cache."""
+        running: int = sum(ticket.ask.choices for ticket in (*self._batcher, *self._answering))
+        return running == 0 or running + choices <= self._limits.active
 
     def _prefill(self) -> None:
-        """A slice of the layers of the prompts at hand, or less where one is ready."""
+        """Runs up to `row_layers` of the open prefills; stops early when a prefill is done."""
         left = self._limits.row_layers
         if self.active > 1:
             for ticket in self._batcher:
@@ -195,7 +195,7 @@ class Scheduler:
                 elif ticket.prefill is not None and ticket.prefill.done:
                     self._begin_answer(ticket, ticket.prefill)
             if any(not ticket.choices[0].decoding.sampler.has_begun for ticket in self._answering):
-                return  # a first token is ready: it does not wait for other prompts
+                return  # a first token can be sampled: do not delay it by other prompts
 
     def _begin_answer(self, ticket: Ticket, prefill: BlendedPrefill) -> None:
         try:
@@ -211,7 +211,7 @@ class Scheduler:
         result = prefill.result()
         prefill.close()
         ticket.report = result.report
-        ticket.prefill = None  # it would keep the prompt's KV a second time
+        ticket.prefill = None  # it would hold the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
         ids, decode = engine.ids_of(ask.prompt), engine.builder.decode if engine.builder else _no_text
         for number in range(ask.choices):
@@ -222,7 +222,7 @@ class Scheduler:
         ticket.to_store = result
 
     def _decode(self) -> None:
-        """A token of every answer."""
+        """Generates one token for every answer."""
         going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
         if not going:
             return
@@ -230,28 +230,29 @@ class Scheduler:
         for ticket, number, choice in going:
             if ticket in self._answering:
                 try:
-                    self._draw(ticket, number, choice)
-                except Exception as error:  # of one request: the others go on
+                    self._sample(ticket, number, choice)
+                except Exception as error:  # affects one request only
                     self._end(ticket, error)
         for ticket in list(self._answering):
             if all(choice.finish_reason for choice in ticket.choices):
                 self._end(ticket, None)
 
-    def _draw(self, ticket: Ticket, number: int, choice: Choice) -> None:
-        """A choice's next token; behind a request's first one, what is stored of its prompt is taken."""
-        self._tell(ticket, number, choice, choice.decoding.sampler.sample())
+    def _sample(self, ticket: Ticket, number: int, choice: Choice) -> None:
+        """Samples a choice's next token; after a request's first token, passes on the missed chunks for storing."""
+        self._emit(ticket, number, choice, choice.decoding.sampler.sample())
         result, ticket.to_store = ticket.to_store, None
         if result is not None and ticket.ask.may_keep(sum(map(len, result.plan.missed_chunks()))):
             self._engine.store_missed(result, ticket.ask.tenant, text=ticket.ask.keep_text)
 
     def _catch_up(self) -> None:
-        """A missed chunk, where requests never end."""
+        """Captures a missed chunk if it has waited for `catch_up_s`; spends at most `_CATCH_UP_SHARE` of the time."""
         began = time.monotonic()
         if began >= self._catch_up_at and self._engine.background.catch_up(self._limits.catch_up_s):
             ended = time.monotonic()
             self._catch_up_at = ended + (ended - began) * (1 / _CATCH_UP_SHARE - 1)
 
-    def _tell(self, ticket: Ticket, number: int, choice: Choice, token: int) -> None:
+    def _emit(self, ticket: Ticket, number: int, choice: Choice, token: int) -> None:
+        """Sends a token's event with its text, log-probabilities and finish reason."""
         sampler = choice.decoding.sampler
         text = choice.stream.push(token)
         reason = "stop" if choice.stream.stopped else sampler.finish_reason
@@ -264,7 +265,7 @@ class Scheduler:
             logprob, top = _log_probabilities(sampler.logits, token, ticket.ask.logprobs)
         ticket.on_event(TokenEvent(number, text, token, logprob, top, reason))
 
-    # ---- endings ----------------------------------------------------------------------------------------
+    # ---- end of a request -------------------------------------------------------------------------------
 
     def _end(self, ticket: Ticket, error: Exception | None) -> None:
         with self._changed:
@@ -292,9 +293,9 @@ class Scheduler:
         try:
             ticket.on_event(DoneEvent(ticket.report, error))
         except Exception:
-            logger.exception("a request's end could not be told")
+            logger.exception("a request's last event could not be delivered")
 
-    def _give_up_all(self, error: Exception) -> None:
+    def _end_all(self, error: Exception) -> None:
         for ticket in list(self._all()):
             self._end(ticket, error)
 

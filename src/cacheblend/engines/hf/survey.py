@@ -1,7 +1,7 @@
-"""What blending must know of a model, found out on the live model: KV layout, rotations, limits. Refuses the rest.
+"""Finds the KV layout, rotations and limits that blending needs, by running the loaded model. Refuses other models.
 
-Nothing is looked up by architecture. Each layer's keys are computed at some positions and at shifted ones; the
-rotation that turns the one into the other is the layer's, and where none does, the model is refused.
+Nothing is looked up by architecture. Each layer's keys are computed at some positions and at shifted positions; the
+layer's rotation is the one that turns the former into the latter. If there is none, the model is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,22 +21,22 @@ from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.view import LayerMask, ModelView
 
 ROWS = 5
-TOLERANCE = 0.05  # of a pair's norm: bf16 rounds at 0.004, a wrong rotation is off by about 1
+TOLERANCE = 0.05  # relative to a pair's norm: bf16 rounding is 0.004, a wrong rotation gives about 1
 PER_ROW_ARGUMENTS = ("position_embeddings", "position_ids", "cache_position", "attention_mask")
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A blendable model.
+    """What blending needs to know of a model that it supports.
 
     Attributes:
-        layout: of its KV cache.
-        rotations: one a layer, None where keys carry no position (NoPE).
-        windows: sliding window of each layer, None for full attention.
-        length_limit: longest prompt whose keys can be shifted; None: no limit but the context. Behind it other
-            frequencies hold for all positions at once, so neither stored nor fresh KV of a shorter prompt fits.
-        context_length: the model's own limit, None if its config names none.
-        vocab_size: ids are 0..vocab_size - 1.
+        layout: layout of the KV cache.
+        rotations: one per layer, None if the layer's keys carry no position (NoPE).
+        windows: sliding window of each layer in tokens, None for full attention.
+        length_limit: longest prompt in tokens whose keys can be shifted; None: only the context limits it. Longer
+            prompts use other RoPE frequencies at all positions, so KV of shorter prompts cannot be reused in them.
+        context_length: the model's context in tokens, None if its config has none.
+        vocab_size: token ids are 0..vocab_size - 1.
     """
 
     layout: KVLayout
@@ -48,12 +48,12 @@ class Survey:
 
     @property
     def max_length(self) -> int | None:
-        """Longest prompt with its answer: the context, or LongRoPE's switch where that comes first."""
+        """Longest prompt with its answer: the context, or LongRoPE's switch if that is shorter; None: no limit."""
         return min((n for n in (self.context_length, self.length_limit) if n is not None), default=None)
 
     @property
     def max_length_reason(self) -> str:
-        """What `max_length` is, for messages."""
+        """The origin of `max_length`, for messages."""
         if self.length_limit is not None and self.max_length == self.length_limit:
             return "LongRoPE's switch, up to which this model can be blended, at"
         return "the model's context"
@@ -61,10 +61,10 @@ class Survey:
 
 @torch.no_grad()
 def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
-    """Surveys a loaded model; a few rows through each layer.
+    """Surveys a loaded model by running a few rows through each layer.
 
     Raises:
-        ModelNotBlendableError: with the reason.
+        ModelNotBlendableError: the model cannot be blended; the message says why.
     """
     config = model.config.get_text_config(decoder=True)
     check_config(model.config)
@@ -76,7 +76,7 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     layers = [probe.layer(index) for index in range(len(view.layers))]
     dtypes = {dtype for _, dtype, _ in layers}
     if len(dtypes) != 1:
-        raise ModelNotBlendableError(f"the layers' keys have several dtypes: {dtypes}")
+        raise ModelNotBlendableError(f"the layers' keys have several dtypes: {dtypes}; they must have one")
     return Survey(
         layout=KVLayout(tuple(shape for shape, _, _ in layers), dtypes.pop()),
         rotations=tuple(rotation for _, _, rotation in layers),
@@ -88,16 +88,16 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
 
 
 def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) -> KVLayout:
-    """The KV cache's shape by a configuration alone, for plans and measurements that open no model.
+    """Derives the KV layout from a config alone, for plans and measurements that load no model.
 
-    Layers are taken for alike; what a model really keeps, `survey_model` finds out.
+    Assumes that all layers have the same shape; `survey_model` finds a model's real layout.
 
     Args:
-        config: a model's.
-        dtype: None: the configuration's, fp32 where it names none.
+        config: a model's config.
+        dtype: dtype of the KV cache; None: that of the config, or fp32 if it has none.
 
     Raises:
-        AttributeError: the configuration does not say.
+        AttributeError: the config lacks the number of layers, heads or dimensions.
     """
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -107,10 +107,10 @@ def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) 
 
 
 def check_config(config: Any) -> None:
-    """Refuses by config alone what would only fail in unclear ways later.
+    """Refuses models by config alone that would fail later with unclear errors.
 
     Raises:
-        ModelNotBlendableError: encoder-decoder, latent attention, or RoPE that cannot be shifted.
+        ModelNotBlendableError: an encoder-decoder model, latent attention, or a RoPE that cannot be shifted.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotBlendableError(f"{config.model_type} is an encoder-decoder model; only decoders are blended")
@@ -118,14 +118,14 @@ def check_config(config: Any) -> None:
     if getattr(text, "kv_lora_rank", None):
         raise ModelNotBlendableError(
             f"{text.model_type} uses multi-head latent attention (kv_lora_rank = {text.kv_lora_rank}), "
-            "whose cache is not keys and values by head; serve it without blending"
+            "whose cache does not hold keys and values per head; serve it without blending"
         )
     for _ in _shift_limits(text):
         pass
 
 
 def _shift_limits(config: Any) -> Iterator[int | None]:
-    """Of each RoPE in the config: one, or one a layer type."""
+    """Shift limit of each RoPE in the config: one, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     original = getattr(config, "original_max_position_embeddings", None)
     nested = [value for value in parameters.values() if isinstance(value, dict)]
@@ -134,7 +134,7 @@ def _shift_limits(config: Any) -> Iterator[int | None]:
 
 
 class _Probe:
-    """Runs a few rows of noise through single layers, at positions 0.. and at shifted ones."""
+    """Runs a few rows of noise through single layers, at positions from 0 on and at shifted positions."""
 
     def __init__(self, model: PreTrainedModel, view: ModelView, shifts: Sequence[int]) -> None:
         self._view, self._shifts = view, shifts
@@ -159,19 +159,19 @@ class _Probe:
             raise
         except Exception as error:
             raise ModelNotBlendableError(
-                f"the forward of {self._name} cannot be run with its layers taken out "
-                f"(does it build attention masks of its own?): {error}"
+                f"the forward of {self._name} cannot be run without its layers "
+                f"(it may build its own attention masks): {error}"
             ) from error
 
     def check_calls(self) -> None:
-        """Absolute positions in the embedding, or arguments that are neither positions nor our mask, are refused."""
-        # Some models count rows and ignore the positions they are given: the same token must look alike everywhere.
+        """Refuses absolute positions in the embedding, and layer arguments other than positions and our masks."""
+        # Some models count rows and ignore the given positions: the same token must have the same embedding everywhere.
         alike = self._open(0, self._ids[:1].expand(ROWS)).embed()
         if not torch.equal(alike, alike[:1].expand_as(alike)) or any(
             not torch.equal(self._embedded, moved.embed()) for moved in self._moved
         ):
             raise ModelNotBlendableError(
-                f"{self._name} adds positions to its embeddings; keys that carry absolute positions cannot be moved"
+                f"{self._name} adds positions to its embeddings; keys with absolute positions cannot be re-positioned"
             )
         for index, call in enumerate(self._base.calls):
             named = {**{f"argument {i + 1}": value for i, value in enumerate(call.args)}, **call.kwargs}
@@ -179,33 +179,33 @@ class _Probe:
             for name, value in named.items():
                 if name not in PER_ROW_ARGUMENTS and _holds_tensor(value):
                     raise ModelNotBlendableError(
-                        f"layer {index} of {self._name} takes {name!r}, which blending does not know; "
-                        "it can only pass on positions and masks"
+                        f"layer {index} of {self._name} takes {name!r}, which blending does not support; "
+                        "layers may only take positions and masks"
                     )
             if not masks:
                 raise ModelNotBlendableError(
-                    f"layer {index} of {self._name} does not use transformers' attention masks; this is not supported"
+                    f"layer {index} of {self._name} does not use transformers' attention masks, which blending needs"
                 )
             if masks[0].refusal:
                 raise ModelNotBlendableError(f"the attention of layer {index} of {self._name} {masks[0].refusal}")
             self.masks.append(masks[0])
 
     def layer(self, index: int) -> tuple[LayerShape, torch.dtype, KeyRotation | None]:
-        """One layer's record shape, dtype and rotation."""
+        """KV shape, dtype and rotation of one layer."""
         try:
             self._check_run(index)
             return self._shape_and_rotation(index)
         except ModelNotBlendableError:
             raise
         except Exception as error:
-            raise ModelNotBlendableError(f"{self._layer(index)} cannot be walked: {error}") from error
+            raise ModelNotBlendableError(f"{self._layer(index)} cannot be run on its own: {error}") from error
 
     def _shape_and_rotation(self, index: int) -> tuple[LayerShape, torch.dtype, KeyRotation | None]:
         keys, values = self._base.project(index, self._noise, self._rows)
         if keys.shape != values.shape or keys.dim() != 3:
             raise ModelNotBlendableError(
                 f"{self._layer(index)} has keys {list(keys.shape)} and values {list(values.shape)}; "
-                "they must have one shape"
+                "both must have the same shape"
             )
         return LayerShape(keys.shape[0], keys.shape[2]), keys.dtype, self._rotation(index, keys, values)
 
@@ -213,13 +213,13 @@ class _Probe:
         return f"layer {index} of {self._name} ({type(self._view.layers[index]).__name__})"
 
     def _check_run(self, index: int) -> None:
-        """The layer attends once, through transformers' attention interface, and rows meet nowhere else."""
+        """Checks that the layer calls transformers' attention interface once and mixes rows nowhere else."""
         attended: list[torch.Tensor] = []
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             if spec.softcap is not None and self._plain_attention == "sdpa":
                 raise ModelNotBlendableError(
-                    f"{self._name} caps its attention's logits, which transformers' SDPA leaves out: plain and blended "
+                    f"{self._name} caps its attention's logits, which transformers' SDPA does not: plain and blended "
                     'passes would differ; load the model with attn_implementation="eager"'
                 )
             attended.append(attend_rows(query, keys, values, self._rows, spec))
@@ -229,18 +229,18 @@ class _Probe:
         if len(attended) != 1 or out.shape != self._noise.shape:
             raise ModelNotBlendableError(
                 f"{self._layer(index)} called transformers' attention interface {len(attended)} times; "
-                "blending needs one attention a layer (state-space and convolution layers have none)"
+                "blending needs exactly one call per layer (state-space and convolution layers have none)"
             )
         alone = 0
         for row in range(1, ROWS):
             rows = self._rows[row : row + 1]
             single = self._base.run(index, self._noise[rows], rows, lambda *_, rows=rows: attended[0][rows])
             alone += _same_change(self._noise[rows], single, out[rows])
-        # Not all of them: rounding may send a row to another expert.
+        # Some rows may differ: rounding can route a row to another expert.
         if alone < ROWS // 2:
             raise ModelNotBlendableError(
-                f"{self._layer(index)} mixes rows outside its attention (a state-space or convolution part); "
-                "rows cannot be computed alone"
+                f"{self._layer(index)} mixes rows outside its attention (as state-space and convolution layers do); "
+                "single rows cannot be recomputed"
             )
 
     def _rotation(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KeyRotation | None:
@@ -259,19 +259,19 @@ class _Probe:
                     self._found.append(rotation)
                 return rotation
         raise ModelNotBlendableError(
-            f"the keys of {self._layer(index)} do not move by any of its {len(self._candidates)} rotations; "
+            f"none of the model's {len(self._candidates)} rotations moves the keys of {self._layer(index)}; "
             "they cannot be re-positioned"
         )
 
     def _check_without_positions(self, index: int) -> None:
-        """Keys that stay when positions move must not depend on the row's number either."""
+        """Checks that keys that do not depend on the position do not depend on the row's index either."""
         alike, _ = self._base.project(index, self._noise[:1].expand_as(self._noise), self._rows)
         if not _close(alike, alike[:, :1].expand_as(alike)):
-            raise ModelNotBlendableError(f"{self._layer(index)} ignores the positions it is given and counts rows")
+            raise ModelNotBlendableError(f"{self._layer(index)} ignores the given positions and counts rows instead")
 
 
 def _candidate_rotations(model: nn.Module) -> Iterator[KeyRotation]:
-    """Every inverse frequency that the model holds, in both pairings and both directions (NanoChat turns back)."""
+    """All inverse frequencies of the model, in both pairings and both directions (NanoChat rotates backwards)."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dim() == 1 and buffer.numel():
             for pairing, sign in product(get_args(Pairing), (1, -1)):
@@ -285,7 +285,7 @@ def _shifted(keys: torch.Tensor, rotation: KeyRotation, shift: int) -> torch.Ten
 
 
 def _close(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    """Equal to rounding in every dimension, over all heads and rows."""
+    """Equal up to rounding in every dimension, over all heads and rows."""
     if one is None:
         return False
     error = (one.float() - other.float()).norm(dim=(0, 1))
@@ -294,7 +294,7 @@ def _close(one: torch.Tensor | None, other: torch.Tensor) -> bool:
 
 
 def _same_change(given: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> bool:
-    """A layer did the same to `given` both times: equal to rounding, beside what it changed."""
+    """Whether a layer changed `given` equally both times, up to rounding, relative to the size of the change."""
     rounding = 4 * torch.finfo(other.dtype).eps
     given, one, other = given.float(), one.float(), other.float()
     return bool((one - other).norm() <= 0.01 * (other - given).norm() + rounding * other.norm())

@@ -1,30 +1,34 @@
-"""From token ids to text while they are generated."""
+"""Turns token ids into text while they are generated. Knows no tokenizer, only a decode function."""
 
 from collections.abc import Callable, Sequence
 
 
 class TextStream:
-    """Ids to text as they come: no half characters, no half stop texts.
+    """Streams the text of an answer without incomplete characters and without parts of a stop text.
 
     Args:
-        decode: ids to text.
+        decode: turns ids into text.
         stop: texts that end the answer.
+
+    Attributes:
+        text: the text of all tokens so far, cut at a stop text.
+        stopped: True once a stop text was found.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, stop
         self._ids: list[int] = []
-        self._sent = ""  # it stays, even where a later token makes the bytes of a run unreadable
+        self._sent = ""  # never changed, even if a later token makes earlier bytes undecodable
         self.text = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """Text that is new and certain."""
+        """Adds a token; returns the new text that later tokens cannot change."""
         self._ids.append(token_id)
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the text that was held back."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:

@@ -1,4 +1,4 @@
-"""Requests to a scheduler: what is asked, what is told of it, and what may go wrong before it begins."""
+"""Types of the scheduler's interface: requests, limits, events, and errors before a request starts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ from cacheblend.engines.hf.text_stream import TextStream
 
 
 class QueueFullError(CacheBlendError):
-    """As many requests wait as may.
+    """The queue is full.
 
     Attributes:
-        retry_after_s: when there may be room.
+        retry_after_s: seconds after which a place in the queue is likely to be free.
     """
 
     def __init__(self, waiting: int, retry_after_s: float) -> None:
-        super().__init__(f"{waiting} requests wait, which is all that may; ask again in {retry_after_s:.0f} s")
+        super().__init__(f"{waiting} requests wait, and the queue is full; retry in {retry_after_s:.0f} s")
         self.retry_after_s = retry_after_s
 
 
 class TooLateError(CacheBlendError):
-    """A request's time was over before its answer was."""
+    """A request's deadline passed before its answer was finished."""
 
 
 class ClosedError(CacheBlendError):
@@ -38,13 +38,13 @@ class ClosedError(CacheBlendError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What is under way at once.
+    """How many requests run and wait at a time.
 
     Attributes:
-        active: answers whose prompts are prefilled or that are drawn; a request that wants more of them goes alone.
-        waiting: requests behind them.
-        row_layers: of prefills between two tokens of the answers under way.
-        catch_up_s: that missed chunks wait for a moment without requests; then they are captured between rounds.
+        active: answers in prefill or decoding; a request for more answers than this runs alone.
+        waiting: requests in the queue.
+        row_layers: row-layers of prefill computed between two tokens of the running answers.
+        catch_up_s: seconds that missed chunks wait for the engine to be idle; later, they are captured between rounds.
     """
 
     active: int = 8
@@ -58,16 +58,16 @@ class Ask:
     """A request.
 
     Attributes:
-        prompt: checked by the engine.
-        params: of each answer.
-        choices: answers; the seed of each is the one behind that of the one before it.
+        prompt: the prompt; the engine checks it.
+        params: sampling parameters of each answer.
+        choices: number of answers; with a seed, answer i uses the seed + i.
         mode, ratio, selector: see `BlendEngine.open_prefill`.
-        deadline: by `time.monotonic`; None: none.
-        logprobs: so many of the likeliest tokens are told with each token; None: none.
+        deadline: by `time.monotonic`; None: no deadline.
+        logprobs: number of most likely tokens reported with each token; None: no log-probabilities.
         tenant: see `BlendEngine.planner_of`.
-        keep_text: store plain text in front of the first chunk, too, for prompts that begin the same.
-        may_keep: asked behind the first token, with how many tokens of chunks were missed, whether to store them. Must
-            not block.
+        keep_text: also store the plain text in front of the first chunk, for prompts that start with the same text.
+        may_keep: called after the first token with the number of missed chunk tokens; returns whether to store them.
+            Must not block.
     """
 
     prompt: Prompt
@@ -88,12 +88,12 @@ class TokenEvent:
     """A token of one choice.
 
     Attributes:
-        choice: from 0.
-        text: new and certain; may be empty.
-        token_id: of the token; None behind the last one, where held back text comes.
-        logprob: of the token, before any penalty or temperature; None where none were asked for.
-        top: (token id, log-probability) of the likeliest.
-        finish_reason: of the choice, with its last text.
+        choice: index of the choice, from 0.
+        text: new text that later tokens cannot change; may be empty.
+        token_id: id of the token; None for an event after the last token that carries held-back text.
+        logprob: log-probability before any penalty or temperature; None if not requested.
+        top: (token id, log-probability) of the most likely tokens.
+        finish_reason: set in the choice's last event.
     """
 
     choice: int
@@ -109,8 +109,8 @@ class DoneEvent:
     """The last event of a request.
 
     Attributes:
-        report: of the request; None where it failed before its first token.
-        error: why it failed; None where it did not.
+        report: report of the request; None if it failed before its first token.
+        error: why the request failed; None if it did not fail.
     """
 
     report: BlendReport | None
@@ -125,9 +125,9 @@ class Choice:
     """One answer of a request.
 
     Attributes:
-        decoding: its tokens.
-        stream: its text.
-        finish_reason: once it has ended.
+        decoding: decoding state, with the tokens.
+        stream: the text.
+        finish_reason: set once the answer has ended.
     """
 
     decoding: Decoding
@@ -141,8 +141,8 @@ class Ticket:
 
     Attributes:
         ask: the request.
-        on_event: called with each of its events, from the scheduler's thread; must not block.
-        submitted: by `time.perf_counter`.
+        on_event: called with each event of the request, in the scheduler's thread; must not block.
+        submitted: time of submission, by `time.perf_counter`.
     """
 
     ask: Ask
@@ -155,7 +155,7 @@ class Ticket:
     to_store: PrefillResult | None = None
 
     def cancel(self) -> None:
-        """Nobody waits for it any more. It is given up before the next round."""
+        """Cancels the request; the scheduler ends it before its next round."""
         self.cancelled = True
 
     @property
@@ -169,6 +169,6 @@ class Ticket:
         return 0 if self.prefill is None else self.prefill.active_rows
 
     def next_layer(self) -> LayerSteps:
-        """See `BatchJob`; the prefill is open."""
+        """See `BatchJob`; requires an open prefill."""
         assert self.prefill is not None
         return self.prefill.next_layer()

@@ -1,9 +1,9 @@
-"""A second view of a loaded transformers model: the same weights, but attention that this package answers.
+"""A second view of a loaded transformers model: the same weights, with this package's attention.
 
-The user's model object stays as it is. The view is a twin of its module tree that shares every parameter and buffer
-and has a config of its own, whose attention implementation is ours. Embedding, masks, position embeddings, final
-norm and head are the model's own forward, run with its layers taken out ("shell"): what it hands each layer is
-recorded, and what the last layer would give back is put in. So there is no per-model code here.
+The user's model object is not changed. The view is a copy of its module tree that shares every parameter and buffer and
+has its own config, in which our attention implementation is set. Embedding, masks, position embeddings, final norm and
+head are computed by the model's own forward, run with stubs instead of its layers (the "shell"): the stubs record the
+arguments of each layer, and return the last layer's output where logits are needed. So no code here is per model.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 
 ATTENTION = "cacheblend"
-WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})  # attention functions are handed them and ignore them
+WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})  # attention functions receive these and ignore them
 
 
 @dataclass(frozen=True)
 class LayerMask:
-    """What stands where transformers would put a layer's attention mask.
+    """Takes the place of a layer's attention mask in transformers.
 
     Attributes:
-        window: sliding window, None for full attention.
+        window: sliding window in tokens, None for full attention.
         refusal: why this attention cannot be blended; empty if it can.
-        attend: answers the layer's attention; None until a layer is run.
+        attend: computes the layer's attention; None until a layer is run.
     """
 
     window: int | None = None
@@ -40,13 +40,13 @@ class LayerMask:
 
 
 def _make_mask(*, mask_function: Any, q_length: int, local_size: int | None = None, **_: Any) -> LayerMask:
-    """Mask factory for our attention: keeps the window, materialises nothing.
+    """Mask factory for our attention: keeps only the window, creates no mask tensor.
 
-    Some models make masks that none of their layers use, so what is wrong with one is noted, not raised.
+    Some models create masks that none of their layers use; so an unsupported mask is noted in it, not raised here.
     """
     zero, one = torch.tensor(0), torch.tensor(1)
     if q_length > 1 and bool(mask_function(zero, zero, zero, one)):
-        return LayerMask(refusal="is not causal: a row sees tokens behind its own")
+        return LayerMask(refusal="is not causal: a row attends to tokens that follow it")
     if local_size is not None and not bool(mask_function(zero, zero, torch.tensor(local_size), one)):
         return LayerMask(refusal=f"attends within fixed chunks of {local_size} positions")
     return LayerMask(window=local_size)
@@ -63,13 +63,15 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Hands q, k, v [1, heads, n, head_dim] to the mask's `attend`; returns [1, n, heads, head_dim]."""
+    """Passes q, k, v [1, heads, n, head_dim] to the mask's `attend`; returns [1, n, heads, head_dim]."""
     if not isinstance(attention_mask, LayerMask) or attention_mask.attend is None:
-        raise ModelNotBlendableError(f"{type(module).__name__} attends outside a runner; use the model, not its view")
+        raise ModelNotBlendableError(
+            f"{type(module).__name__} was called outside a layer runner; call the model, not its view"
+        )
     unknown = [name for name, value in others.items() if torch.is_tensor(value) and name not in WITHOUT_EFFECT]
     if unknown:
         raise ModelNotBlendableError(
-            f"{type(module).__name__} hands its attention {', '.join(unknown)}, which blending does not know"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which blending does not support"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     spec = AttentionSpec(scaling=scaling, window=attention_mask.window, softcap=softcap or None, sinks=s_aux)
@@ -82,18 +84,18 @@ AttentionMaskInterface.register(ATTENTION, _make_mask)
 
 @dataclass
 class LayerCall:
-    """How the model's own forward calls one of its layers, apart from the hidden states."""
+    """Arguments that the model's own forward passes to one of its layers, without the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class _AllLayersSeenError(Exception):
-    """Ends a shell's forward behind the last layer."""
+    """Raised to end a shell's forward after the last layer."""
 
 
 class _Stub(nn.Module):
-    """Stands in for a layer; everything but its forward is the layer's own."""
+    """Replaces a layer in the shell; all attributes except `forward` are the layer's own."""
 
     def __init__(self, layer: nn.Module, shell: "_Shell", index: int) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class _Stub(nn.Module):
 
 
 class _Shell:
-    """The model's forward with stubs for layers; one object a call, so that calls do not meet."""
+    """The model's forward with stubs instead of layers; one per call, so that concurrent calls share no state."""
 
     def __init__(self, view: "ModelView", output: Any) -> None:
         self.calls: list[LayerCall] = []
@@ -127,7 +129,7 @@ class _Shell:
 
 
 class ModelView:
-    """Twin of a causal language model, walked layer by layer.
+    """A view of a causal language model whose layers can be run one at a time.
 
     Args:
         model: a transformers causal language model.
@@ -143,12 +145,12 @@ class ModelView:
         self._layers_give_tuples = False
 
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
-        """The first layer's input [1, n, width] and how each layer would be called.
+        """Embeds the rows: the first layer's input [1, n, width], and the arguments of each layer.
 
         Args:
             token_ids: [n] int64 on the model's device.
-            positions: [n] int64. Rows that do not follow each other are handed to the model as sequences of one row:
-                it would take them for packed sequences and mask one from the other.
+            positions: [n] int64. Rows at non-consecutive positions are passed to the model as sequences of one row
+                each: as one sequence, transformers would treat them as packed sequences and mask them from each other.
         """
         shell, apart = _Shell(self, None), bool((positions.diff() != 1).any())
         ids, places = (part[:, None] if apart else part[None] for part in (token_ids, positions))
@@ -172,11 +174,11 @@ class ModelView:
         return output[0]
 
     def close(self, hidden: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab]: the model's own norm and head.
+        """Computes logits [n, vocab] with the model's own norm and head.
 
         Args:
-            hidden: what the last layer gave for these rows, [n, width].
-            token_ids, positions: the rows', [n] each.
+            hidden: the last layer's output for these rows, [n, width].
+            token_ids, positions: token ids and positions of the rows, [n] each.
         """
         shell = _Shell(self, (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
         out = shell.model(input_ids=token_ids[:, None], position_ids=positions[:, None], use_cache=False)
@@ -185,7 +187,7 @@ class ModelView:
 
 
 def _in_one_row(value: Any, count: int) -> Any:
-    """What a layer was handed for sequences of one row each, [count, 1, ...], as for one sequence: [1, count, ...]."""
+    """Turns an argument for sequences of one row each, [count, 1, ...], into that for one sequence, [1, count, ...]."""
     if isinstance(value, tuple):
         return tuple(_in_one_row(part, count) for part in value)
     if isinstance(value, dict):
@@ -196,7 +198,7 @@ def _in_one_row(value: Any, count: int) -> Any:
 
 
 def _find_layers(model: PreTrainedModel) -> str:
-    """Path of the list of decoder layers."""
+    """Finds the module path of the list of decoder layers."""
     config = model.config.get_text_config(decoder=True)
     count = getattr(config, "num_hidden_layers", None)
     found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -209,16 +211,16 @@ def _find_layers(model: PreTrainedModel) -> str:
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise ModelNotBlendableError(
-                f"the forward of {name or type(model).__name__} is wrapped (by accelerate's device_map, perhaps); "
+                f"the forward of {name or type(model).__name__} is wrapped (perhaps by accelerate's device_map); "
                 "load the model on one device"
             )
     return outermost[0]
 
 
 def _twin(module: Any, memo: dict[int, Any]) -> Any:
-    """A copy of the module tree that shares parameters and buffers; configs are replaced by copies with our attention.
+    """Copies the module tree; parameters and buffers are shared, configs are replaced by copies with our attention.
 
-    `memo` is deepcopy's: a config that several modules hold is copied once.
+    `memo` is the one of `copy.deepcopy`: a config that several modules hold is copied once.
     """
     twin = copy.copy(module)
     twin._modules = {name: None if child is None else _twin(child, memo) for name, child in module._modules.items()}
@@ -231,7 +233,7 @@ def _twin(module: Any, memo: dict[int, Any]) -> Any:
 
 
 def _with_child(module: Any, path: str, child: nn.Module) -> Any:
-    """A copy of the chain of modules down to `path`, with `child` there; everything beside it is shared."""
+    """Copies the modules on the way down to `path` and puts `child` there; all other modules are shared."""
     head, _, rest = path.partition(".")
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
