@@ -657,3 +657,20 @@ def test_data_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(InvalidInputError, match="not UTF-8"):
         read_passages(tmp_path / "a.txt")
+
+
+def test_a_port_that_another_server_took_meanwhile_is_an_error_before_any_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both may bind a port while neither listens; the second must not say that it serves."""
+    from cacheblend.cli import serve
+    from cacheblend.serve.settings import ServeSettings
+
+    monkeypatch.setattr("cacheblend.serve.app.create_app", lambda engine, settings: None)
+    with serve.bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with serve.bind("127.0.0.1", port) as second:
+            first.listen()
+            with pytest.raises(InvalidInputError, match=f"--port {port}: the server cannot listen there"):
+                serve._run(None, ServeSettings(), "127.0.0.1", second)  # type: ignore[arg-type]
+    assert capsys.readouterr() == ("", "")

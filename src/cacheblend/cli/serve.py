@@ -20,6 +20,7 @@ from cacheblend.cli.options import (
 from cacheblend.cli.output import console
 
 if TYPE_CHECKING:
+    from cacheblend.core.errors import InvalidInputError
     from cacheblend.engines.hf import BlendEngine
     from cacheblend.serve.settings import ServeSettings
 
@@ -145,6 +146,7 @@ def serve(
         )
         with opened as engine:
             _run(engine, settings, server.host, bound)
+            engine.close(wait=False)  # the server has waited for missed chunks as long as --drain allows
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -153,8 +155,6 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         InvalidInputError: the host is not known or not of this machine, or the port is taken.
     """
-    from cacheblend.core.errors import InvalidInputError
-
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
@@ -168,11 +168,17 @@ def bind(host: str, port: int) -> socket.socket:
             raise
         return bound
     except (OSError, UnicodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not the name of a host"
-        raise InvalidInputError(
-            f"--host {host} --port {port}: the server cannot listen there ({reason}); name an address of this machine "
-            "and a free port (--port 0 takes one)"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> "InvalidInputError":
+    from cacheblend.core.errors import InvalidInputError
+
+    reason = getattr(error, "strerror", None) or "not the name of a host"
+    return InvalidInputError(
+        f"--host {host} --port {port}: the server cannot listen there ({reason}); name an address of this machine "
+        "and a free port (--port 0 takes one)"
+    )
 
 
 def _check_installed() -> None:
@@ -222,6 +228,10 @@ def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, bound: soc
 
     application: Any = create_app(engine, settings)
     port = bound.getsockname()[1]
+    try:
+        bound.listen()  # another server may have bound the port, too, while this one read weights
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
     page = ", the page at /" if settings.playground else ""
     say = console(stderr=True)
     say.print(f"{engine.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1{page}", soft_wrap=True)

@@ -37,7 +37,7 @@ from cacheblend.engines.hf.warming import ChunkWarmer, Progress
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.settings import Settings, check_settings, resolve_settings
-from cacheblend.engines.tokens import Message, Passage, PromptBuilder, find_sentence_end_ids
+from cacheblend.engines.tokens import Message, Passage, find_sentence_end_ids
 from cacheblend.store import KVStore, check_store_url, open_store
 
 
@@ -72,13 +72,14 @@ class BlendEngine:
         name: str = "",
     ) -> None:
         self.model, self.config, self.name = model, config or BlendConfig(), name
-        self.settings, self.eos_ids = Settings(self.config), eos_ids_of(model)
+        self.settings = Settings(self.config)
         self.view = ModelView(model)
         self.survey = survey_model(model, self.view)
         selector = self.config.make_selector()
         check_selector(selector, len(self.survey.layout.layers))
         self.tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, self.survey)
+        self.builder = self.prompts.builder
         self._sentence_end_ids = None if sentence_end_ids is None else np.array(sentence_end_ids, dtype=np.int64)
         if selector.question_rows:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
@@ -165,9 +166,9 @@ class BlendEngine:
         return torch.from_numpy(prompt.token_ids.astype("i8")).to(self.model.device)
 
     @property
-    def builder(self) -> PromptBuilder | None:
-        """Turns texts into token ids; None without a tokenizer."""
-        return self.prompts.builder
+    def eos_ids(self) -> list[int]:
+        """Ids that end the model's answers."""
+        return eos_ids_of(self.model)
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
         """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""

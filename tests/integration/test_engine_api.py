@@ -1,0 +1,148 @@
+"""The Python API as the README shows it: sampling options by keyword, chat, `with`, `close`, and early refusals."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
+from cacheblend.nano import model_path
+from cacheblend.store import MemoryStore
+
+PASSAGES = [Passage("The lighthouse was lit in 1871.", "lighthouse"), Passage("Mussels grow on ropes.", "mussels")]
+PROMPT = ["Answer from the passages.\n\n", *reversed(PASSAGES), "\n\nWhen was it lit?"]
+MESSAGES = [{"role": "user", "content": "When was it lit?"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[BlendEngine]:
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        engine.warm(PASSAGES)
+        yield engine
+
+
+def test_sampling_options_by_keyword(engine: BlendEngine) -> None:
+    params = SamplingParams(max_new_tokens=5, temperature=0.7, seed=3, ignore_eos=True)
+    whole = engine.generate(PROMPT, params)
+    options: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+    assert engine.generate(PROMPT, **options).token_ids == whole.token_ids
+    assert len(whole.token_ids) == 5
+    *_, last = engine.stream(PROMPT, **options)
+    assert last.answer is not None and last.answer.token_ids == whole.token_ids
+
+
+def test_a_stop_text_may_be_a_text_or_a_list(engine: BlendEngine) -> None:
+    plain = engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
+    stop = plain.text.strip()[-3:]
+    for given in (stop, [stop], (stop,)):
+        answer = engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True, stop=given)
+        assert answer.finish_reason == "stop" and stop not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 3}, "sampling option 'max_tokens'.*max_new_tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature .* got -1"),
+        ({"params": SamplingParams(), "seed": 1}, "sampling parameters or the options seed, not both"),
+    ],
+)
+@pytest.mark.parametrize("method", ["generate", "stream", "chat"])
+def test_wrong_options_are_refused_at_once(
+    engine: BlendEngine, method: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        getattr(engine, method)(MESSAGES if method == "chat" else PROMPT, **options)
+
+
+def test_chat_answers(engine: BlendEngine) -> None:
+    answer = engine.chat(MESSAGES, documents=PASSAGES, max_new_tokens=4, ignore_eos=True)
+    assert isinstance(answer, Answer)
+    same = engine.generate(engine.chat_prompt(MESSAGES, PASSAGES), max_new_tokens=4, ignore_eos=True)
+    assert answer.token_ids == same.token_ids
+    texts = engine.chat(MESSAGES, [each.text for each in PASSAGES], max_new_tokens=4, ignore_eos=True)
+    assert texts.report.prompt_tokens > 0
+
+
+def labels(store: MemoryStore) -> set[str]:
+    return {manifest.label for manifest in store.manifests()}
+
+
+def test_leaving_a_with_block_waits_for_missed_passages() -> None:
+    store = MemoryStore()
+    with BlendEngine.from_pretrained(model_path(), store=store) as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+    assert labels(store) == {"lighthouse", "mussels"}
+    engine.close()  # again
+    assert store.stats().chunks == 2  # the caller's store stays open
+
+
+@pytest.mark.parametrize("raised", [False, True], ids=["close(wait=False)", "an exception in the block"])
+def test_missed_passages_are_given_up_where_nobody_waits(raised: bool) -> None:
+    store, begun, held = MemoryStore(), threading.Event(), threading.Event()
+    engine = BlendEngine.from_pretrained(model_path(), store=store)
+
+    def job() -> None:
+        begun.set()
+        held.wait()
+
+    engine.background.submit("a job before them", job)
+    assert begun.wait(60)
+    engine.generate(PROMPT, max_new_tokens=2)
+    threading.Timer(0.2, held.set).start()  # the job under way is waited for, those after it are not done
+    if raised:
+        with pytest.raises(KeyError), engine:
+            raise KeyError
+    else:
+        engine.close(wait=False)
+    assert held.is_set() and labels(store) == set()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading weights fails the test."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr("cacheblend.engines.hf.opening.fingerprint_folder", fail)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"store": "gs://bucket"}, "gs"),
+        ({"store": "file:///tmp/x?max_byte=1GiB"}, "has no option 'max_byte'"),
+        ({"store": "redis://host:port"}, "port"),
+        ({"config": {"recompute_ratio": 2}}, "got 2"),
+        ({"config": {"recompute_rato": 0.1}}, "recompute_rato"),
+        ({"config": {"check_layers": (99,)}}, "check layer 99 does not exist"),
+        ({"config": BlendConfig(check_layers=(99,))}, "check layer 99 does not exist"),
+        ({"config": {"cost_model": "none.json"}}, "none.json cannot be read"),
+        ({"profile": "none.json"}, "none.json cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_before_weights_are_read(
+    options: dict[str, Any], message: str, unread: None, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_path(), tmp_path / "model")
+    with pytest.raises(InvalidInputError, match=message):
+        BlendEngine.from_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def test_a_request_stepped_by_hand_ends_with_its_block(engine: BlendEngine) -> None:
+    with engine.start(PROMPT, SamplingParams(max_new_tokens=3, ignore_eos=True)) as request:
+        tokens = [request.step() for _ in range(3)]
+        assert request.done
+    assert tokens == engine.generate(PROMPT, max_new_tokens=3, ignore_eos=True).token_ids
+    assert request.to_store is None
