@@ -296,7 +296,7 @@ def test_missed_chunks_are_captured_after_the_requests() -> None:
 
 def test_missed_chunks_are_captured_under_continuous_load() -> None:
     with open_engine(tiny_model("llama"), [A], capture=True) as engine:
-        engine.background.begin_request()  # one that is always under way
+        engine.background.begin_request()  # a request that never ends
         patient, busy = Scheduler(engine, Limits(catch_up_s=60.0)), Scheduler(engine, Limits(catch_up_s=0.0))
         try:
             for _ in range(3):

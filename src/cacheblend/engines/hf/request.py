@@ -37,20 +37,20 @@ class Delta:
 
 
 class Request:
-    """A prompt after its prefill; `step` draws its tokens. Call `finish` in the end, however it ends, or use `with`.
+    """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`.
 
     Args:
-        view: of the model.
-        decoding: of the answer.
-        result: of the prefill.
-        started: when the request came, by `time.perf_counter`.
-        store_missed: takes the prefill once the first token has been drawn, so that storing does not delay it.
+        view: view of the model.
+        decoding: decoding state of the answer.
+        result: result of the prefill.
+        started: time at which the request was started, by `time.perf_counter`.
+        store_missed: stores what the prefill missed; called after the first token, so as not to delay it.
         end: called once, by `finish`.
 
     Attributes:
-        report: of the request so far.
-        token_ids: the answer so far.
-        to_store: the prefill, until what is stored of it has been taken; None after that.
+        report: report of the request so far.
+        token_ids: tokens of the answer so far.
+        to_store: result of the prefill, until it has been passed to `store_missed`; None afterwards.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """The last token has been drawn."""
+        """True once the last token has been generated."""
         return self._decoding.sampler.finish_reason is not None
 
     def step(self) -> int:
-        """Draws the next token. What is stored of the prompt's KV is taken after the first one."""
+        """Generates the next token. After the first one, passes the prefill to `store_missed`."""
         if self.token_ids:
             self._take_stored()
         compute_logits(self._view, [self._decoding])
@@ -84,7 +84,7 @@ class Request:
         return self.token_ids[-1]
 
     def stream(self, text: TextStream) -> Iterator["Delta"]:
-        """The answer as it is generated; the last delta carries it whole."""
+        """Yields the answer while it is generated; the last delta has the finished `answer`."""
         while not self.done and not text.stopped:
             new = text.push(self.step())
             if new:
@@ -93,7 +93,7 @@ class Request:
         yield Delta(tail, self._answer(text))
 
     def finish(self) -> None:
-        """Ends the request: what it missed may be captured now. Idempotent."""
+        """Ends the request, so that missed chunks can be captured. Idempotent."""
         if not self._finished:
             self._finished = True
             self._take_stored()
@@ -106,7 +106,7 @@ class Request:
         self.finish()
 
     def _answer(self, text: TextStream) -> Answer:
-        """The answer as it stands; completes the report."""
+        """The answer as generated so far; completes the report."""
         self.report.total_s = time.perf_counter() - self._started
         self.report.generated_tokens = len(self.token_ids)
         reason = "stop" if text.stopped else self._decoding.sampler.finish_reason or "stop"
