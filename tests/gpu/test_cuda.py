@@ -1,4 +1,4 @@
-"""The laws on CUDA, in fp32 and bf16, and parity of the attention's routes there."""
+"""The invariants on CUDA, in fp32 and bf16, and parity of the attention's routes there."""
 
 import copy
 from functools import cache
@@ -57,26 +57,26 @@ def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits.float() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("law", INVARIANTS)
+@pytest.mark.parametrize("invariant", INVARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_recompute_equals_full_prefill(family: str, law: str) -> None:
+def test_full_recompute_equals_full_prefill(family: str, invariant: str) -> None:
     model = on_device(family)
     with open_engine(model) as engine:
-        outcome = run(engine, RAG, INVARIANTS[law])
+        outcome = run(engine, RAG, INVARIANTS[invariant])
     assert outcome.report.hit_tokens["memory"] == len(outcome.recomputed) == 115
     assert outcome.result.logits.device.type == DEVICE
     assert_same(outcome.result, *plain_kv(model, RAG.token_ids), FP32)
 
 
-@pytest.mark.parametrize("law", INVARIANTS)
+@pytest.mark.parametrize("invariant", INVARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_recompute_in_bf16_is_as_near_the_truth_as_full_prefill(family: str, law: str) -> None:
+def test_full_recompute_in_bf16_is_as_near_the_truth_as_full_prefill(family: str, invariant: str) -> None:
     """The truth is an fp32 model of the same, rounded, weights."""
     model = on_device(family, torch.bfloat16)
     exact, _ = plain_kv(copy.deepcopy(model).float(), RAG.token_ids)
     plain, _ = plain_kv(model, RAG.token_ids)
     with open_engine(model) as engine:
-        outcome = run(engine, RAG, INVARIANTS[law])
+        outcome = run(engine, RAG, INVARIANTS[invariant])
     assert error(outcome.result.logits, exact) <= 1.5 * error(plain, exact) + 0.01
 
 

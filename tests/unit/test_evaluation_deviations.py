@@ -1,4 +1,4 @@
-"""Deviation over rows: laws on tiny models, means and tables by hand, what is kept in the run's folder."""
+"""Deviation over rows: invariants on tiny models, means and tables by hand, what is kept in the run's folder."""
 
 import json
 from io import StringIO

@@ -1,4 +1,4 @@
-"""Plans: laws that hold for any prompt over any store, and the cases that shaped them."""
+"""Plans: invariants that hold for any prompt over any store, and the cases that shaped them."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby, pairwise

@@ -85,8 +85,8 @@ class BlendEngine:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
         self.fingerprint = fingerprint or fingerprint_model(model)
         bos_id = self.builder.bos_id if self.builder else bos_id
-        dtype = str(self.survey.layout.dtype).removeprefix("torch.")
-        self.identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name)
+        dtype = str(self.survey.layout.dtype)
+        self.identity = ModelIdentity(None, self.fingerprint, dtype.removeprefix("torch."), bos_id, name)
         self.planner = self.identity.planner(self.config, "")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
@@ -167,7 +167,7 @@ class BlendEngine:
 
     @property
     def eos_ids(self) -> list[int]:
-        """Ids that end the model's answers."""
+        """Ids that end the model's answers, by its generation config."""
         return eos_ids_of(self.model)
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
@@ -198,8 +198,7 @@ class BlendEngine:
             InvalidInputError: an empty chunk, one longer than the context, or ids outside the vocabulary.
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
-        segments = [self.prompts.segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
-        planner = self.planner_of(tenant)
+        segments, planner = self.prompts.segments(chunks), self.planner_of(tenant)
         anchor = planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(planner, anchor, segments, progress)
 

@@ -1,6 +1,6 @@
 """From what a caller passes to an engine to a checked prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
@@ -54,8 +54,15 @@ class PromptReader:
         passages = [Passage(each) if isinstance(each, str) else each for each in documents]
         return self.read(self._needed_builder().chat(messages, passages, **options))
 
-    def segment(self, part: Passage | str | Segment) -> Segment:
-        """A chunk of a passage, a text, or token ids."""
+    def segments(self, chunks: Iterable[Passage | str | Segment]) -> list[Segment]:
+        """Chunks of passages, texts, or token ids; a single text is one chunk.
+
+        Raises:
+            InvalidInputError: texts without a tokenizer.
+        """
+        return [self._segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
+
+    def _segment(self, part: Passage | str | Segment) -> Segment:
         if isinstance(part, Segment):
             return chunk(part.token_ids, part.label)
         if self.builder is None:
