@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cacheblend.bench.ttft_report import table
-from cacheblend.cli import app, ask
+from cacheblend.cli import app, ask, main
 from cacheblend.cli.output import error_text
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.report import BlendReport
@@ -667,10 +668,32 @@ def test_a_port_that_another_server_took_meanwhile_is_an_error_before_any_messag
     from cacheblend.serve.settings import ServeSettings
 
     monkeypatch.setattr("cacheblend.serve.app.create_app", lambda engine, settings: None)
-    with serve.bind("127.0.0.1", 0) as first:
+    with serve.bind("127.0.0.1", 0) as (first,):
         port = first.getsockname()[1]
         with serve.bind("127.0.0.1", port) as second:
             first.listen()
             with pytest.raises(InvalidInputError, match=f"--port {port}: the server cannot listen there"):
                 serve._run(None, ServeSettings(), "127.0.0.1", second)  # type: ignore[arg-type]
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_host_of_several_addresses_is_served_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.cli import serve
+
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{n}", 0)) for n in (1, 2, 1)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with serve.bind("several", 0) as sockets:
+        names = [bound.getsockname() for bound in sockets]
+    assert [address for address, _ in names] == ["127.0.0.1", "127.0.0.2"]
+    assert len({port for _, port in names}) == 1
+    assert all(bound.fileno() == -1 for bound in sockets)
+
+
+@pytest.mark.parametrize("arguments", [[], ["store"], ["bench"], ["bench", "vllm"], ["keys"]])
+def test_a_group_without_a_command_shows_its_help_and_is_no_success(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert "Usage" in capsys.readouterr().out

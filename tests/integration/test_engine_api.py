@@ -146,3 +146,18 @@ def test_a_request_stepped_by_hand_ends_with_its_block(engine: BlendEngine) -> N
         assert request.done
     assert tokens == engine.generate(PROMPT, max_new_tokens=3, ignore_eos=True).token_ids
     assert request.to_store is None
+
+
+def test_closing_again_after_an_interrupted_wait_closes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = BlendEngine.from_pretrained(model_path(), store="memory")
+    closed: list[str] = []
+    monkeypatch.setattr(engine.store, "close", lambda: closed.append("store"))
+    monkeypatch.setattr(engine.background, "close", lambda: closed.append("background"))
+
+    def interrupted(timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._warmer, "flush", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert closed == ["background", "store"]

@@ -1,8 +1,12 @@
 """The question pass equals the dense reference; the exactness invariants hold for selectors that use the question."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
+from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import Selector
@@ -195,8 +199,13 @@ def test_interleaved_question_passes(selector: str) -> None:
 def test_each_layer_is_read_once(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(tiny_model("llama")) as engine:
         reads = []
-        read = engine.store.read
-        monkeypatch.setattr(engine.store, "read", lambda *args: reads.append(args[:2]) or read(*args))
+        read_many = engine.store.read_many
+
+        def read(names: Sequence[BlockName], layer: int, heads: slice | None = None) -> list[Any]:
+            reads.extend((name, layer) for name in names)
+            return read_many(names, layer, heads)
+
+        monkeypatch.setattr(engine.store, "read_many", read)
         engine.prefill(RAG, selector=SELECTORS[selector])
     assert len(reads) == len(set(reads)) == 4 * (2 + 3 + 4)  # blocks of 16 in chunks of 25, 40 and 50
 

@@ -72,7 +72,7 @@ def test_settings_stand_behind_the_selectors_name() -> None:
         ({"selectors": ["hkvd:measure=w"]}, "measure must be one of kv, k, v, got 'w'"),
         ({"selectors": ["threshold:threshold=high"]}, "a setting has the wrong type"),
         ({"selectors": ["profile"]}, "needs a model's settings"),
-        ({"ratios": [1.5]}, r"lies in 0..1, got 1.5"),
+        ({"ratios": [1.5]}, r"must be in 0..1, got 1.5"),
         ({"check_layers": [(0,)]}, "at least 1"),
     ],
 )

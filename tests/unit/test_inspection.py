@@ -235,7 +235,7 @@ def test_an_exact_prefix_counts_as_full_recompute() -> None:
     [
         (Prompt.of([SYSTEM, QUESTION]), 4096, "no chunk"),
         (Prompt.of([A, QUESTION]), 4096, "directly follows its anchor"),
-        (RAG, len(RAG) - 1, f"{len(RAG)} tokens, inspection takes {len(RAG) - 1}.*--max-tokens"),
+        (RAG, len(RAG) - 1, f"{len(RAG)} tokens, inspection takes {len(RAG) - 1}.*--max-prompt-tokens"),
     ],
 )
 def test_what_cannot_be_inspected(prompt: Prompt, limit: int, message: str) -> None:

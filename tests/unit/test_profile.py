@@ -65,7 +65,7 @@ def test_a_profile_may_pool_by_sentence_or_by_span(tmp_path: Path) -> None:
         ({"settings": {"salt": "x"}}, "field 'settings.salt'"),
         ({"settings": {"speed": 1}}, "field 'settings.speed'"),
         ({"settings": {"recompute_ratio": "much"}}, "field 'settings.recompute_ratio': expected a number"),
-        ({"settings": {"recompute_ratio": 1.5}}, "field 'settings': a recompute ratio lies in 0..1"),
+        ({"settings": {"recompute_ratio": 1.5}}, "field 'settings': a recompute ratio must be in 0..1"),
         ({"settings": {"check_layers": 1}}, "field 'settings.check_layers': expected a list of numbers"),
         ({"settings": {"selector": "best"}}, "field 'settings': no selector is called 'best'"),
         ({"settings": {"selector": ["hkvd"]}}, "field 'settings.selector': expected a text"),

@@ -12,13 +12,13 @@ def table(result: dict[str, Any]) -> Table:
     """The result for people, 80 columns wide; a sweep has one block a point."""
     out = Table(
         title=Text(f"Time to first token, {result['model']}", "table.title"),
-        caption="gain: full / arm; loaded: tokens from the store; again: recomputed",
+        caption="gain: full / method; loaded: tokens from the store; again: recomputed",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
-    for column in ("arm", "store"):
+    for column in ("method", "store"):
         out.add_column(column, no_wrap=True)
     for column in ("TTFT, s", "min", "max", "gain", "load, s", "loaded", "again"):
         out.add_column(column, justify="right", no_wrap=True)
@@ -53,7 +53,7 @@ def _seconds(value: float) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws a sweep's curves: TTFT of each arm. Needs matplotlib."""
+    """Draws a sweep's curves: TTFT of each method. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         if is_help(error):
             typer.echo(error)
+            sys.exit(ERROR)
         elif is_usage_error(error):
             _leave(usage_text(error, arguments))
         elif isinstance(error, CacheBlendError | OSError):

@@ -15,6 +15,7 @@ RENAMED_OPTIONS = {
     "--machine": "--cost-model",
     "--max-tokens": "--max-prompt-tokens",
 }
+MAY_BE_EMPTY = ("--salt", "--system")
 RENAMED_COMMANDS = {"profile": "calibrate"}
 
 
@@ -58,14 +59,14 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
 def empty_value(arguments: Sequence[str]) -> str | None:
     """An error for an option or argument that is the empty string; None if there is none.
 
-    The salt may be empty: that is its default.
+    Salt and system prompt may be empty: those are their defaults.
     """
     for at, argument in enumerate(arguments):
         before = arguments[at - 1] if at else ""
-        if argument == "" and before != "--salt":
+        if argument == "" and before not in MAY_BE_EMPTY:
             where = f"{before}: the value is empty" if before.startswith("-") else "an argument is empty"
             return f"{where}; give one, or leave it out"
-        if argument.startswith("--") and argument.endswith("=") and argument != "--salt=":
+        if argument.startswith("--") and argument.endswith("=") and argument[:-1] not in MAY_BE_EMPTY:
             return f"{argument[:-1]}: the value is empty; give one, or leave it out"
     return None
 

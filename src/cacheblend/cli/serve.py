@@ -1,7 +1,9 @@
 """`cacheblend serve`: parses options, binds the address, opens the engine; what answers is in `cacheblend.serve`."""
 
+import contextlib
 import logging
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -134,7 +136,7 @@ def serve(
     from cacheblend.engines.hf.background import run_apart
     from cacheblend.serve.memory import keep_few_kernels
 
-    with bind(server.host, server.port) as bound:
+    with bind(server.host, server.port) as sockets:
         keep_few_kernels()
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -145,30 +147,36 @@ def serve(
             )
         )
         with opened as engine:
-            _run(engine, settings, server.host, bound)
+            _run(engine, settings, server.host, sockets)
             engine.close(wait=False)  # the server has waited for missed chunks as long as --drain allows
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; `port` 0 takes a free one. It listens only when the server is ready to answer.
+@contextlib.contextmanager
+def bind(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets bound to every address of the host, closed in the end; they listen when the server is ready to answer.
+
+    Args:
+        host: a name may have several addresses: ``localhost`` often is 127.0.0.1 and ::1.
+        port: 0 takes a free one, the same for all addresses where that is possible.
 
     Raises:
         InvalidInputError: the host is not known or not of this machine, or the port is taken.
     """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-        bound = socket.socket(family, kind)
+    with contextlib.ExitStack() as closing:
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
-        return bound
-    except (OSError, UnicodeError, ValueError) as error:
-        raise _cannot_listen(host, port, error) from error
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            sockets: list[socket.socket] = []
+            for family, kind, _, _, address in dict.fromkeys(found):
+                bound = closing.enter_context(socket.socket(family, kind))
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                taken = sockets[0].getsockname()[1] if sockets else port
+                bound.bind((address[0], taken, *address[2:]))
+                sockets.append(bound)
+        except (OSError, UnicodeError, ValueError) as error:
+            raise _cannot_listen(host, port, error) from error
+        yield sockets
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> "InvalidInputError":
@@ -219,7 +227,7 @@ def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
     )
 
 
-def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, bound: socket.socket) -> None:
+def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, sockets: list[socket.socket]) -> None:
     """Says where the server is, and serves until it is stopped."""
     import uvicorn
 
@@ -227,9 +235,10 @@ def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, bound: soc
     from cacheblend.serve.app import create_app
 
     application: Any = create_app(engine, settings)
-    port = bound.getsockname()[1]
+    port = sockets[0].getsockname()[1]
     try:
-        bound.listen()  # another server may have bound the port, too, while this one read weights
+        for bound in sockets:
+            bound.listen()  # another server may have bound the port, too, while this one read weights
     except OSError as error:
         raise _cannot_listen(host, port, error) from error
     page = ", the page at /" if settings.playground else ""
@@ -244,6 +253,7 @@ def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, bound: soc
         server_header=False,
     )
     server = uvicorn.Server(config)
-    server.run(sockets=[bound])
+    with contextlib.suppress(KeyboardInterrupt):  # raised again after a clean stop
+        server.run(sockets=sockets)
     if not server.started:
         raise InvalidInputError("the server did not start; see the log")

@@ -35,7 +35,7 @@ def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     if array.dtype.kind not in "iu":
         raise TypeError(f"token ids must be integers, not {array.dtype}")
     if int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF:
-        raise OverflowError(f"token ids must lie in 0..{0xFFFFFFFF}, got {array.min()}..{array.max()}")
+        raise OverflowError(f"token ids must be in 0..{0xFFFFFFFF}, got {array.min()}..{array.max()}")
     return np.ascontiguousarray(array, dtype="<u4")
 
 
@@ -60,7 +60,7 @@ def root_name(fingerprint: str, kv_dtype: str, codec: str = "raw", salt: str = "
 
 
 def block_name(parent: BlockName, token_ids: TokenIds) -> BlockName:
-    """Name of the block that holds `token_ids` directly behind the chain named `parent`."""
+    """Name of the block that holds `token_ids` directly after the chain named `parent`."""
     return BlockName(hashlib.sha256(parent + token_ids.tobytes()).digest())
 
 
@@ -70,7 +70,7 @@ def split_blocks(token_ids: TokenIds, block_size: int) -> list[TokenIds]:
 
 
 def chain_names(parent: BlockName, blocks: Sequence[TokenIds]) -> list[BlockName]:
-    """Names of consecutive blocks behind `parent`."""
+    """Names of consecutive blocks after `parent`."""
     names = []
     for tokens in blocks:
         parent = block_name(parent, tokens)

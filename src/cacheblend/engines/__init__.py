@@ -1,1 +1,1 @@
-"""What runs models. Here lies what two engines share; `hf` and `vllm` do not know each other."""
+"""What runs models. Modules here are shared by the engines `hf` and `vllm`, which do not import each other."""

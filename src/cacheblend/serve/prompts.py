@@ -71,7 +71,7 @@ def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Parsed
     if not ids:
         raise ApiError(400, "the prompt is empty", param="prompt")
     if min(ids) < 0 or max(ids) >= engine.survey.vocab_size:
-        raise ApiError(400, f"token ids lie in 0..{engine.survey.vocab_size - 1}", param="prompt")
+        raise ApiError(400, f"token ids must be in 0..{engine.survey.vocab_size - 1}", param="prompt")
     return ParsedPrompt(engine.prompt(Prompt.of(_segments(ids, spans))), keep_text=True)
 
 

@@ -1,6 +1,6 @@
 """The contract of a KV store, and what every implementation shares.
 
-Knows blocks, manifests and what may go wrong; does not know where the bytes lie.
+Knows blocks, manifests and what may go wrong; does not know where the bytes are kept.
 """
 
 import threading

@@ -73,7 +73,7 @@ class Controller:
         check_layer: int | None = 1,
     ) -> None:
         if not 0 <= floor <= 1:
-            raise InvalidInputError(f"the floor of the ratio must lie in 0..1, got {floor}")
+            raise InvalidInputError(f"the floor of the ratio must be in 0..1, got {floor}")
         self._measured, self._layers, self._bytes_per_token, self._floor = cost_model, layers, bytes_per_token, floor
         self._whole = 0.0 if check_layer is None else min(check_layer + _CHECK, layers)
         self._pace = 1.0  # time of full prefills, over the measured

@@ -62,7 +62,7 @@ class PrefillOptions:
         tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
         over_ranks: see `OverRanks`; None on a single rank.
-        on_layer: is handed every layer's KV, which is then released; None: all of it is kept for the result.
+        on_layer: receives every layer's KV, which is then released; None: all of it is kept for the result.
         attention: of scattered rows, where the engine has a faster one.
         synchronize: waits for the device, so that a clock read afterwards is right.
         on_result: see `OnResult`.
@@ -111,9 +111,9 @@ class BlendedPrefill:
         self._computed, self._fallbacks = ComputedRows(), list[str]()
         self._restarts = 0  # after rows had been dropped
         self._is_alone = True
-        self._planned = time.perf_counter()
-        self._started = self._planned if started is None else started
+        self._started = time.perf_counter() if started is None else started
         self._start(plan)
+        self._planned = time.perf_counter()
 
     def _start(self, plan: BlendPlan) -> None:
         self._plan, self._runner = plan, self._open_runner(plan)

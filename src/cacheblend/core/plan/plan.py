@@ -181,7 +181,7 @@ class BlendPlan:
     def without(self, lost: Iterable[BlockName] | Literal["all"]) -> "BlendPlan":
         """The plan after blocks were lost: their rows are misses, or text.
 
-        A PREFIX span behind a lost one still has exact KV; it is kept as LOADED with keys that need not move.
+        A PREFIX span after a lost one still has exact KV; it is kept as LOADED with keys that need not move.
         """
         gone = {s.name for s in self.spans} if lost == "all" else set(lost)
         spans, in_prefix = [], True

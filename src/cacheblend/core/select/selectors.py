@@ -186,7 +186,7 @@ class NoRows(Selector):
 def check_ratio(ratio: float) -> None:
     """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
     if not (isinstance(ratio, int | float) and math.isfinite(ratio) and 0 <= ratio <= 1):
-        raise InvalidInputError(f"a recompute ratio lies in 0..1, got {ratio}")
+        raise InvalidInputError(f"a recompute ratio must be in 0..1, got {ratio}")
 
 
 def check_schedule(check_layers: tuple[int, ...], ratios: tuple[float, ...]) -> None:
@@ -195,7 +195,7 @@ def check_schedule(check_layers: tuple[int, ...], ratios: tuple[float, ...]) -> 
     if len(ratios) != len(check_layers):
         raise InvalidInputError(f"{len(check_layers)} check layers {check_layers} need as many ratios, got {ratios}")
     if any(not 0 <= ratio <= 1 for ratio in ratios):
-        raise InvalidInputError(f"recompute ratios lie in 0..1, got {ratios}")
+        raise InvalidInputError(f"recompute ratios must be in 0..1, got {ratios}")
     if list(ratios) != sorted(ratios, reverse=True):
         raise InvalidInputError(f"ratios must not rise from one check layer to the next, got {ratios}")
 

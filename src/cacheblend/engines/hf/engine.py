@@ -5,6 +5,7 @@ with BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cache
     answer = engine.generate(["Answer from the passages.", Passage("..."), "Who wrote it?"], max_new_tokens=64)
 """
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -96,7 +97,6 @@ class BlendEngine:
             self.view, self.survey, self.store, self.config, controller, model.device, self.sentence_end_ids
         )
         self.background = Background(self.config.capture_queue)
-        self._closed = False
         self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self.background, name)
 
     @staticmethod
@@ -116,8 +116,8 @@ class BlendEngine:
         Args:
             path: a folder with config.json, weights and tokenizer.
             store: a store, or its URL: ``memory``, a folder, ``file:///folder?max_bytes=...``; see `open_store`.
-            config: how to blend. None uses the model's profile, if it has one, or the defaults; a mapping of some
-                fields overrides those of the profile, see `resolve_settings`; a `BlendConfig` replaces the profile.
+            config: how to blend. None uses the model's profile, if it has one, or the defaults. A mapping of some
+                fields overrides the profile's, or sets it aside (`resolve_settings`); a `BlendConfig` replaces it.
             profile: its file, if it is not ``blend-profile.json`` in the model's folder.
             dtype: of the weights; ``auto`` uses the folder's own.
             device: None uses CUDA if there is a GPU.
@@ -210,18 +210,15 @@ class BlendEngine:
         """Ends background work; closes the store if the engine opened it. Idempotent.
 
         Args:
-            wait: until missed chunks are captured and stored (see `flush` for a bound). Without it those that still
-                wait are given up, and counted in the log.
+            wait: for missed chunks to be captured and stored (`flush` waits with a bound); False gives them up.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if wait:
-            self._warmer.flush()
-        self.background.close()
-        self._warmer.close()
-        if self._owns_store:
-            self.store.close()
+        with contextlib.ExitStack() as ends:  # all of them, also where one fails or the wait is interrupted
+            if self._owns_store:
+                ends.callback(self.store.close)
+            ends.callback(self._warmer.close)
+            ends.callback(self.background.close)
+            if wait:
+                self._warmer.flush()
 
     def __enter__(self) -> "BlendEngine":
         return self

@@ -74,7 +74,6 @@ class Prefiller:
             raised: makes the selector for a higher ratio. If given, the loading controller (if any) decides.
         """
         started = time.perf_counter()
-        check_selector(selector, len(self._survey.layout.layers))
         plan = plan_in_mode(planner.plan(prompt, self._store), mode)
         decision = None
         if self.controller is not None and raised is not None and mode == "blend":
@@ -83,6 +82,7 @@ class Prefiller:
             if decision.ratio > floor_of(self._config):
                 selector = raised(decision.ratio)
         chosen = NoRows() if mode == "reuse" else selector
+        check_selector(chosen, len(self._survey.layout.layers))
         options = self._options(chosen, decision)
         return BlendedPrefill(plan, self._open_runner, self.open_loader, chosen, options, started=started)
 

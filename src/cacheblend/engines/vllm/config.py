@@ -67,7 +67,7 @@ class ConnectorConfig:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
         share = self.min_reused_share
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
-            raise InvalidInputError(f"min_reused_share must lie in 0..1, got {share!r}")
+            raise InvalidInputError(f"min_reused_share must be in 0..1, got {share!r}")
         if not isinstance(self.match_content, bool):
             raise InvalidInputError(f"match_content must be true or false, got {self.match_content!r}")
         if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s < 0:

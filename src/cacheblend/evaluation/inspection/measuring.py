@@ -126,7 +126,7 @@ def _check(prompt: Prompt, max_tokens: int) -> None:
     if len(prompt) > max_tokens:
         raise InvalidInputError(
             f"the prompt has {len(prompt)} tokens, inspection takes {max_tokens}: it computes the attention of every "
-            "row to all others; use fewer or shorter passages, or raise --max-tokens (max_tokens)"
+            "row to all others; use fewer or shorter passages, or raise --max-prompt-tokens (max_tokens)"
         )
     if not prompt.chunks:
         raise InvalidInputError("the prompt has no chunk, so there is nothing to reuse; give at least one passage")
