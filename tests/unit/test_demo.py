@@ -1,22 +1,22 @@
 """The demo: correct answers follow from the order of the passages, and what is shown from the answers given."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.evaluation import Evaluation, Label, summarise
+from cacheblend.data import QuestionRow
+from cacheblend.evaluation import Evaluation, Label, summarise, with_cells
 from cacheblend.evaluation.demo import (
     CATEGORIES,
-    Demo,
-    MethodResult,
+    by_difference,
     demo_methods,
     draw_demo,
-    method_results,
-    sample_rows,
+    find_example,
+    method_figures,
 )
-from cacheblend.evaluation.demo_example import find_example
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.scorers import ExactMatch
 from cacheblend.nano import lexicon
@@ -32,36 +32,36 @@ METHODS = (
 
 
 @pytest.fixture(scope="module")
-def demo() -> Demo:
+def demo() -> list[QuestionRow]:
     return draw_demo(seed=0)
 
 
-def test_a_seed_determines_the_demo(demo: Demo) -> None:
+def test_a_seed_determines_the_demo(demo: list[QuestionRow]) -> None:
     assert draw_demo(0) == demo
-    assert draw_demo(1).scene != demo.scene
+    assert set(draw_demo(1)[0].passages).isdisjoint(demo[0].passages)
     with pytest.raises(InvalidInputError, match="at least 1"):
         draw_demo(0, per_category=0)
 
 
-def test_every_question_has_the_same_passages_in_another_order(demo: Demo) -> None:
-    stored, rows = demo.passages(), demo.rows()
-    assert [row.category for row in rows] == [*CATEGORIES] * 4
-    assert len({asked.order for asked in demo.questions}) == len(rows)
-    for asked, row in zip(demo.questions, rows, strict=True):
+def test_every_question_has_the_same_passages_in_another_order(demo: list[QuestionRow]) -> None:
+    stored = sorted(demo[0].passages, key=lambda text: text.title)
+    assert [text.title for text in stored] == [f"passage {number}" for number in range(1, 9)]
+    assert [row.category for row in demo] == [*CATEGORIES] * 4
+    assert len({row.passages for row in demo}) == len(demo)
+    for row in demo:
         assert sorted(row.passages, key=lambda text: text.title) == stored
-        assert [text.text for text in row.passages] == asked.scene.texts()
-    assert len({row.question for row in rows}) == len(rows)
+    assert len({row.question for row in demo}) == len(demo)
 
 
-def test_the_right_answer_depends_on_the_order(demo: Demo) -> None:
+def test_the_right_answer_depends_on_the_order(demo: list[QuestionRow]) -> None:
     """For "The boot belongs to him.", the last name of that kind in the preceding text."""
-    for asked, row in zip(demo.questions, demo.rows(), strict=True):
+    for row in demo:
         (answer,), text = row.answers, " ".join(passage.text for passage in row.passages)
         if row.category == "unanswerable":
             assert answer == "unknown"
             continue
         if row.category in ("cross", "local"):
-            (thing,) = asked.question.owners
+            thing = row.question.split()[-1].rstrip("?")
             before, after = text.split(f"The {thing} ", 1)
             case = after.split(".")[0].split()[-1]
             kind = next(kind for kind, words in lexicon.OBJECT_CASE.items() if words[-1] == case)
@@ -72,7 +72,7 @@ def test_the_right_answer_depends_on_the_order(demo: Demo) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_prompts_fit_the_model(seed: int) -> None:
     tokenizer = build_tokenizer()
-    for row in draw_demo(seed, 1).rows():
+    for row in draw_demo(seed, 1):
         text = "\n\n".join(passage.text for passage in row.passages) + f"\n\n{row.question}"
         assert 1700 < len(tokenizer.encode(text).ids) < MAX_POSITIONS - 16
 
@@ -81,17 +81,18 @@ def test_prompts_fit_the_model(seed: int) -> None:
 def test_the_example_shows_the_antecedent(seed: int) -> None:
     demo = draw_demo(seed)
     example = find_example(demo)
-    titles = [f"passage {index + 1}" for index in example.asked.order]
-    (above, antecedent), (below, stated) = example.antecedent, example.stated
+    titles = [text.title for text in example["row"].passages]
+    (above, antecedent), (below, stated) = example["antecedent"], example["stated"]
+    (owner,), thing = example["row"].answers, example["row"].question.split()[-1].rstrip("?")
+    pronoun = " ".join(lexicon.OBJECT_CASE[lexicon.KIND_OF[owner]])
     assert titles.index(above) < titles.index(below)
-    assert example.asked.question.answer == (example.owner,)
-    assert f" [{example.owner}]" in antecedent
-    assert f" [{example.pronoun}]." in stated
-    assert stated.split("[")[0].rpartition(". ")[2].startswith(f"The {example.thing} ")
-    texts = {text.title: text.text for text in demo.passages()}
-    for title, excerpt in (example.antecedent, example.stated):
-        assert excerpt.replace("[", "").replace("]", "") in texts[title]
-    assert example.elsewhere not in ("unknown", example.owner)
+    assert f" [{owner}]" in antecedent
+    assert stated.endswith(f" [{pronoun}].")
+    assert stated.startswith(f"The {thing} ")
+    texts = {text.title: text.text for text in demo[0].passages}
+    for title, sentence in (example["antecedent"], example["stated"]):
+        assert sentence.replace("[", "").replace("]", "") in texts[title]
+    assert example["elsewhere"] not in ("unknown", owner)
 
 
 def test_methods() -> None:
@@ -104,7 +105,7 @@ def test_methods() -> None:
 # ---- results ----------------------------------------------------------------------------------------------
 
 
-def evaluation(rows: list[tuple[str, str]]) -> Evaluation:
+def evaluation(rows: list[tuple[str, str]]) -> dict[str, Any]:
     """Rows of (category, answers): one letter per method, r(ight) or w(rong)."""
     seconds = {
         "full recompute": 4.0,
@@ -129,25 +130,27 @@ def evaluation(rows: list[tuple[str, str]]) -> Evaluation:
             for label, answer in zip(METHODS, answers, strict=True)
         ]
         found.append(RowResult(number, str(number), category, ["Vaden"], cells))
-    return Evaluation({"model": "m"}, METHODS, (None,), found)
+    whole = Evaluation({"model": "m"}, METHODS, (None,), found)
+    return with_cells(summarise(whole, [ExactMatch()], resamples=2), whole, [ExactMatch()])
 
 
 def test_results_by_method() -> None:
     found = evaluation([("direct", "rrrrr"), ("cross", "rrwrw"), ("cross", "rwwrr")])
-    full, prefix, reuse, blend, hkvd = method_results(found, summarise(found, [ExactMatch()], resamples=2))
-    assert [method.score for method in (full, prefix, reuse, blend, hkvd)] == [(3, 3), (2, 3), (1, 3), (3, 3), (2, 3)]
-    assert hkvd.right["cross"] == [False, True]
-    assert (blend.title, hkvd.title) == ("blend", "blend, HKVD r = 0.15")
-    assert (blend.speedup, reuse.speedup) == (4.0, 8.0)
-    assert (full.recomputed, prefix.recomputed, reuse.recomputed, blend.recomputed) == (None, None, 0.0, 0.15)
-    assert hkvd.compute == 0.5
+    full, prefix, reuse, blend, hkvd = method_figures(found)
+    scores = [method["score"] for method in (full, prefix, reuse, blend, hkvd)]
+    assert scores == [(3, 3), (2, 3), (1, 3), (3, 3), (2, 3)]
+    assert hkvd["right"]["cross"] == [False, True]
+    assert (blend["title"], hkvd["title"]) == ("blend", "blend, HKVD r = 0.15")
+    assert (blend["speedup"], reuse["speedup"]) == (4.0, 8.0)
+    assert [method["recomputed"] for method in (full, prefix, reuse, blend)] == [None, None, 0.0, 0.15]
+    assert hkvd["compute"] == 0.5
 
 
 def test_rows_that_show_the_difference_come_first() -> None:
     rows = [("direct", "rrrrr"), ("cross", "rrwww"), ("cross", "rrwrr"), ("chain", "rrwww"), ("chain", "wwwww")]
-    assert [row.number for row in sample_rows(evaluation(rows))] == [2, 3, 1, 0]
+    assert by_difference(evaluation(rows)) == [2, 1, 3, 0, 4]
     plain = evaluation([("direct", "wwwww"), ("direct", "rrrrr"), ("local", "rrrrr")])
-    assert [row.number for row in sample_rows(plain, 2)] == [1, 2]
+    assert by_difference(plain) == [1, 2, 0]
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
@@ -156,9 +159,10 @@ def test_the_picture(count: int, tmp_path: Path) -> None:
     from cacheblend.evaluation.demo_plot import draw_demo_plot
 
     right = {category: [index % 2 == 0 for index in range(count)] for category in CATEGORIES}
+    common = {"right": right, "score": (7, 7 * count)}
     methods = [
-        MethodResult("full recompute", "full", right, 1.0, 1.0, 1.0, None),
-        MethodResult("x", "hkvd", right, 0.3, 3, 0.2, 0),
+        {"title": "full recompute", "kind": "full", "ttft_s": 1.0, "speedup": 1.0, "compute": 1.0, **common},
+        {"title": "x", "kind": "hkvd", "ttft_s": 0.3, "speedup": 3.0, "compute": 0.2, **common},
     ]
     draw_demo_plot(methods, tmp_path / "a.svg", title="The title", remark="The remark")
     drawn = (tmp_path / "a.svg").read_text()

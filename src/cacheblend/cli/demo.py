@@ -1,157 +1,183 @@
-"""`cacheblend demo`: runs the demo on the model that ships. `evaluation.demo` does the work, `demo_report` shows it."""
+"""`cacheblend demo`: runs `evaluation.demo` on the model that ships, and prints an example and one table."""
 
-import json
+import shlex
 import tempfile
-from contextlib import ExitStack
-from dataclasses import asdict
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
+from cacheblend.cli.evaluate_output import progress_bars, say
 from cacheblend.cli.options import BLENDING, OUTPUT, AsJson
-from cacheblend.cli.output import check_outputs, console, print_json, stages
+from cacheblend.cli.output import INSTALL_PLOT, console, picture_file, print_json, seconds_text, visible
 
-if TYPE_CHECKING:
-    from cacheblend.engines.hf import BlendEngine
-    from cacheblend.evaluation.demo import Demo, DemoResult
-
-Ratio = Annotated[
-    float,
-    typer.Option(
-        "--ratio", "-r", help="Share of loaded tokens that the blend by HKVD recomputes.", rich_help_panel=BLENDING
-    ),
-]
-Questions = Annotated[
-    int,
-    typer.Option("--questions", "-n", min=1, max=12, help="Questions of each category.", rich_help_panel=OUTPUT),
-]
-Plot = Annotated[Path, typer.Option("--plot", help="File of the picture: .png, .svg or .pdf.", rich_help_panel=OUTPUT)]
-Keep = Annotated[
-    Path | None,
-    typer.Option(
-        "--keep", help="Keep model, passages, questions and store in this new folder.", rich_help_panel=OUTPUT
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of passages, orders and questions.", rich_help_panel=OUTPUT)]
-
-PICTURES = (".png", ".svg", ".pdf")
-INSTALL = "pip install 'cacheblend[plot]'"
-STAGES = {"warming": "warming, passages", "answering": "answering with every method, questions"}
+HKVD = "Share of loaded tokens that the blend by HKVD recomputes."
+ASKED, SEED = "Questions of each category.", "Seed of passages, orders and questions."
+DRAWN = "File of the picture: .png, .svg or .pdf."
+KEPT = "Keep model, passages, questions and store in this new folder."
+KEPT_FILES = ("model", "store", "passages.jsonl", "questions.jsonl", "inspection", "evaluations")
 DTYPE = "float32"  # the weights are bf16, in which many CPUs compute slowly
+LIMITS = """ships with cacheblend and knows this kind of text only, in which few tokens carry what one passage needs \
+from another. A few questions are no measurement: the demo shows the mechanism. `cacheblend evaluate` measures it on \
+your model and data."""
+LEFT: Any = {"title_justify": "left", "title_style": "", "caption_justify": "left", "caption_style": "dim"}
+TABLE: Any = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False, **LEFT}
+MARK = {True: ("✓", "green"), False: ("✗", "red")}
 
 
 def demo(
-    ratio: Ratio = 0.15,
-    questions: Questions = 4,
-    seed: Seed = 0,
-    plot: Plot = Path("cacheblend-demo.png"),
-    keep: Keep = None,
+    ratio: Annotated[float, typer.Option("--ratio", "-r", min=0, max=1, help=HKVD, rich_help_panel=BLENDING)] = 0.15,
+    questions: Annotated[int, typer.Option("--questions", "-n", min=1, max=12, help=ASKED, rich_help_panel=OUTPUT)] = 4,
+    seed: Annotated[int, typer.Option("--seed", help=SEED, rich_help_panel=OUTPUT)] = 0,
+    plot: Annotated[Path, typer.Option("--plot", help=DRAWN, rich_help_panel=OUTPUT)] = Path("cacheblend-demo.png"),
+    keep: Annotated[Path | None, typer.Option("--keep", help=KEPT, rich_help_panel=OUTPUT)] = None,
     json: AsJson = False,
 ) -> None:
     """Store eight passages once, ask questions over them in many orders, and compare answers and times.
 
     Runs on the small model that ships, so nothing is downloaded; takes about half a minute on two CPU cores.
     """
-    _check(ratio, plot)
-    if keep is not None:
-        _make(keep)
+    picture = _prepare(plot, keep)
 
-    from cacheblend.cli import demo_report
     from cacheblend.cli.models import open_engine
-    from cacheblend.evaluation.demo import draw_demo, run_demo
-
-    drawn = draw_demo(seed, questions)
-    with ExitStack() as stack:
-        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-demo-")))
-        model, store = _write(keep, drawn), str(folder / "store")
-        engine = stack.enter_context(open_engine(model, store, {"capture": False}, dtype=DTYPE, quiet=json))
-        with stages(STAGES, quiet=json) as advance:
-            result = run_demo(engine, drawn, ratio, advance)
-        picture = _draw(engine, result, plot)
-        if json:
-            print_json(_facts(engine, seed, result, picture))
-            return
-        demo_report.show(engine, result, picture)
-    if keep is not None:
-        demo_report.show_kept(keep, drawn)
-
-
-def _check(ratio: float, plot: Path) -> None:
-    """Refuses invalid options before any work is done."""
-    from cacheblend.core.errors import InvalidInputError
-    from cacheblend.core.select.selectors import check_ratio
-
-    check_ratio(ratio)
-    if plot.suffix not in PICTURES:
-        raise InvalidInputError(f"--plot draws {', '.join(PICTURES)}, not {plot.name!r}")
-    check_outputs(plot)
-
-
-def _make(folder: Path) -> None:
-    """Makes the folder of --keep, before any work is done."""
-    from cacheblend.core.errors import InvalidInputError
-
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError as error:
-        raise InvalidInputError(f"{folder} exists already; --keep makes a new folder") from error
-    except OSError as error:
-        raise InvalidInputError(f"--keep {folder}: the folder cannot be made: {error.strerror}") from error
-
-
-def _write(keep: Path | None, drawn: "Demo") -> Path:
-    """Folder of the model; with --keep, a copy of it next to files of passages and questions."""
-    import shutil
-
+    from cacheblend.core.profile import quality_settings
+    from cacheblend.evaluation.demo import by_difference, draw_demo, find_example, run_demo
     from cacheblend.nano import model_path
-    from cacheblend.nano.questions import lines
+    from cacheblend.nano.questions import lines as lines_of
 
-    if keep is None:
-        return model_path()
-    shutil.copytree(model_path(), keep / "model")
-    passages = (json.dumps({"title": passage.title, "text": passage.text}) for passage in drawn.passages())
-    for name, written in (("passages", passages), ("questions", lines(drawn.rows()))):
-        (keep / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
-    return keep / "model"
+    rows = draw_demo(seed, questions)
+    with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder:
+        model, store = keep / "model" if keep else model_path(), str((keep or Path(folder)) / "store")
+        with open_engine(model, store, {"capture": False}, dtype=DTYPE, quiet=json) as engine:
+            settings = {"source": engine.settings.source, **quality_settings(engine.settings.config)}
+            size = f"{len(engine.survey.layout.layers)} layers, {engine.model.num_parameters() / 1e6:.1f} M parameters"
+            with progress_bars(quiet=json) as advance:
+                result = run_demo(engine, rows, ratio, advance)
+    count, about = len(result["passages"]), f"{size}; {result['evaluation']['cells'][0]['machine']}"
+    result = {"seed": seed, "settings": settings, **result, "plot": None if picture is None else str(picture)}
+    if picture is not None:
+        from cacheblend.evaluation.demo_plot import draw_demo_plot
+
+        title = f"{count} passages stored once; {len(rows)} questions, each over the passages in another order"
+        draw_demo_plot(result["methods"], picture, title=title, remark=f"The small model that ships: {about}")
+    if keep is not None:
+        for name, lines in (("passages", map(dumps, result["passages"])), ("questions", lines_of(rows))):
+            (keep / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    if json:
+        print_json(result)
+        return
+    example = find_example([rows[number] for number in by_difference(result["evaluation"])])
+    _show(result, example, about, keep)
 
 
-def _draw(engine: "BlendEngine", result: "DemoResult", plot: Path) -> Path | None:
-    """Draws the picture; None without matplotlib."""
+def _prepare(plot: Path, keep: Path | None) -> Path | None:
+    """Checks options and copies the model for --keep; returns the file of the picture, None without matplotlib."""
+    import shutil
     from importlib.util import find_spec
 
-    from cacheblend.cli.demo_report import model_text
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.nano import model_path
 
-    if find_spec("matplotlib") is None:
-        console(stderr=True).print(f"no picture is drawn, that needs matplotlib: {INSTALL}", soft_wrap=True)
-        return None
-    from cacheblend.evaluation.demo_plot import draw_demo_plot
+    picture = picture_file(plot) if find_spec("matplotlib") is not None else None
+    if picture is None:
+        say(f"no picture is drawn, that needs matplotlib: {INSTALL_PLOT}")
+    try:
+        if keep is not None:
+            keep.mkdir(parents=True)
+            shutil.copytree(model_path(), keep / "model")
+    except OSError as error:
+        reason = "it exists already; name a new one" if isinstance(error, FileExistsError) else error.strerror
+        raise InvalidInputError(f"--keep {keep}: the folder cannot be made: {reason}") from error
+    return picture
 
-    passages, questions = len(result.demo.scene.passages), len(result.demo.questions)
-    title = f"{passages} passages stored once; {questions} questions, each over the passages in another order"
-    draw_demo_plot(result.methods, plot, title=title, remark=f"The small model that ships: {model_text(engine)}")
-    return plot
+
+def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Path | None) -> None:
+    """Prints the demo in four steps, its limits, and commands to try; with --keep, such that use its folder."""
+    warm, cells = result["warm"], [cell for row in result["evaluation"]["cells"] for cell in row["cells"]]
+    stored = f"{warm['passages']} passages, {warm['tokens']} tokens, stored in {seconds_text(warm['seconds'])}"
+    longest, count = max(cell["prompt_tokens"] for cell in cells), len(result["questions"])
+    holds, checks = all(each["holds"] for each in result["invariants"]), Table.grid(padding=(0, 2, 0, 0))
+    for each in result["invariants"]:
+        checks.add_row(Text(*MARK[each["holds"]]), each["invariant"], each["detail"])
+    steps = (
+        (stored, _passages(example, result)),
+        ("One of the questions, answered by each method", _answers(example, result)),
+        (f"{count} questions, each over all passages in another order (at most {longest} tokens)", _table(result)),
+        (f"The exactness invariants {'hold, up to' if holds else 'are VIOLATED beyond'} rounding", checks),
+    )
+    out = console()
+    for number, (heading, part) in enumerate(steps, start=1):
+        out.print(Text(f"\n{number}. {heading}", "bold"), part, sep="\n")
+    out.print(Text(f"\nThe model ({about}) {LIMITS}", "dim"))
+    if result["plot"] is not None:
+        out.print(f"\nAll results in one picture: {result['plot']}", soft_wrap=True)
+    commands = ["demo --keep DIR"]
+    if keep is not None:
+        model, store, passages, questions, *to = (shlex.quote(f"{keep}/{name}") for name in KEPT_FILES)
+        opened = f"--model {model} --dtype {DTYPE}"
+        asked = f"--store {store} --data {passages} --question {shlex.quote(example['row'].question)}"
+        commands = [f"store ls {store}", f"ask {opened} {asked} --compare", f"inspect {opened} {asked} --out {to[0]}"]
+        commands.append(f"evaluate {opened} --data {questions} --selector profile --selector hkvd --out {to[1]}")
+    out.print("\nTry:", *(f"  cacheblend {command}" for command in commands), sep="\n", soft_wrap=True)
 
 
-def _facts(engine: "BlendEngine", seed: int, result: "DemoResult", plot: Path | None) -> dict[str, Any]:
-    """Everything, for JSON."""
-    from cacheblend.core.profile import quality_settings
-    from cacheblend.evaluation import with_cells
-    from cacheblend.evaluation.scorers import ExactMatch
+def _passages(example: dict[str, Any], result: dict[str, Any]) -> Text:
+    """A pronoun, and its antecedent in an earlier passage."""
+    (above, _), (below, _), row = example["antecedent"], example["stated"], example["row"]
+    order = " ".join(map(str, result["questions"][int(row.id)]["order"]))
+    text = Text("In the passages, a pronoun refers to the person or firm named last:\n")
+    text.append("".join(f"{title}   ... {line} ...\n" for title, line in (example["antecedent"], example["stated"])))
+    text.append(f"With the passages in the order {order}, the pronoun in {below} is ")
+    text.append(row.answers[0], "bold green").append(f", the last one named before, in {above}.")
+    if example["elsewhere"]:
+        text.append(" In another order it is ").append(example["elsewhere"], "bold green").append(".")
+    text.highlight_regex(r"\[.+?\]", "bold")
+    return text.append(f"\nThe KV cache of {below} alone contains neither name.")
 
-    settings, warmed, drawn = engine.settings, result.warmed, result.demo
-    return {
-        "seed": seed,
-        "settings": {"source": settings.source, **quality_settings(settings.config)},
-        "warm": {"passages": warmed.stored, "tokens": warmed.tokens, "seconds": warmed.seconds},
-        "passages": [{"title": passage.title, "text": passage.text} for passage in drawn.passages()],
-        "questions": [
-            {"order": [index + 1 for index in each.order], "question": row.question, "category": row.category}
-            | {"answer": row.answers[0]}
-            for each, row in zip(drawn.questions, drawn.rows(), strict=True)
-        ],
-        "methods": [asdict(method) for method in result.methods],
-        "evaluation": with_cells(result.summary, result.found, [ExactMatch()]),
-        "invariants": [{"invariant": title, "holds": ok, "detail": detail} for title, ok, detail in result.checks],
-        "plot": None if plot is None else str(plot),
-    }
+
+def _answers(example: dict[str, Any], result: dict[str, Any]) -> Table:
+    """A question, and the answers of all methods side by side."""
+    row, table = example["row"], Table("", "", "answer", **TABLE)
+    table.title = Text.assemble((f"{row.question} ", "italic"), (row.answers[0], "bold"))
+    for name in ("first token", "computed"):
+        table.add_column(name, justify="right")
+    for cell in result["evaluation"]["cells"][int(row.id)]["cells"]:
+        mark, answer = Text(*MARK[cell["scores"]["em"] == 1]), Text(visible(cell["answer"]) or "(nothing)")
+        share = f"{100 * cell['total_compute']:.0f} %"
+        table.add_row(mark, cell["method"], answer, seconds_text(cell["ttft_s"]), share)
+    return table
+
+
+def _table(result: dict[str, Any]) -> Table:
+    """One column per method: right answers by category, then in all, then time and compute. Fits 80 columns."""
+    from cacheblend.engines.settings import describe
+    from cacheblend.evaluation.demo import CATEGORIES
+
+    table, methods = Table("", "", **TABLE), result["methods"]
+    for method in methods:
+        style, heading = "bold green" if method["kind"] == "blend" else "", method["kind"].replace("hkvd", "HKVD")
+        table.add_column(heading, justify="right", no_wrap=True, style=style, header_style=style)
+    for category, (meaning, _) in CATEGORIES.items():
+        answers = [method["right"][category] for method in methods]
+        cells = [Text(f"{sum(each)}/{len(each)}", "red" if 2 * sum(each) <= len(each) else "") for each in answers]
+        table.add_row(category, Text(meaning, "dim"), *cells)
+    table.add_section()
+    shares = ["" if method["recomputed"] is None else f"{100 * method['recomputed']:.0f} %" for method in methods]
+    for name, meaning, figures in (
+        ("all", "right answers", ["{}/{}".format(*method["score"]) for method in methods]),
+        ("first token", "median", [seconds_text(method["ttft_s"]) for method in methods]),
+        ("faster", "", [f"{method['speedup']:.1f} x" for method in methods]),
+        ("computed", "of a full prefill", [f"{100 * method['compute']:.0f} %" for method in methods]),
+        ("recomputed", "of the loaded tokens", shares),
+    ):
+        table.add_row(name, Text(meaning, "dim"), *figures)
+    settings = describe({name: value for name, value in result["settings"].items() if name != "source"})
+    table.caption = (
+        f"prefix: in another order no stored prefix matches.\nblend: the model's own settings ({settings}).\n"
+        f"HKVD: the paper's selector, at{methods[-1]['title'].removeprefix('blend, HKVD')}, check layer 1."
+    )
+    return table

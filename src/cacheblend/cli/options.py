@@ -72,8 +72,8 @@ Ratios = Annotated[
         "--ratio",
         "-r",
         help="Share of the loaded tokens to recompute, 0..1; falling ones with commas for several --check-layers. "
-        "Commands that compare settings take it several times. Default: the model's profile where there is one, "
-        "or 0.15.",
+        "Default: the model's profile, or 0.15. Commands that compare settings take it several times, and 0.15 by "
+        "default.",
         rich_help_panel=BLENDING,
         show_default=False,
     ),

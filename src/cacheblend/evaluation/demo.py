@@ -4,37 +4,35 @@ The order of the passages decides whom a pronoun refers to, and so the correct a
 """
 
 import random
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.data import QuestionRow, Text
-from cacheblend.engines.hf import BlendEngine, Passage, WarmReport
+from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.live_check import LiveCheck
-from cacheblend.engines.hf.live_check import Outcome as Check
 from cacheblend.evaluation.methods import FullRecompute, Fused, Label, Method, PrefixCaching
-from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.run_config import Settings
-from cacheblend.evaluation.runner import Evaluation, Progress, evaluate
-from cacheblend.evaluation.scorers import ExactMatch, best
-from cacheblend.evaluation.summary import summarise
+from cacheblend.evaluation.runner import Progress, evaluate
+from cacheblend.evaluation.scorers import ExactMatch
+from cacheblend.evaluation.summary import summarise, with_cells
+from cacheblend.nano import lexicon
 from cacheblend.nano.reading import read_scene
-from cacheblend.nano.scenes import Question, Scene, Style, draw_scene, spell
+from cacheblend.nano.scenes import Scene, Style, draw_scene, spell
 
 CATEGORIES = {
-    "direct": "stated in one sentence",
-    "local": "pronoun, same passage",
-    "cross": "pronoun, earlier passage",
-    "cross-hard": "the same, harder to read",
-    "chain": "with an earlier thing",
-    "comparison": "of two passages",
-    "unanswerable": "stated nowhere",
+    "direct": ("stated in one sentence", "stated"),
+    "local": ("pronoun, same passage", "same\npassage"),
+    "cross": ("pronoun, earlier passage", "earlier\npassage"),
+    "cross-hard": ("the same, harder to read", "earlier,\nharder"),
+    "chain": ("with an earlier thing", "chain"),
+    "comparison": ("of two passages", "compare"),
+    "unanswerable": ("stated nowhere", "stated\nnowhere"),
 }
-"""The categories of questions, and where the answer is found."""
+"""The categories of questions, and where the answer is found: in a table, and as a heading."""
 
 STYLE = Style(passages=8, tokens=232, dense=0.3, hard=0.3, chains=0.6)
 SEED_OFFSET = 2_000_000  # neither the draws of training nor those of `nano.questions`
@@ -42,49 +40,8 @@ ORDERS_TRIED = 40
 MAX_TOKENS = 8  # of an answer; the longest correct one has six
 
 
-@dataclass(frozen=True)
-class DemoQuestion:
-    """A question over the passages in one order.
-
-    Attributes:
-        order: indices of the stored passages, in the order of the prompt.
-        scene: the scene that they form in this order.
-        question: a question of that scene.
-    """
-
-    order: tuple[int, ...]
-    scene: Scene
-    question: Question
-
-
-@dataclass(frozen=True)
-class Demo:
-    """Passages to store, and questions, each over an order of its own; categories take turns."""
-
-    scene: Scene
-    questions: tuple[DemoQuestion, ...]
-
-    def passages(self) -> list[Text]:
-        """The passages in the order in which they were drawn."""
-        return [Text(text, f"passage {number}") for number, text in enumerate(self.scene.texts(), start=1)]
-
-    def rows(self) -> list[QuestionRow]:
-        """The questions as rows for `evaluate`."""
-        stored = self.passages()
-        return [
-            QuestionRow(
-                question=spell(each.question.words),
-                passages=tuple(stored[index] for index in each.order),
-                answers=(spell(each.question.answer),),
-                category=each.question.category,
-                id=str(number),
-            )
-            for number, each in enumerate(self.questions)
-        ]
-
-
-def draw_demo(seed: int, per_category: int = 4) -> Demo:
-    """Draws the demo of a seed, with `per_category` questions of each of `CATEGORIES`.
+def draw_demo(seed: int, per_category: int = 4) -> list[QuestionRow]:
+    """Draws questions over the same passages, each over an order of its own; the `CATEGORIES` take turns.
 
     Raises:
         InvalidInputError: `per_category` below 1.
@@ -93,112 +50,94 @@ def draw_demo(seed: int, per_category: int = 4) -> Demo:
         raise InvalidInputError(f"a demo needs at least 1 question of each category, got {per_category}")
     rng = random.Random(SEED_OFFSET + seed)
     while True:  # a few scenes have no chain or no comparison
-        scene = draw_scene(rng, STYLE)
-        questions: list[DemoQuestion] = []
+        scene, rows = draw_scene(rng, STYLE), list[QuestionRow]()
         for category in list(CATEGORIES) * per_category:
-            found = next(_candidates(scene, rng, category, {each.question.words for each in questions}), None)
-            if found is None:
+            row = _draw_row(scene, rng, category, rows)
+            if row is None:
                 break
-            questions.append(found)
+            rows.append(row)
         else:
-            return Demo(scene, tuple(questions))
+            return rows
 
 
-def _candidates(scene: Scene, rng: random.Random, category: str, known: set[tuple[str, ...]]) -> Iterator[DemoQuestion]:
-    """Questions of a category, each over a random order; those already in `known` come last."""
-    repeated = []
+def _draw_row(scene: Scene, rng: random.Random, category: str, rows: Sequence[QuestionRow]) -> QuestionRow | None:
+    """A question of a category over a random order, if possible one that is not in `rows` yet."""
+    texts = [Text(text, f"passage {number}") for number, text in enumerate(scene.texts(), start=1)]
+    repeated = None
     for _ in range(ORDERS_TRIED):
-        order = tuple(rng.sample(range(len(scene.passages)), len(scene.passages)))
+        order = rng.sample(range(len(texts)), len(texts))
         read = read_scene([scene.passages[index] for index in order])
         for question in read.questions(rng, (category,))[category][:1]:
-            if question.words in known:
-                repeated.append(DemoQuestion(order, read, question))
-            else:
-                yield DemoQuestion(order, read, question)
-    yield from repeated
+            passages, number = tuple(texts[index] for index in order), str(len(rows))
+            row = QuestionRow(spell(question.words), passages, (spell(question.answer),), category, number)
+            if all(row.question != other.question for other in rows):
+                return row
+            repeated = repeated or row
+    return repeated
 
 
-# ---- the evaluation ---------------------------------------------------------------------------------------
+def find_example(rows: Sequence[QuestionRow]) -> dict[str, Any]:
+    """The first question of category cross whose pronoun refers to someone else in another order, if there is one.
 
-
-@dataclass(frozen=True)
-class MethodResult:
-    """How a method did.
-
-    Attributes:
-        title: its name, for people.
-        kind: ``full``, ``prefix``, ``reuse``, ``blend`` (the model's own settings) or ``hkvd``.
-        right: for each category, whether each of its questions was answered correctly, in order.
-        ttft_s: median.
-        speedup: median over questions of the time of full recompute divided by that of this method.
-        compute: total compute as a share of a full prefill.
-        recomputed: share of the loaded tokens; None if nothing but a prefix is loaded.
+    Returns:
+        ``row``: the question's; ``antecedent``, ``stated``: (title of the passage, sentence) of the antecedent and of
+        the pronoun, these words in brackets; ``elsewhere``: the antecedent in another order, empty if it is the same.
     """
-
-    title: str
-    kind: str
-    right: dict[str, list[bool]]
-    ttft_s: float
-    speedup: float
-    compute: float
-    recomputed: float | None
-
-    @property
-    def score(self) -> tuple[int, int]:
-        """(correct answers, questions)."""
-        answers = [right for of_category in self.right.values() for right in of_category]
-        return sum(answers), len(answers)
+    examples = [_example(row, rows) for row in rows if row.category == "cross"]
+    return next((example for example in examples if example["elsewhere"]), examples[0])
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """The result of `run_demo`.
-
-    Attributes:
-        demo: passages and questions.
-        warmed: report of storing the passages.
-        found: all answers.
-        summary: of the answers, see `summarise`.
-        methods: the summary by method, for people.
-        checks: outcomes of the exactness invariants.
-    """
-
-    demo: Demo
-    warmed: WarmReport
-    found: Evaluation
-    summary: dict[str, Any]
-    methods: list[MethodResult]
-    checks: list[Check]
+def _example(row: QuestionRow, rows: Sequence[QuestionRow]) -> dict[str, Any]:
+    owner, start = row.answers[0], f"The {row.question.rstrip('?').split()[-1]} "
+    kind = lexicon.KIND_OF[owner]
+    sentences = [(each.title, f"{text}.") for each in row.passages for text in each.text.rstrip(".").split(". ")]
+    stated = next(at for at, (_, text) in enumerate(sentences) if text.startswith(start))
+    named = max(at for at in range(stated) if f" {owner}" in sentences[at][1])
+    elsewhere = ""
+    for other in reversed(rows):
+        words = " ".join(each.text for each in other.passages).split(start)[0].replace(".", "").split()
+        last = next((word for word in reversed(words) if lexicon.KIND_OF.get(word) == kind), owner)
+        elsewhere = elsewhere if last == owner else last
+    found: dict[str, Any] = {"row": row, "elsewhere": elsewhere}
+    for key, at, word in (("antecedent", named, owner), ("stated", stated, " ".join(lexicon.OBJECT_CASE[kind]))):
+        found[key] = (sentences[at][0], sentences[at][1].replace(f" {word}", f" [{word}]"))
+    return found
 
 
-def run_demo(engine: BlendEngine, demo: Demo, ratio: float, progress: Progress) -> DemoResult:
+def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, progress: Progress) -> dict[str, Any]:
     """Stores the passages, answers all questions by all methods, and checks the exactness invariants.
 
     Args:
         engine: engine with the shipped model; it must not capture missed chunks.
-        demo: passages and questions.
+        rows: see `draw_demo`.
         ratio: recompute ratio of the blend by HKVD.
-        progress: called with (``warming``, ``answering`` or ``checking``, done, total).
+        progress: see `evaluate`.
+
+    Returns:
+        The results, in the form in which they are written to JSON; ``evaluation`` is that of `with_cells`.
     """
-    passages = [Passage(text.text, text.title) for text in demo.passages()]
-    warmed = engine.warm(passages, progress=lambda done, total: progress("warming", done, total))
+    passages = [Passage(each.text, each.title) for each in sorted(rows[0].passages, key=lambda each: each.title)]
+    warmed = engine.warm(passages, progress=partial(progress, "warming"))
     methods, settings = demo_methods(engine.settings.config, ratio), Settings(max_tokens=MAX_TOKENS)
-
-    def answered(stage: str, done: int, total: int) -> None:
-        if stage == "answering":  # the passages are stored already
-            progress(stage, done, total)
-
-    found = evaluate(engine, demo.rows(), methods, settings=settings, progress=answered)
-    summary = summarise(found, [ExactMatch()])
-    checks = list(LiveCheck(engine.model, engine.survey).run())
-    return DemoResult(demo, warmed, found, summary, method_results(found, summary), checks)
+    found = evaluate(engine, rows, methods, settings=settings, progress=progress)
+    evaluation = with_cells(summarise(found, [ExactMatch()]), found, [ExactMatch()])
+    orders = [[int(passage.title.split()[1]) for passage in row.passages] for row in rows]
+    checks = LiveCheck(engine.model, engine.survey).run()
+    return {
+        "warm": {"passages": warmed.stored, "tokens": warmed.tokens, "seconds": warmed.seconds},
+        "passages": [{"title": each.title, "text": each.text} for each in passages],
+        "questions": [
+            {"order": order, "question": row.question, "category": row.category, "answer": row.answers[0]}
+            for order, row in zip(orders, rows, strict=True)
+        ],
+        "methods": method_figures(evaluation),
+        "evaluation": evaluation,
+        "invariants": [{"invariant": title, "holds": ok, "detail": detail} for title, ok, detail in checks],
+    }
 
 
 def demo_methods(profile: BlendConfig, ratio: float) -> list[Method]:
-    """Full recompute, prefix caching, full reuse, blend with the model's own settings, and HKVD at check layer 1.
-
-    The last two are one method if their selectors are equal.
-    """
+    """Full recompute, prefix caching, full reuse, blend with the model's settings (unless those are HKVD's), HKVD."""
     own, hkvd = profile.make_selector(), BlendConfig(recompute_ratio=ratio).make_selector()
     return [
         FullRecompute(Label("full recompute", "full", "full")),
@@ -209,50 +148,38 @@ def demo_methods(profile: BlendConfig, ratio: float) -> list[Method]:
     ]
 
 
-def method_results(found: Evaluation, summary: dict[str, Any]) -> list[MethodResult]:
-    """The results of all methods of `demo_methods`, in order; `summary` is that of `summarise`."""
-    results = []
-    for number, method in enumerate(summary["methods"]):
-        right: dict[str, list[bool]] = {category: [] for category in CATEGORIES}
-        for row in found.rows:
-            right[row.category].append(is_right(row, row.cells[number]))
-        loads = method["kind"] in ("reuse", "blend")
-        results.append(
-            MethodResult(
-                title=method["method"],
-                kind=method["family"],
-                right=right,
-                ttft_s=method["ttft_s"]["median"],
-                speedup=method["speedup"],
-                compute=method["total_compute"],
-                recomputed=method["recomputed_tokens"] / method["loaded_tokens"] if loads else None,
-            )
-        )
-    return results
+def method_figures(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is shown of each method of an evaluation by `with_cells`.
 
-
-def is_right(row: RowResult, cell: Cell) -> bool:
-    """Whether the answer is one of the gold answers."""
-    return best(ExactMatch(), cell.answer, row.answers) == 1.0
-
-
-def sample_rows(found: Evaluation, count: int = 4) -> list[RowResult]:
-    """Rows to show, of different categories where possible.
-
-    First come rows that full recompute answers correctly and full reuse does not; among these, the rows that all blends
-    answer correctly.
+    Returns:
+        ``kind``: the family; ``right``: by category, which answers are correct; ``score``: correct answers, questions;
+        ``recomputed``: share of the loaded tokens, None if only a prefix is loaded; all others as of `summarise`.
     """
-    kinds = [label.kind for label in found.methods]
+    figures = []
+    for number, method in enumerate(evaluation["methods"]):
+        answers = [(row["category"], row["cells"][number]["scores"]["em"] == 1) for row in evaluation["cells"]]
+        share = method["recomputed_tokens"] / max(1, method["loaded_tokens"])
+        figures.append(
+            {
+                "title": method["method"],
+                "kind": method["family"],
+                "right": {category: [right for at, right in answers if at == category] for category in CATEGORIES},
+                "score": (sum(right for _, right in answers), len(answers)),
+                "ttft_s": method["ttft_s"]["median"],
+                "speedup": method["speedup"],
+                "compute": method["total_compute"],
+                "recomputed": share if method["kind"] in ("reuse", "blend") else None,
+            }
+        )
+    return figures
 
-    def rank(row: RowResult) -> tuple[bool, bool, int]:
-        right = [is_right(row, cell) for cell in row.cells]
-        lost = right[kinds.index("full")] and not right[kinds.index("reuse")]
-        return not lost, not all(ok for ok, kind in zip(right, kinds, strict=True) if kind == "blend"), row.number
 
-    seen: Counter[tuple[bool, str]] = Counter()
-    ranked: list[tuple[bool, int, RowResult]] = []
-    for row in sorted(found.rows, key=rank):
-        ordinary = rank(row)[0]
-        ranked.append((ordinary, seen[ordinary, row.category], row))
-        seen[ordinary, row.category] += 1
-    return [row for *_, row in sorted(ranked, key=lambda each: (each[0], each[1], each[2].number))[:count]]
+def by_difference(evaluation: dict[str, Any]) -> list[int]:
+    """The numbers of the rows: first where full recompute is right and full reuse wrong, and blends are right first."""
+    families = [method["family"] for method in evaluation["methods"]]
+
+    def rank(row: dict[str, Any]) -> tuple[bool, bool, int]:
+        right = {family: cell["scores"]["em"] == 1 for family, cell in zip(families, row["cells"], strict=True)}
+        return right["reuse"] or not right["full"], not (right["hkvd"] and right.get("blend", True)), row["number"]
+
+    return [row["number"] for row in sorted(evaluation["cells"], key=rank)]

@@ -21,7 +21,7 @@ from cacheblend.cli.bench.options import (
     prompt_settings,
 )
 from cacheblend.cli.options import ModelOrShape, OneRatio, Plot, names
-from cacheblend.cli.output import INSTALL_PLOT, console, picture_file, progress
+from cacheblend.cli.output import INSTALL_PLOT, check_outputs, console, picture_file, progress
 from cacheblend.cli.prompt_options import Methods
 
 Data = Annotated[
@@ -78,6 +78,7 @@ def ttft(
     A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question.
     """
     curves = _curves_file(sweep, plot)
+    check_outputs(curves)
     result.check()
     settings = prompt_settings(
         model,
