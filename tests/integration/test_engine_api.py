@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
 from cacheblend.nano import model_path
 from cacheblend.store import MemoryStore
@@ -52,6 +53,16 @@ def test_a_stop_text_may_be_a_text_or_a_list(engine: BlendEngine) -> None:
         ({"max_tokens": 3}, "sampling option 'max_tokens'.*max_new_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -1.0}, "temperature .* got -1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number, got 1.5"),
+        ({"max_new_tokens": True}, "max_new_tokens must be a whole number, got True"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"seed": "a"}, "seed must be a whole number or None, got 'a'"),
+        ({"seed": 2**70}, "seed must fit 64 bits"),
+        ({"stop": [5]}, "stop must be a tuple of texts"),
+        ({"stop": 5}, "stop must be a tuple of texts, got 5"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a tuple of token ids"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
         ({"params": SamplingParams(), "seed": 1}, "sampling parameters or the options seed, not both"),
     ],
 )
@@ -68,8 +79,59 @@ def test_chat_answers(engine: BlendEngine) -> None:
     assert isinstance(answer, Answer)
     same = engine.generate(engine.chat_prompt(MESSAGES, PASSAGES), max_new_tokens=4, ignore_eos=True)
     assert answer.token_ids == same.token_ids
-    texts = engine.chat(MESSAGES, [each.text for each in PASSAGES], max_new_tokens=4, ignore_eos=True)
-    assert texts.report.prompt_tokens > 0
+    assert isinstance(answer.report.prompt_tokens, int)
+
+
+def test_documents_in_whatever_form_callers_have_them(engine: BlendEngine) -> None:
+    wanted = engine.chat_prompt(MESSAGES, PASSAGES)
+    for documents in ([each.text for each in PASSAGES], [{"text": p.text, "title": p.title} for p in PASSAGES]):
+        prompt = engine.chat_prompt(MESSAGES, documents)  # type: ignore[arg-type]
+        assert prompt.token_ids.tolist() == wanted.token_ids.tolist()
+    one = engine.chat_prompt(MESSAGES, [PASSAGES[0]])
+    for single in (PASSAGES[0].text, PASSAGES[0]):
+        assert engine.chat_prompt(MESSAGES, single).token_ids.tolist() == one.token_ids.tolist()  # type: ignore[arg-type]
+    assert not engine.chat_prompt(MESSAGES, None).chunks  # type: ignore[arg-type]
+    assert engine.warm(PASSAGES[0]).held == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda engine: engine.chat("hi"), "messages are a list of"),
+        (lambda engine: engine.chat(MESSAGES, documents=[5]), "a passage is a Passage, a text or .*, not int"),
+        (lambda engine: engine.warm([{"title": "no text"}]), "a passage is a Passage, a text or .*, not dict"),
+        (lambda engine: engine.generate(["a", 5]), "int"),
+        (lambda engine: Passage(None), "a passage's text must be a text, got None"),
+        (lambda engine: BlendConfig(check_layers=2), "check_layers must be a list or tuple.*got 2"),
+        (lambda engine: engine.generate(PROMPT, ratio="0.3"), "ratio must be in 0..1, got '0.3'"),
+        (lambda engine: BlendEngine.from_pretrained(model_path(), dtype="float33"), "no dtype is called 'float33'"),
+        (lambda engine: BlendEngine.from_pretrained(model_path(), device="tpu"), "the device 'tpu' cannot be used"),
+        (lambda engine: BlendEngine.from_pretrained(model_path(), stor="memory"), "the options stor"),
+    ],
+)
+def test_wrong_types_are_one_clear_message(engine: BlendEngine, call: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        call(engine)
+
+
+def test_none_is_an_option_that_is_not_given(engine: BlendEngine) -> None:
+    answer = engine.generate(PROMPT, max_new_tokens=2, stop=None, temperature=None)  # type: ignore[arg-type]
+    assert len(answer.token_ids) <= 2
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = BlendEngine.from_pretrained(model_path(), store="memory")
+    engine.close()
+    for call in (lambda: engine.generate(PROMPT), lambda: engine.warm(PASSAGES), lambda: engine.start(PROMPT)):
+        with pytest.raises(InvalidInputError, match="the engine is closed"):
+            call()
+
+
+def test_stop_texts_need_a_tokenizer() -> None:
+    with BlendEngine.from_pretrained(model_path(), with_tokenizer=False) as engine:
+        prompt = Prompt.of([text([3, 4, 5])])
+        with pytest.raises(InvalidInputError, match="use stop_token_ids"):
+            engine.generate(prompt, stop="x")
 
 
 def labels(store: MemoryStore) -> set[str]:

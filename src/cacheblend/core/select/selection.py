@@ -57,6 +57,10 @@ class Selection:
 
     def __post_init__(self) -> None:
         check_ratio(self.recompute_ratio)
+        for name in ("check_layers", "ratios"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple | list):
+                raise InvalidInputError(f"{name} must be a list or tuple, one for each check layer, got {value!r}")
         self.make_selector()
 
     @property

@@ -186,7 +186,7 @@ class NoRows(Selector):
 def check_ratio(ratio: float) -> None:
     """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
     if not (isinstance(ratio, int | float) and math.isfinite(ratio) and 0 <= ratio <= 1):
-        raise InvalidInputError(f"a recompute ratio must be in 0..1, got {ratio}")
+        raise InvalidInputError(f"a recompute ratio must be in 0..1, got {ratio!r}")
 
 
 def check_schedule(check_layers: tuple[int, ...], ratios: tuple[float, ...]) -> None:

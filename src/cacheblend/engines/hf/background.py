@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from cacheblend.core.errors import InvalidInputError
+
 Found = TypeVar("Found")
 logger = logging.getLogger("cacheblend.engine")
 
@@ -59,8 +61,14 @@ class Background:
 
     def begin_request(self) -> None:
         """No further job is started until `end_request`."""
+        self.check_open()
         with self._changed:
             self._requests += 1
+
+    def check_open(self) -> None:
+        """Raises `InvalidInputError` after `close`: the engine takes no more work."""
+        if self._closed:
+            raise InvalidInputError("the engine is closed; open another one")
 
     def end_request(self) -> None:
         """Must be called once for each `begin_request`."""

@@ -198,6 +198,7 @@ class BlendEngine:
             InvalidInputError: an empty chunk, one longer than the context, or ids outside the vocabulary.
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
+        self.background.check_open()
         segments, planner = self.prompts.segments(chunks), self.planner_of(tenant)
         anchor = planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(planner, anchor, segments, progress)
@@ -289,6 +290,7 @@ class BlendEngine:
         started = time.perf_counter()
         prompt = self.prompt(prompt)
         params = (params or SamplingParams()).within(self.survey.max_length, len(prompt))
+        self.prompts.check_stop(params.stop)
         self.background.begin_request()
         try:
             result = self.prefill(prompt, ratio=ratio)

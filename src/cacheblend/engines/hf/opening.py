@@ -39,15 +39,39 @@ def open_folder(
     **model_options: Any,
 ) -> OpenedModel:
     """See `BlendEngine.from_pretrained`."""
-    folder = Path(path)
+    folder, where = Path(path), _checked_device(device)
+    _check_dtype(dtype)
     # Options may override the config (RoPE, window) or quantise, which changes K and V.
     changing = {name: value for name, value in model_options.items() if name != "attn_implementation"}
     fingerprint = fingerprint_folder(folder, changing)
     check_config(AutoConfig.from_pretrained(folder, **model_options))
     tokenizer = _tokenizer(folder) if with_tokenizer else None
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **model_options).eval()
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = _read_weights(folder, dtype, model_options).eval()
+    model.to(where)
     return OpenedModel(model, tokenizer, fingerprint, folder.resolve().name)
+
+
+def _read_weights(folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    except TypeError as error:  # transformers passes options that it does not know to the model's class
+        raise InvalidInputError(f"{folder} cannot be opened with the options {', '.join(options)}: {error}") from error
+
+
+def _check_dtype(dtype: str | torch.dtype) -> None:
+    known = dtype == "auto" or isinstance(dtype, torch.dtype) or isinstance(getattr(torch, dtype, None), torch.dtype)
+    if not known:
+        raise InvalidInputError(f"no dtype is called {dtype!r}; use auto, float32, bfloat16 or float16")
+
+
+def _checked_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInputError(f"the device {device!r} cannot be used: {reason}") from error
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -35,8 +35,9 @@ class PromptReader:
         """
         if not isinstance(parts, Prompt):
             builder = self._needed_builder()
+            parts = _as_list(parts)
             is_chat = bool(parts) and all(isinstance(part, dict) for part in parts)
-            parts = builder.chat(parts) if is_chat else builder.prompt(parts)  # type: ignore[arg-type]
+            parts = builder.chat(parts) if is_chat else builder.prompt(parts)
         parts.check(self._survey.vocab_size, self._survey.max_length, self._survey.max_length_reason)
         return parts
 
@@ -45,13 +46,16 @@ class PromptReader:
 
         Args:
             messages: ``{"role", "content"}`` each.
-            documents: passed to the template; if it does not use them, placed before the last user message.
+            documents: passages, texts or ``{"text", "title"}``; passed to the template, or, if it does not use them,
+                placed before the last user message.
             **options: for the template, e.g. ``tools`` or ``enable_thinking``.
 
         Raises:
             InvalidInputError: as for `read`, or the template does not accept the messages.
         """
-        passages = [Passage(each) if isinstance(each, str) else each for each in documents]
+        if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+            raise InvalidInputError('messages are a list of {"role": ..., "content": ...}')
+        passages = [Passage.of(each) for each in _as_list(documents)]
         return self.read(self._needed_builder().chat(messages, passages, **options))
 
     def segments(self, chunks: Iterable[Passage | str | Segment]) -> list[Segment]:
@@ -60,17 +64,29 @@ class PromptReader:
         Raises:
             InvalidInputError: texts without a tokenizer.
         """
-        return [self._segment(part) for part in ([chunks] if isinstance(chunks, str) else chunks)]
+        return [self._segment(part) for part in _as_list(chunks)]
+
+    def check_stop(self, stop: Sequence[str]) -> None:
+        """Raises `InvalidInputError` for stop texts that nobody could find."""
+        if stop and self.builder is None:
+            raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
 
     def _segment(self, part: Passage | str | Segment) -> Segment:
         if isinstance(part, Segment):
             return chunk(part.token_ids, part.label)
         if self.builder is None:
             raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
-        passage = Passage(part) if isinstance(part, str) else part
+        passage = Passage.of(part)
         return chunk(self.builder.encode(passage.text), passage.title)
 
     def _needed_builder(self) -> PromptBuilder:
         if self.builder is None:
             raise InvalidInputError("this engine has no tokenizer: build the prompt from token ids")
         return self.builder
+
+
+def _as_list(values: Any) -> list[Any]:
+    """A list of what callers pass as one: a single text or passage is a list of it, None is empty."""
+    if values is None:
+        return []
+    return [values] if isinstance(values, str | Passage | Segment) else list(values)

@@ -1,7 +1,7 @@
 """Sampling of an answer's tokens: parameters, and a sampler with transformers' own logits processors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
@@ -50,6 +50,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.max_new_tokens < 1:
             raise InvalidInputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -64,10 +65,25 @@ class SamplingParams:
             raise InvalidInputError(
                 f"top_p must be in 0..1 (above 0) and min_p in 0..1, got {self.top_p} and {self.min_p}"
             )
-        if isinstance(self.stop, str):
-            raise InvalidInputError(f"stop must be a tuple of texts, not the text {self.stop!r}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise InvalidInputError(f"seed must fit 64 bits, got {self.seed}")
         if any(not text for text in self.stop):
             raise InvalidInputError("a stop text must not be empty")
+
+    def _check_types(self) -> None:
+        """A wrong type would fail, or mean something else, only after the prefill."""
+        wanted = {
+            "a whole number": (("max_new_tokens", "top_k"), _is_whole),
+            "a number": (("temperature", "top_p", "min_p", "repetition_penalty"), _is_number),
+            "a whole number or None": (("seed",), lambda value: value is None or _is_whole(value)),
+            "True or False": (("ignore_eos",), lambda value: isinstance(value, bool)),
+            "a tuple of texts": (("stop",), lambda value: _is_tuple_of(value, lambda item: isinstance(item, str))),
+            "a tuple of token ids": (("stop_token_ids",), lambda value: _is_tuple_of(value, _is_whole)),
+        }
+        for what, (names, is_right) in wanted.items():
+            for name in names:
+                if not is_right(getattr(self, name)):
+                    raise InvalidInputError(f"{name} must be {what}, got {getattr(self, name)!r}")
 
     def within(self, context: int | None, prompt_tokens: int) -> "SamplingParams":
         """The same, with as many new tokens at most as the context has left after a prompt; None: no limit."""
@@ -92,6 +108,18 @@ class SamplingParams:
         return LogitsProcessorList(chosen)
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_tuple_of(value: object, is_right: Callable[[object], bool]) -> bool:
+    return isinstance(value, tuple) and all(map(is_right, value))
+
+
 class SamplingOptions(TypedDict, total=False):
     """The fields of `SamplingParams`, as keyword arguments of `generate`, `stream` and `chat`."""
 
@@ -108,7 +136,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
-    """Sampling parameters from a `SamplingParams`, from single options, or from neither (the defaults).
+    """Sampling parameters from a `SamplingParams`, from single options (None: not given), or the defaults.
 
     Raises:
         InvalidInputError: both are given, an option is unknown, or a value is out of range.
@@ -117,7 +145,7 @@ def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> Samp
         raise InvalidInputError(f"give sampling parameters or the options {', '.join(options)}, not both")
     if params is not None:
         return params
-    given: dict[str, Any] = dict(options)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     known = [field.name for field in fields(SamplingParams)]
     for name in given:
         if name not in known:
@@ -125,7 +153,7 @@ def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> Samp
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     for name in ("stop", "stop_token_ids"):
-        if name in given:
+        if isinstance(given.get(name), Iterable):
             given[name] = tuple(given[name])
     return SamplingParams(**given)
 

@@ -8,7 +8,7 @@
 Knows strings. Does not know tokenizers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,28 @@ class Passage:
 
     text: str
     title: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("text", "title"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidInputError(f"a passage's {name} must be a text, got {getattr(self, name)!r}")
+
+    @staticmethod
+    def of(value: object) -> "Passage":
+        """A passage of what callers have: a passage, a text, or ``{"text": ..., "title": ...}``.
+
+        Raises:
+            InvalidInputError: it is none of these.
+        """
+        if isinstance(value, Passage):
+            return value
+        if isinstance(value, str):
+            return Passage(value)
+        if isinstance(value, Mapping) and "text" in value:
+            return Passage(value["text"], value.get("title") or "")
+        raise InvalidInputError(
+            f'a passage is a Passage, a text or {{"text": ..., "title": ...}}, not {type(value).__name__}'
+        )
 
 
 Content = str | Passage
