@@ -27,7 +27,7 @@ from cacheblend.core.select.selectors import (
         ({"recompute_ratio": 1.01}, r"0\.\.1, got 1.01"),
         ({"recompute_ratio": math.nan}, r"0\.\.1, got nan"),
         ({"recompute_ratio": math.inf}, r"0\.\.1, got inf"),
-        ({"recompute_ratio": "0.5"}, r"0\.\.1, got 0.5"),
+        ({"recompute_ratio": "0.5"}, r"0\.\.1, got '0.5'"),
         ({"recompute_ratio": None}, r"0\.\.1, got None"),
         ({"check_layers": ()}, r"ascending, at least 1.*got \(\)"),
         ({"check_layers": (0,)}, r"at least 1.*layer 0.*got \(0,\)"),
