@@ -1,5 +1,6 @@
 """OpenAI's client against `cacheblend serve`: passages as content parts, and the report of what was reused.
 
+pip install openai
 cacheblend serve --model nano          # in another terminal
 python examples/serve_openai.py [--url http://127.0.0.1:8000]
 """
