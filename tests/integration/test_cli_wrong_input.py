@@ -1,8 +1,8 @@
 """Wrong invocations of every command: exit code 2, one line on stderr, nothing on stdout, no traceback.
 
 What is named in braces is made for each test: `{model}` a tiny model, `{data}` rows with passages, `{store}` a store,
-`{keys}` a file of keys, `{tmp}` an empty folder, `{file}` a text file, `{broken}` damaged JSON, `{busy}` a port that is
-taken.
+`{keys}` a file of keys, `{tmp}` an empty folder, `{file}` a text file, `{broken}` damaged JSON, `{surrogate}` rows with a
+lone surrogate, `{busy}` a port that is taken.
 """
 
 import os
@@ -382,6 +382,13 @@ EMPTY = [
     ["bench", "ttft", "--shape", "tiny", "--arms", " "],
     ["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-p", "word " * 900],
     ["store", "ls", "none\udcff"],
+    ["ask", "-m", "{model}", "-s", "memory", "-q", "Why?", "-p", "\udcff"],
+    ["ask", "-m", "{model}", "-s", "memory", "-q", "Why?", "--salt=\udcff"],
+    ["ask", "-m", "{model}", "-s", "memory", "-q", "Why?", "--json", "-p", "a\ud800b" * 200],
+    ["warm", "-m", "{model}", "-s", "{tmp}/\udcff", "-d", "{data}"],
+    ["warm", "-m", "{model}", "-s", "{tmp}/s", "-d", "{surrogate}"],
+    ["evaluate", "-m", "{model}", "-d", "{surrogate}"],
+    ["ask", "-m", "{model}", "-s", "memory", "-d", "{surrogate}"],
     ["ask", "-m", "a\x00b", "-s", "memory", "-q", "?"],
 ]
 CASES = [(line.split(" "), kind) for kind, lines in WRONG.items() for line in lines] + [(each, "odd") for each in EMPTY]
@@ -392,11 +399,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     root = tmp_path_factory.mktemp("wrong")
     build_tiny(root / "tiny-llama", [PASSAGE], SHAPE)
     made = {"model": root / "tiny-llama", "store": root / "store"}
-    made |= {name: root / f"{name}.json" for name in ("data", "keys", "file", "broken", "list")}
+    made |= {name: root / f"{name}.json" for name in ("data", "keys", "file", "broken", "list", "surrogate")}
     made["data"].write_text(f'[{{"ctxs": [{{"title": "", "text": "{PASSAGE}"}}], "question": "When?"}}]')
     made["file"].write_text("text")
     made["broken"].write_text('{"format": 1, "keys": [')
     made["list"].write_text("[1]")
+    made["surrogate"].write_text('[{"question": "Why?", "passages": [{"text": "a"}, {"text": "b \\ud800"}]}]')
     add_key(made["keys"], "known")
     open_store(made["store"]).close()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -482,6 +490,13 @@ def test_a_port_of_zero_is_told_as_the_one_that_was_taken(
     monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: seen.append(sockets[0].getsockname()[1]))
     result = run("serve", "-m", places["model"], "--port", 0)
     assert f"http://127.0.0.1:{seen[0]}/v1" in result.err
+
+
+def test_bytes_that_are_no_text_are_named(run: Run, places: dict[str, str]) -> None:
+    result = run("ask", "-m", places["model"], "-s", "memory", "-q", "Why?", "-p", "\udcff")
+    assert "argument 9" in result.err and "UTF-8" in result.err
+    result = run("ask", "-m", places["model"], "-s", "memory", "-d", places["surrogate"])
+    assert "row 0, passages[1], field 'text': the text has a lone surrogate at character 2 (U+D800)" in result.err
 
 
 # ---- at random ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.data.files import Text, kind, read_items, read_passage, read_text
 from cacheblend.data.questions import NEAR_MISSES, NEAR_MISSES_OF_PASSAGES, read_passages_of, refuse_near_misses
 
@@ -95,6 +95,7 @@ def _row(item: dict[str, Any], field: str, where: str, title: str) -> Row:
     question = item.get("question")
     if question is not None and not isinstance(question, str):
         raise InvalidInputError(f"{where}, field 'question': expected a text, found {kind(question)}")
+    check_encodable(question or "", f"{where}, field 'question': the text")
     return Row(question, list(read_passages_of(item, field, where, title)))
 
 
