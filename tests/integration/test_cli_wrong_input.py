@@ -1,8 +1,8 @@
 """Wrong invocations of every command: exit code 2, one line on stderr, nothing on stdout, no traceback.
 
 What is named in braces is made for each test: `{model}` a tiny model, `{data}` rows with passages, `{store}` a store,
-`{keys}` a file of keys, `{tmp}` an empty folder, `{file}` a text file, `{broken}` damaged JSON, `{surrogate}` rows with a
-lone surrogate, `{busy}` a port that is taken.
+`{keys}` a file of keys, `{tmp}` an empty folder, `{file}` a text file, `{broken}` damaged JSON, `{surrogate}` rows with
+a lone surrogate, `{busy}` a port that is taken.
 """
 
 import os
@@ -330,6 +330,14 @@ WRONG = {
         "ask -m {model} -q Why? -s memory://?evict=random",
         "ask -m {model} -q Why? -s file://{tmp}/a?direct=maybe",
         "ask -m {model} -q Why? -s redis://127.0.0.1:6379?timeout=nan",
+        "ask -m {model} -q Why? -s kvfoo?max_bytes=1MiB",
+        "ask -m {model} -q Why? -s memory,./kvx",
+        "ask -m {model} -q Why? -s memory,memory",
+        "ask -m {model} -q Why? -s memory,",
+        "ask -m {model} -q Why? -s ,",
+        "ask -m {model} -q Why? -s Memory",
+        "ask -m {model} -q Why? -s file:",
+        "ask -m {model} -q Why? -s mem:",
         "ask -m {model} -q Why? -s ~nobody-of-this-name/x",
         "evaluate -m {model} -d {data} -s tape://x",
         "inspect -m {model} -q Why? -p text -s memory://x",
