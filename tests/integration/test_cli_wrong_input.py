@@ -5,8 +5,10 @@ What is named in braces is made for each test: `{model}` a tiny model, `{data}` 
 a lone surrogate, `{busy}` a port that is taken.
 """
 
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -505,6 +507,29 @@ def test_bytes_that_are_no_text_are_named(run: Run, places: dict[str, str]) -> N
     assert "argument 9" in result.err and "UTF-8" in result.err
     result = run("ask", "-m", places["model"], "-s", "memory", "-d", places["surrogate"])
     assert "row 0, passages[1], field 'text': the text has a lone surrogate at character 2 (U+D800)" in result.err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("config.json", '"hidden_size": "wide"', "'hidden_size' expected int"),
+        ("config.json", '"vocab_size": 290', "the weights do not fit config.json"),
+        ("config.json", '"model_type": "unheard"', "model type `unheard`"),
+        ("tokenizer.json", "{", "has no tokenizer that transformers can open"),
+        ("model.safetensors", "x", "deserializing header"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_says_why(
+    run: Run, places: dict[str, str], tmp_path: Path, file: str, text: str, reason: str
+) -> None:
+    model = Path(shutil.copytree(places["model"], tmp_path / "model"))
+    config = (model / file).read_bytes()
+    changed = json.loads(config) | json.loads(f"{{{text}}}") if file == "config.json" else None
+    (model / file).write_text(text if changed is None else json.dumps(changed))
+    result = run("ask", "-m", model, "-s", "memory", "-q", "Why?", "-p", "text")
+    check(result.code, result.out, result.err)
+    assert reason.lower() in result.err.lower()
+    assert "with_tokenizer" not in result.err and "above report" not in result.err
 
 
 # ---- at random ----------------------------------------------------------------------------------------------
