@@ -532,6 +532,43 @@ def test_a_model_that_cannot_be_loaded_says_why(
     assert "with_tokenizer" not in result.err and "above report" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan -m {model} --prefill-s 0", "--prefill-s 0: the seconds of a full prefill must be above 0"),
+        ("plan -m {model} --prefill-s -2", "--prefill-s -2: the seconds of a full prefill must be above 0"),
+        (f"{TTFT} --methods full,foo", "there is no method 'foo' here; choose from full, prefix, reuse, blend, miss"),
+        (f"{TTFT} --store redis", "there is no store 'redis' here; choose from memory, disk"),
+        ("keys add x --file {nothing}", "is empty and has no keys; delete it"),
+        ("keys add x --file {tmp}", "is a folder; name a file"),
+        ("keys ls --file {tmp}", "is a folder; name a file"),
+        ("warm -m {model} -s {tmp}/s -d {tmp}/none", "there is no such file; passages come as .json"),
+        ("warm -m {model} -s {tmp}/s -d {tmp}/none.csv", "there is no such file; passages come as .json"),
+        ("warm -m {model} -s {tmp}/s -d {nothing}", "the name has no ending; passages come as .json"),
+        ("warm -m {model} -s {tmp}/s -d {pipe}", "it is a pipe or a device, not a file"),
+        (f"{ASK} --threshold 0.5", "--threshold 0.5 has no effect without --selector threshold"),
+        (f"{ASK} --threshold 0.5 --selector hkvd", "--threshold 0.5 has no effect without --selector threshold"),
+        (f"{EVALUATE} --selector hkvd:foo=1", "there is no setting 'foo' here; settings are measure"),
+    ],
+)
+def test_the_line_says_what_is_wrong(run: Run, places: dict[str, str], tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "nothing").touch()
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    made = places | {name: str(tmp_path / name) for name in ("nothing", "pipe")}
+    result = run(*filled(line.split(" "), made, tmp_path / "empty"))
+    check(result.code, result.out, result.err)
+    assert message in result.err
+    assert "Error(" not in result.err and "('" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"), [("plan", "load only what"), ("bench ttft", "evaluate also"), ("evaluate", "bench ttft")]
+)
+def test_help_speaks_of_its_own_command(run: Run, command: str, wrong: str) -> None:
+    assert wrong not in " ".join(run(*command.split(" "), "--help").out.replace("│", " ").split())
+
+
 # ---- at random ----------------------------------------------------------------------------------------------
 
 JUNK = ["", "0", "-1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "x", "é", "😀", "\udcff", "\x1b[2J"]
