@@ -1,12 +1,14 @@
 """Wrong invocations of every command: exit code 2, one line on stderr, nothing on stdout, no traceback.
 
 What is named in braces is made for each test: `{model}` a tiny model, `{data}` rows with passages, `{store}` a store,
-`{keys}` a file of keys, `{tmp}` an empty folder, `{file}` a text file, `{broken}` damaged JSON, `{busy}` a port that is
-taken.
+`{keys}` a file of keys, `{tmp}` an empty folder, `{file}` a text file, `{broken}` damaged JSON, `{surrogate}` rows with
+a lone surrogate, `{busy}` a port that is taken.
 """
 
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -330,6 +332,14 @@ WRONG = {
         "ask -m {model} -q Why? -s memory://?evict=random",
         "ask -m {model} -q Why? -s file://{tmp}/a?direct=maybe",
         "ask -m {model} -q Why? -s redis://127.0.0.1:6379?timeout=nan",
+        "ask -m {model} -q Why? -s kvfoo?max_bytes=1MiB",
+        "ask -m {model} -q Why? -s memory,./kvx",
+        "ask -m {model} -q Why? -s memory,memory",
+        "ask -m {model} -q Why? -s memory,",
+        "ask -m {model} -q Why? -s ,",
+        "ask -m {model} -q Why? -s Memory",
+        "ask -m {model} -q Why? -s file:",
+        "ask -m {model} -q Why? -s mem:",
         "ask -m {model} -q Why? -s ~nobody-of-this-name/x",
         "evaluate -m {model} -d {data} -s tape://x",
         "inspect -m {model} -q Why? -p text -s memory://x",
@@ -382,6 +392,13 @@ EMPTY = [
     ["bench", "ttft", "--shape", "tiny", "--arms", " "],
     ["ask", "-m", "{model}", "-s", "memory", "-q", "?", "-p", "word " * 900],
     ["store", "ls", "none\udcff"],
+    ["ask", "-m", "{model}", "-s", "memory", "-q", "Why?", "-p", "\udcff"],
+    ["ask", "-m", "{model}", "-s", "memory", "-q", "Why?", "--salt=\udcff"],
+    ["ask", "-m", "{model}", "-s", "memory", "-q", "Why?", "--json", "-p", "a\ud800b" * 200],
+    ["warm", "-m", "{model}", "-s", "{tmp}/\udcff", "-d", "{data}"],
+    ["warm", "-m", "{model}", "-s", "{tmp}/s", "-d", "{surrogate}"],
+    ["evaluate", "-m", "{model}", "-d", "{surrogate}"],
+    ["ask", "-m", "{model}", "-s", "memory", "-d", "{surrogate}"],
     ["ask", "-m", "a\x00b", "-s", "memory", "-q", "?"],
 ]
 CASES = [(line.split(" "), kind) for kind, lines in WRONG.items() for line in lines] + [(each, "odd") for each in EMPTY]
@@ -392,11 +409,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     root = tmp_path_factory.mktemp("wrong")
     build_tiny(root / "tiny-llama", [PASSAGE], SHAPE)
     made = {"model": root / "tiny-llama", "store": root / "store"}
-    made |= {name: root / f"{name}.json" for name in ("data", "keys", "file", "broken", "list")}
+    made |= {name: root / f"{name}.json" for name in ("data", "keys", "file", "broken", "list", "surrogate")}
     made["data"].write_text(f'[{{"ctxs": [{{"title": "", "text": "{PASSAGE}"}}], "question": "When?"}}]')
     made["file"].write_text("text")
     made["broken"].write_text('{"format": 1, "keys": [')
     made["list"].write_text("[1]")
+    made["surrogate"].write_text('[{"question": "Why?", "passages": [{"text": "a"}, {"text": "b \\ud800"}]}]')
     add_key(made["keys"], "known")
     open_store(made["store"]).close()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -482,6 +500,73 @@ def test_a_port_of_zero_is_told_as_the_one_that_was_taken(
     monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: seen.append(sockets[0].getsockname()[1]))
     result = run("serve", "-m", places["model"], "--port", 0)
     assert f"http://127.0.0.1:{seen[0]}/v1" in result.err
+
+
+def test_bytes_that_are_no_text_are_named(run: Run, places: dict[str, str]) -> None:
+    result = run("ask", "-m", places["model"], "-s", "memory", "-q", "Why?", "-p", "\udcff")
+    assert "argument 9" in result.err and "UTF-8" in result.err
+    result = run("ask", "-m", places["model"], "-s", "memory", "-d", places["surrogate"])
+    assert "row 0, passages[1], field 'text': the text has a lone surrogate at character 2 (U+D800)" in result.err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("config.json", '"hidden_size": "wide"', "'hidden_size' expected int"),
+        ("config.json", '"vocab_size": 290', "the weights do not fit config.json"),
+        ("config.json", '"model_type": "unheard"', "model type `unheard`"),
+        ("tokenizer.json", "{", "has no tokenizer that transformers can open"),
+        ("model.safetensors", "x", "deserializing header"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_says_why(
+    run: Run, places: dict[str, str], tmp_path: Path, file: str, text: str, reason: str
+) -> None:
+    model = Path(shutil.copytree(places["model"], tmp_path / "model"))
+    config = (model / file).read_bytes()
+    changed = json.loads(config) | json.loads(f"{{{text}}}") if file == "config.json" else None
+    (model / file).write_text(text if changed is None else json.dumps(changed))
+    result = run("ask", "-m", model, "-s", "memory", "-q", "Why?", "-p", "text")
+    check(result.code, result.out, result.err)
+    assert reason.lower() in result.err.lower()
+    assert "with_tokenizer" not in result.err and "above report" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan -m {model} --prefill-s 0", "--prefill-s 0: the seconds of a full prefill must be above 0"),
+        ("plan -m {model} --prefill-s -2", "--prefill-s -2: the seconds of a full prefill must be above 0"),
+        (f"{TTFT} --methods full,foo", "there is no method 'foo' here; choose from full, prefix, reuse, blend, miss"),
+        (f"{TTFT} --store redis", "there is no store 'redis' here; choose from memory, disk"),
+        ("keys add x --file {nothing}", "is empty and has no keys; delete it"),
+        ("keys add x --file {tmp}", "is a folder; name a file"),
+        ("keys ls --file {tmp}", "is a folder; name a file"),
+        ("warm -m {model} -s {tmp}/s -d {tmp}/none", "there is no such file; passages come as .json"),
+        ("warm -m {model} -s {tmp}/s -d {tmp}/none.csv", "there is no such file; passages come as .json"),
+        ("warm -m {model} -s {tmp}/s -d {nothing}", "the name has no ending; passages come as .json"),
+        ("warm -m {model} -s {tmp}/s -d {pipe}", "it is a pipe or a device, not a file"),
+        (f"{ASK} --threshold 0.5", "--threshold 0.5 has no effect without --selector threshold"),
+        (f"{ASK} --threshold 0.5 --selector hkvd", "--threshold 0.5 has no effect without --selector threshold"),
+        (f"{EVALUATE} --selector hkvd:foo=1", "there is no setting 'foo' here; settings are measure"),
+    ],
+)
+def test_the_line_says_what_is_wrong(run: Run, places: dict[str, str], tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "nothing").touch()
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    made = places | {name: str(tmp_path / name) for name in ("nothing", "pipe")}
+    result = run(*filled(line.split(" "), made, tmp_path / "empty"))
+    check(result.code, result.out, result.err)
+    assert message in result.err
+    assert "Error(" not in result.err and "('" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"), [("plan", "load only what"), ("bench ttft", "evaluate also"), ("evaluate", "bench ttft")]
+)
+def test_help_speaks_of_its_own_command(run: Run, command: str, wrong: str) -> None:
+    assert wrong not in " ".join(run(*command.split(" "), "--help").out.replace("│", " ").split())
 
 
 # ---- at random ----------------------------------------------------------------------------------------------

@@ -306,7 +306,8 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
         assert opened.settings.profile == profile
     with BlendEngine.from_pretrained(model, config=BlendConfig(selector="none")) as opened:
         assert opened.config.selector == "none"
-    assert f"profile{model / PROFILE_NAME}" in "".join(run("doctor", "-m", model)[1].split())
+    shown = "".join(run("doctor", "-m", model)[1].split())
+    assert f"profile{model / PROFILE_NAME}" in shown and "profiletheprofile" not in shown
 
 
 def test_a_model_that_no_setting_passes_on_is_not_blended(

@@ -131,3 +131,8 @@ def test_hybrids_early_share_follows_the_ratios() -> None:
 @pytest.mark.parametrize("ratio", [0, 1, 0.5, 1.0])
 def test_good_ratios(ratio: float) -> None:
     check_ratio(ratio)
+
+
+def test_a_salt_that_cannot_be_encoded_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"salt 'a\\udcff' has a lone surrogate at character 1"):
+        BlendConfig(salt="a\udcff")

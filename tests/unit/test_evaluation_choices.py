@@ -66,9 +66,9 @@ def test_settings_stand_behind_the_selectors_name() -> None:
     ("choices", "message"),
     [
         ({"selectors": ["hkvdd"]}, "no selector is called 'hkvdd'"),
-        ({"selectors": ["hkvd:colour=red"]}, "'colour=red' is not of the form setting=value; settings are measure"),
+        ({"selectors": ["hkvd:colour=red"]}, "there is no setting 'colour' here; settings are measure"),
         ({"selectors": ["hkvd:measure"]}, "'measure' is not of the form setting=value"),
-        ({"selectors": ["hkvd:ratios=3"]}, "'ratios=3' is not of the form setting=value"),
+        ({"selectors": ["hkvd:ratios=3"]}, "there is no setting 'ratios' here; settings are measure"),
         ({"selectors": ["hkvd:measure=w"]}, "measure must be one of kv, k, v, got 'w'"),
         ({"selectors": ["threshold:threshold=high"]}, "a setting has the wrong type"),
         ({"selectors": ["profile"]}, "needs a model's settings"),

@@ -183,3 +183,18 @@ def test_only_contexts_are_split() -> None:
     split, left = split_contexts(rows, words, 8)
     assert [text.text for text in split.passages] == ["One two three four five six.", "Seven eight nine ten."]
     assert left is rows[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        (OWN | {"question": "\ud800"}, "line 1, field 'question'"),
+        (OWN | {"answers": ["x", "\ud800"]}, r"line 1, answers\[1\]"),
+        (OWN | {"id": "\ud800"}, "line 1, field 'id'"),
+        (OWN | {"passages": [{"text": "x"}, {"title": "\ud800", "text": "x"}]}, r"passages\[1\], field 'title'"),
+        (LONGBENCH | {"context": "\ud800"}, "line 1, field 'context'"),
+    ],
+)
+def test_a_lone_surrogate_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{place}: the text has a lone surrogate at character 0"):
+        read_questions(write(tmp_path, row))

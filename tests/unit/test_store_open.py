@@ -75,6 +75,24 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("ftp://localhost", "unknown scheme 'ftp'; use \"memory\""),
         ("gs://bucket/x", "unknown scheme 'gs'"),
+        ("kvfoo?max_bytes=1MiB", "write file:///abs/path?max_bytes=1MiB"),
+        ("./kvfoo?max_bytes=1MiB&ttl=3d", "write file:///abs/path?max_bytes=1MiB&ttl=3d"),
+        ("memory?max_bytes=1MiB", "write memory://?max_bytes=1MiB"),
+        ("memory,./kvx", "each needs a scheme"),
+        ("memory,memory", "each needs a scheme"),
+        ("memory,", "each needs a scheme"),
+        ("memory,,file:///x", "each needs a scheme"),
+        ("./a, ./b", "each needs a scheme"),
+        ("file:///a,/b", "each needs a scheme"),
+        ("a,", "each needs a scheme"),
+        (",", "each needs a scheme"),
+        ("Memory", "write memory in lower case, or ./Memory"),
+        ("file:", "without its two slashes"),
+        ("file:/x", "without its two slashes"),
+        ("mem:", "without its two slashes"),
+        ("redis:localhost", "without its two slashes"),
+        ("s3://", "store 's3://' names no bucket"),
+        ("s3:///folder", "store 's3:///folder' names no bucket"),
         ("memory://somewhere", "names a place in memory"),
         ("file://relative/path", "absolute path after three slashes"),
         ("file://", "three slashes"),
@@ -132,3 +150,15 @@ def test_arguments_are_checked_with_the_url() -> None:
         check_store_url("memory", max_bytes="lots")
     with pytest.raises(InvalidInputError, match="no option 'ram_bytes'"):
         check_store_url("memory", ram_bytes="1GiB")
+
+
+def test_a_folder_with_commas_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,", "memory,b", "memory,"):
+        (tmp_path / name).mkdir()
+        for url in (name, f"file://{tmp_path}/{name}"):
+            check_store_url(url)
+    check_store_url("a,b")
+    check_store_url("./Memory")
+    check_store_url("./mem:")
+    check_store_url(tmp_path / "kv?max_bytes=1")

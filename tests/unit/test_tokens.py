@@ -385,3 +385,24 @@ def test_a_frame_needs_one_place_for_the_passage() -> None:
     for frame in ("no place", "{passage} and {passage}"):
         with pytest.raises(InvalidInputError, match=r"one \{passage\}"):
             builder.encode_in_frame("x", frame)
+
+
+# ---- texts that UTF-8 cannot encode ---------------------------------------------------------------------------
+
+
+def test_a_lone_surrogate_is_refused_with_its_place() -> None:
+    builder = PromptBuilder(byte_level(chat_template=CHATML))
+    message = r"has a lone surrogate at character 3 \(U\+D800\)"
+    wrong = "ab \ud800"
+    with pytest.raises(InvalidInputError, match=message):
+        builder.encode(wrong)
+    with pytest.raises(InvalidInputError, match=message):
+        builder.prompt(["fine", Passage(wrong)])
+    with pytest.raises(InvalidInputError, match=message):
+        builder.encode_in_frame(wrong, "x {passage}")
+    with pytest.raises(InvalidInputError, match=message):
+        builder.chat([{"role": "user", "content": wrong}])
+    with pytest.raises(InvalidInputError, match=message):
+        builder.chat([{"role": "user", "content": "fine"}], [Passage(wrong)])
+    with pytest.raises(InvalidInputError, match="the chat template's text has a lone surrogate"):
+        builder.chat([{"role": "user\udfff", "content": "fine"}])

@@ -79,12 +79,11 @@ class TtftSettings:
                 raise InvalidInputError(f"{name} must be at least 1, got {getattr(self, name)}")
         for ratio in self.ratios:
             check_ratio(ratio)
-        for given, known in ((self.arms, ARMS), (self.stores, ("memory", "disk"))):
-            unknown = set(given) - set(known)
-            if unknown or not given:
-                raise InvalidInputError(
-                    f"unknown: {', '.join(sorted(unknown)) or 'nothing given'}; choose from {known}"
-                )
+        for what, given, known in (("method", self.arms, ARMS), ("store", self.stores, ("memory", "disk"))):
+            if unknown := [name for name in given if name not in known]:
+                raise InvalidInputError(f"there is no {what} {unknown[0]!r} here; choose from {', '.join(known)}")
+            if not given:
+                raise InvalidInputError(f"there is no {what} to measure; choose from {', '.join(known)}")
         if self.sweep is not None and self.sweep not in SWEEPS:
             raise InvalidInputError(f"no sweep is called {self.sweep!r}; there are {', '.join(SWEEPS)}")
 

@@ -10,7 +10,7 @@ import typer
 
 from cacheblend.cli import ask, calibrate, demo, doctor, evaluate, inspect, keys, plan, serve, store, warm
 from cacheblend.cli.bench import app as bench_app
-from cacheblend.cli.errors import empty_value, is_help, is_usage_error, usage_text
+from cacheblend.cli.errors import empty_value, invalid_text, is_help, is_usage_error, usage_text
 from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.output import error_text, print_error
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: without the program's name; None takes the process's own.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if problem := empty_value(arguments):
+    if problem := empty_value(arguments) or invalid_text(arguments):
         _leave(problem)
     code = 0
     try:

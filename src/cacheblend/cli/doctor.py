@@ -181,9 +181,9 @@ def _profile(model: Path) -> "Check":
     try:
         settings = resolve_settings(None, model, fingerprint_folder(model))
     except InvalidInputError as error:
-        return Check("profile", False, str(error))
+        return Check("profile", False, str(error).removeprefix("the profile "))
     blends = settings.profile is not None and settings.profile.blend
-    return Check("profile", True if blends else None, settings.source)
+    return Check("profile", True if blends else None, settings.source.removeprefix("the profile "))
 
 
 def _show(diagnosis: "Diagnosis") -> None:

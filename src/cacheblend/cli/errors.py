@@ -71,6 +71,18 @@ def empty_value(arguments: Sequence[str]) -> str | None:
     return None
 
 
+def invalid_text(arguments: Sequence[str]) -> str | None:
+    """An error for an argument that is not text in the terminal's encoding; None if there is none.
+
+    Python hands such bytes over as lone surrogates, which no tokenizer, store or JSON output takes.
+    """
+    for number, argument in enumerate(arguments, start=1):
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            shown = argument if len(argument) <= 80 else f"{argument[:80]}..."
+            return f"argument {number}, {shown!r}, has bytes that are not UTF-8; give it in UTF-8"
+    return None
+
+
 def _value_of_json(arguments: Sequence[str]) -> str | None:
     """What follows ``--json``, which once took a file."""
     for at, argument in enumerate(arguments):

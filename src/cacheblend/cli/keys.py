@@ -20,6 +20,7 @@ def add(name: Name, file: KeyFile = DEFAULT) -> None:
     """Make a key and print it; it is not shown again. A running server accepts it after its next start."""
     from cacheblend.serve.keys import add_key
 
+    check_form(file)
     typer.echo(add_key(file, name))
 
 
@@ -48,9 +49,24 @@ def check_file(file: Path) -> None:
     """Refuses a file of keys that is not there.
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: there is none, or as `check_form`.
     """
     from cacheblend.core.errors import InvalidInputError
 
     if not file.exists():
         raise InvalidInputError(f"there is no file {file}; make one with `cacheblend keys add NAME --file {file}`")
+    check_form(file)
+
+
+def check_form(file: Path) -> None:
+    """Refuses what cannot be a file of keys.
+
+    Raises:
+        InvalidInputError: it is a folder, or an empty file.
+    """
+    from cacheblend.core.errors import InvalidInputError
+
+    if file.is_dir():
+        raise InvalidInputError(f"{file} is a folder; name a file, e.g. {file / 'keys.json'}")
+    if file.is_file() and file.stat().st_size == 0:
+        raise InvalidInputError(f"{file} is empty and has no keys; delete it, or name another file")

@@ -50,8 +50,9 @@ def open_engine(
         except CacheBlendError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise InvalidInputError(f"{folder} cannot be loaded: {reason[0]}") from error
+            from cacheblend.engines.hf.opening import loading_reason
+
+            raise InvalidInputError(f"{folder} cannot be loaded: {loading_reason(error)}") from error
     engine.name = name
     return engine
 

@@ -241,7 +241,7 @@ class SelectionOptions:
     ] = None
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", min=0, help="Bound of the selector threshold.", rich_help_panel=BLENDING),
+        typer.Option("--threshold", min=0, help="Bound of --selector threshold.", rich_help_panel=BLENDING),
     ] = None
     profile: Annotated[
         Path | None,
@@ -257,8 +257,16 @@ class SelectionOptions:
         """Fields of `BlendConfig` that the user set; the others are left to the model's profile.
 
         Raises:
-            InvalidInputError: ratios and check layers do not fit each other, or are no numbers.
+            InvalidInputError: ratios and check layers do not fit each other, or are no numbers; or a threshold is given
+                for another selector.
         """
+        if self.threshold is not None and self.selector != "threshold":
+            from cacheblend.core.errors import InvalidInputError
+
+            raise InvalidInputError(
+                f"--threshold {self.threshold:g} has no effect without --selector threshold; add it, or leave "
+                "--threshold out"
+            )
         given = {"selector": self.selector, "measure": self.measure, "threshold": self.threshold}
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.ratio or self.check_layers:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.cli.options import MOST_TOKENS, AsJson, Codec, CostModelFile, ModelOptions, OneRatio, Plot
+from cacheblend.cli.options import MOST_TOKENS, AsJson, Codec, ModelOptions, OneRatio, Plot
 from cacheblend.cli.output import console, picture_file, print_json
 
 if TYPE_CHECKING:
@@ -20,9 +20,13 @@ DEVICES = ("memory:20:3", "nvme:3:0.1", "ssd:0.5:0.08", "disk:0.15:0.02", "bucke
 RATIOS = (0.05, 0.15, 0.3, 0.5, 1.0)
 
 Context = Annotated[int, typer.Option("--context", "-c", min=2, max=MOST_TOKENS, help="Tokens of a context.")]
+CostModelFile = Annotated[
+    Path | None,
+    typer.Option("--cost-model", help="Cost model of `calibrate`: its times of a prefill and of loading."),
+]
 PrefillS = Annotated[
     float | None,
-    typer.Option("--prefill-s", min=0, help="Seconds of its full prefill, where there is no --cost-model."),
+    typer.Option("--prefill-s", help="Seconds of its full prefill, above 0, where there is no --cost-model."),
 ]
 Devices = Annotated[
     list[str] | None,
@@ -95,6 +99,8 @@ def _placed(
 
     if (cost_model is None) == (prefill_s is None):
         raise InvalidInputError("give either a cost model (--cost-model), or the time of a prefill (--prefill-s)")
+    if prefill_s is not None and prefill_s <= 0:
+        raise InvalidInputError(f"--prefill-s {prefill_s:g}: the seconds of a full prefill must be above 0")
     measured = None if cost_model is None else load_cost_model(cost_model)
     speeds = {} if measured is None else {name: tier.bytes_per_s for name, tier in measured.tiers.items()}
     offered = [Device.parse(text, speeds) for text in devices or DEVICES]

@@ -37,8 +37,8 @@ Methods = Annotated[
         "--methods",
         "--arms",
         "-a",
-        help="Methods to compare, with commas: full, prefix, reuse, blend; evaluate also has map-reduce and "
-        "map-rerank, bench ttft has miss. Default: the first four.",
+        help="Methods to compare, with commas: full, prefix, reuse, blend, map-reduce, map-rerank. Default: the first "
+        "four.",
         show_default=False,
     ),
 ]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.select.selection import Selection
 
@@ -54,6 +54,7 @@ class BlendConfig(Selection):
         if self.anchor not in get_args(AnchorKind):
             raise InvalidInputError(f"anchor must be one of {', '.join(get_args(AnchorKind))}, got {self.anchor!r}")
         codec_of(self.codec)
+        check_encodable(self.salt, f"salt {self.salt!r}")
         super().__post_init__()
 
     @staticmethod

@@ -63,3 +63,23 @@ class StoreUnreachableError(StoreError):
 
 class StoreFullError(StoreError):
     """The store has no free capacity and no unpinned block to evict."""
+
+
+def check_encodable(text: str, what: str) -> None:
+    """Refuses a text that UTF-8 cannot encode: a lone surrogate, as JSON and a shell's invalid bytes bring it in.
+
+    Args:
+        text: any text.
+        what: names it for the message.
+
+    Raises:
+        InvalidInputError: the text has a lone surrogate.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise InvalidInputError(
+            f"{what} has a lone surrogate at character {error.start} (U+{code:04X}), which UTF-8 cannot encode; "
+            "remove it, or repair the encoding of the input"
+        ) from error

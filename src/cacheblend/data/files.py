@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read_passage(item: Any, where: str, fallback: str) -> Text:
     """A passage from ``{"text", "title"?}``; `fallback` is the title if there is none.
 
     Raises:
-        InvalidInputError: the item has another form, or an empty text.
+        InvalidInputError: the item has another form, an empty text, or a lone surrogate in a field.
     """
     if not isinstance(item, dict):
         raise InvalidInputError(f"{where}: expected an object with 'text', found {kind(item)}")
@@ -101,6 +101,7 @@ def read_passage(item: Any, where: str, fallback: str) -> Text:
     for field in ("text", "title"):
         if not isinstance(item.get(field, ""), str):
             raise InvalidInputError(f"{where}, field {field!r}: expected a text, found {kind(item[field])}")
+        check_encodable(item.get(field, ""), f"{where}, field {field!r}: the text")
     if not item["text"].strip():
         raise InvalidInputError(f"{where}, field 'text': it is empty; remove empty passages")
     return Text(item["text"], item.get("title") or fallback)

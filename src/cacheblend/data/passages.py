@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.data.files import Text, kind, read_items, read_passage, read_text
 from cacheblend.data.questions import NEAR_MISSES, NEAR_MISSES_OF_PASSAGES, read_passages_of, refuse_near_misses
 
@@ -48,7 +48,7 @@ def read_passages(path: Path) -> list[Text]:
     elif path.suffix == ".txt":
         found = list(_paragraphs(path))
     else:
-        raise InvalidInputError(f"{path}: passages come as .json, .jsonl, .txt or a folder of .txt")
+        raise InvalidInputError(f"{path}: {_why_not(path)}; passages come as .json, .jsonl, .txt or a folder of .txt")
     if not found:
         raise InvalidInputError(f"{path} has no passages")
     return found
@@ -95,7 +95,17 @@ def _row(item: dict[str, Any], field: str, where: str, title: str) -> Row:
     question = item.get("question")
     if question is not None and not isinstance(question, str):
         raise InvalidInputError(f"{where}, field 'question': expected a text, found {kind(question)}")
+    check_encodable(question or "", f"{where}, field 'question': the text")
     return Row(question, list(read_passages_of(item, field, where, title)))
+
+
+def _why_not(path: Path) -> str:
+    """Why a path without one of the known endings cannot be read."""
+    if not path.exists():
+        return "there is no such file"
+    if not path.is_file():
+        return "it is a pipe or a device, not a file; write its contents to a file first"
+    return f"the ending {path.suffix!r} is not known" if path.suffix else "the name has no ending"
 
 
 def _paragraphs(path: Path) -> Iterator[Text]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.data.files import Text, kind, read_items, read_list, read_passage
 
 NEAR_MISSES = {
@@ -129,6 +129,7 @@ def _text(
         raise InvalidInputError(f"{where}: the field {field!r} is missing (found {', '.join(map(repr, item))})")
     if not isinstance(value, str):
         raise InvalidInputError(f"{where}, field {field!r}: expected a text, found {kind(value)}")
+    check_encodable(value, f"{where}, field {field!r}: the text")
     if default is None and not may_be_empty and not value.strip():
         raise InvalidInputError(f"{where}, field {field!r}: it is empty; remove the row")
     return value
@@ -164,6 +165,7 @@ def _answers(item: dict[str, Any], where: str) -> tuple[str, ...]:
     for index, answer in enumerate(answers):
         if not isinstance(answer, str):
             raise InvalidInputError(f"{where}, answers[{index}]: expected a text, found {kind(answer)}")
+        check_encodable(answer, f"{where}, answers[{index}]: the text")
         if not answer.strip():
             raise InvalidInputError(f"{where}, answers[{index}]: it is empty; remove empty answers")
     return tuple(answers)
@@ -173,4 +175,5 @@ def _id(item: dict[str, Any], field: str, where: str, number: str) -> str:
     value = item.get(field, number)
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise InvalidInputError(f"{where}, field {field!r}: expected a text or a whole number, found {kind(value)}")
+    check_encodable(str(value), f"{where}, field {field!r}: the text")
     return str(value)

@@ -43,7 +43,11 @@ class SelectorChoice:
         settings: dict[str, Any] = {"selector": name.strip()}
         for part in filter(None, (part.strip() for part in rest.split(","))):
             key, equals, value = part.partition("=")
-            if key not in known or not equals:
+            if equals and key not in known:
+                raise InvalidInputError(
+                    f"selector {text!r}: there is no setting {key!r} here; settings are {', '.join(known)}"
+                )
+            if not equals:
                 raise InvalidInputError(
                     f"selector {text!r}: {part!r} is not of the form setting=value; settings are {', '.join(known)}"
                 )

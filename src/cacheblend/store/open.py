@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
@@ -175,6 +175,8 @@ def _split(url: str | Path | None) -> _Parts:
     if isinstance(url, Path) or "://" not in url:
         if str(url) == "":
             raise InvalidInputError(f"an empty store name; use {SUPPORTED}")
+        if isinstance(url, str):
+            _check_bare(url)
         return _Parts("file", path=str(url))
     try:
         parts = urlsplit(url)
@@ -188,8 +190,47 @@ def _split(url: str | Path | None) -> _Parts:
     if parts.scheme == "file" and (parts.netloc or not parts.path):
         raise InvalidInputError(f"store {url!r} needs an absolute path after three slashes: file:///folder")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    if parts.scheme == "file":
+        _check_commas(parts.path, Path(unquote(parts.path)))
+    bare = f"{parts.scheme}://{parts.netloc}{parts.path}"
     return _Parts(parts.scheme, bare, unquote(parts.path), options)
+
+
+def _check_bare(path: str) -> None:
+    """Refuses a folder's name that is meant as a URL; opened as it is, its options would be ignored in silence.
+
+    Raises:
+        InvalidInputError: the message says what to write.
+    """
+    if option := re.search(r"\?(?=\w+=)", path):
+        form = "memory://" if path[: option.start()].lower() == "memory" else "file:///abs/path"
+        raise InvalidInputError(
+            f"store {path!r}: options need a URL with a scheme; write {form}?{path[option.end() :]}"
+        )
+    _check_commas(path, Path(path))
+    if path.lower() == "memory":
+        raise InvalidInputError(f"store {path!r}: write memory in lower case, or ./{path} for a folder of that name")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:(?!//)", path):  # one letter is a drive
+        raise InvalidInputError(
+            f"store {path!r} looks like a URL without its two slashes; use {SUPPORTED}, or ./{path} for a folder of "
+            "that name"
+        )
+
+
+def _check_commas(path: str, folder: Path) -> None:
+    """Refuses a list of stores in which one has no scheme; a folder that exists may have commas in its name.
+
+    Raises:
+        InvalidInputError: the message says what to write.
+    """
+    parts = [part.strip() for part in path.split(",")]
+    names_another = any(re.match(r"\.?\.?/|~|memory$", part) for part in parts[1:])
+    is_list = len(parts) > 1 and (names_another or not all(parts) or parts[0].lower() == "memory")
+    if is_list and not folder.is_dir():
+        raise InvalidInputError(
+            f"store {path!r}: of several stores each needs a scheme; write e.g. "
+            '"memory://?max_bytes=1GiB, file:///abs/path", or create the folder first if its name has commas'
+        )
 
 
 def _memory(parts: _Parts, options: Mapping[str, str]) -> StorePlace:

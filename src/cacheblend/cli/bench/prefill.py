@@ -22,7 +22,6 @@ from cacheblend.cli.bench.options import (
 )
 from cacheblend.cli.options import ModelOrShape, OneRatio, Plot, names
 from cacheblend.cli.output import INSTALL_PLOT, check_outputs, console, picture_file, progress
-from cacheblend.cli.prompt_options import Methods
 
 Data = Annotated[
     Path | None,
@@ -37,6 +36,18 @@ Ratios = Annotated[
         max=1,
         help="Share of the loaded tokens to recompute; several times: each is measured. Default: 0.15.",
         rich_help_panel=WHAT,
+        show_default=False,
+    ),
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--methods",
+        "--arms",
+        "-a",
+        help="Methods to measure, with commas: full, prefix, reuse, blend, and miss (blend with nothing stored). "
+        "Default: the first four.",
+        rich_help_panel=HOW,
         show_default=False,
     ),
 ]

@@ -18,6 +18,7 @@ from cacheblend.core.load.rope import KeyRotation
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.engines.fingerprint import WEIGHT_FILES
 from cacheblend.engines.hf.live_check import LiveCheck
+from cacheblend.engines.hf.opening import loading_reason
 from cacheblend.engines.hf.survey import Survey, check_config, survey_model
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.tokens import PromptBuilder
@@ -99,9 +100,9 @@ def diagnose(
 
 
 def _fail(found: Diagnosis, name: str, error: Exception) -> _StopError:
-    detail = " ".join(str(error).split()) or type(error).__name__
+    detail = " ".join(str(error).split())
     if not isinstance(error, CacheBlendError):
-        detail = f"{detail} ({type(error).__name__})" if str(error) else detail
+        detail = f"{loading_reason(error)} ({type(error).__name__})" if str(error) else type(error).__name__
     found.checks.append(Check(name, False, detail))
     return _StopError()
 

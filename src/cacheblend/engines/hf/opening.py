@@ -12,6 +12,9 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.fingerprint import fingerprint_folder
 from cacheblend.engines.hf.survey import check_config
 
+REASON_LINES, REASON_CHARACTERS = 3, 400
+"""Most of a library's error message that `loading_reason` gives."""
+
 
 @dataclass(frozen=True)
 class OpenedModel:
@@ -78,8 +81,22 @@ def _tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidInputError(
-            f"{folder} has no tokenizer that transformers can open ({reason}); "
-            "open it with with_tokenizer=False and pass prompts as token ids"
-        ) from error
+        refused = InvalidInputError(
+            f"{folder} has no tokenizer that transformers can open: {loading_reason(error)}; add or repair its files"
+        )
+        # A note, which a traceback shows: on the command line there is no such argument.
+        refused.add_note("To pass prompts as token ids, open the model with with_tokenizer=False.")
+        raise refused from error
+
+
+def loading_reason(error: Exception) -> str:
+    """Why transformers could not load a file, in one line.
+
+    Its first line alone often says only that there is a problem; the following ones say which.
+    """
+    text = str(error)
+    if "above report" in text:  # the report goes to a log, which may be turned off
+        return "the weights do not fit config.json: tensors have other shapes than it describes"
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    reason = " ".join(lines[:REASON_LINES]) or type(error).__name__
+    return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]}..."

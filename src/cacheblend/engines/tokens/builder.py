@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan import prompt as core_prompt
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.engines.tokens.chat import Content, MarkedContents, Message, Passage, put_before_question
@@ -50,7 +50,7 @@ class PromptBuilder:
         A string instead of parts is a prompt of that one text.
 
         Raises:
-            InvalidInputError: an empty prompt, or a passage without a token.
+            InvalidInputError: an empty prompt, a passage without a token, or a text with a lone surrogate.
         """
         segments = [] if self.bos_id is None else [core_prompt.text([self.bos_id])]
         segments += [self._segment(part) for part in ([parts] if isinstance(parts, str) else parts)]
@@ -67,7 +67,8 @@ class PromptBuilder:
             **options: for the template, e.g. ``tools`` or ``enable_thinking``.
 
         Raises:
-            InvalidInputError: no chat template, no message, or the template drops or repeats a content.
+            InvalidInputError: no chat template, no message, the template drops or repeats a content, or a text has a
+                lone surrogate.
         """
         if not messages:
             raise InvalidInputError("the message list is empty; it needs at least one message")
@@ -93,18 +94,25 @@ class PromptBuilder:
             frame: the text around the passage, with ``{passage}`` in its place.
 
         Raises:
-            InvalidInputError: the frame has no ``{passage}``, or more than one.
+            InvalidInputError: the frame has no ``{passage}``, or more than one; or a text has a lone surrogate.
         """
         around = frame.split("{passage}")
         if len(around) != 2:
             raise InvalidInputError(f"a frame has one {{passage}} in it, got {frame!r}")
+        check_encodable(text, "the text")
+        check_encodable(frame, "the frame")
         start, stop = len(around[0]), len(around[0]) + len(text)
         encoding = self._first.encode(text.join(around), add_special_tokens=False)
         inside = zip(encoding.ids, encoding.offsets, strict=True)
         return [number for number, (first, last) in inside if first >= start and last <= stop]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a passage or of any other text that does not come from a template."""
+        """Ids of a passage or of any other text that does not come from a template.
+
+        Raises:
+            InvalidInputError: the text has a lone surrogate.
+        """
+        check_encodable(text, "the text")
         encoding = self._plain.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         if self._literals.isdisjoint(ids):
@@ -151,6 +159,7 @@ class PromptBuilder:
         return segments
 
     def _frame_segment(self, frame: str, first: bool) -> Segment:
+        check_encodable(frame, "the chat template's text")
         tokenizer = self._first if first else self._frame
         return core_prompt.text(tokenizer.encode(frame, add_special_tokens=False).ids)
 
