@@ -14,7 +14,7 @@ import torch
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.plan import BlendPlan, Source
@@ -24,7 +24,7 @@ from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.schemas import Document, Name
+from cacheblend.serve.schemas import Body, Document, Name
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
 
@@ -32,7 +32,7 @@ LIBRARY_SEED = 4321
 STATIC = Path(str(files("cacheblend.serve"))) / "static"
 
 
-class Explain(BaseModel):
+class Explain(Body):
     """A prompt to explain, and how it is blended."""
 
     documents: Annotated[list[Document], Field(min_length=1, max_length=64)]
