@@ -288,6 +288,42 @@ def test_spans_and_ids_that_cannot_be_meant(url: str, prompt: Any, spans: Any, m
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a\udfffb"}]}]},
+            "messages.0.content.0.text",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "documents": [{"text": "\ud800"}]},
+            "documents.0.text",
+        ),
+        ("/v1/completions", {"prompt": "\ud800"}, "prompt"),
+        ("/v1/completions", {"prompt": ["\ud800"]}, "prompt.0"),
+        ("/v1/completions", {"prompt": "a", "model": "\ud800"}, "model"),
+        ("/v1/completions", {"prompt": "a", "cacheblend": {"\ud800": 1}}, "cacheblend"),
+        ("/v1/chunks", {"chunks": [{"text": "\ud800"}]}, "chunks.0.text"),
+        ("/playground/explain", {"documents": [{"text": "a"}], "question": "\ud800"}, "question"),
+    ],
+)
+def test_text_that_is_not_valid_unicode(url: str, path: str, body: dict[str, Any], param: str) -> None:
+    written = json.dumps(body)  # in ASCII, with the surrogate as an escape
+    answer = httpx.post(f"{url}{path}", content=written, headers={"Content-Type": "application/json"}, timeout=60)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error", answer.text
+    assert error["param"] == param and "surrogate" in error["message"], answer.text
+
+
+def test_a_surrogate_pair_is_a_character(url: str) -> None:
+    written = '{"prompt": "\\ud83d\\ude00", "max_tokens": 1}'
+    answer = httpx.post(f"{url}/v1/completions", content=written, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+
+
 def test_bodies_that_are_too_long() -> None:
     with running(ServeSettings(max_body_bytes=1000)) as url:
         announced = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 2000})

@@ -5,11 +5,54 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from cacheblend.engines.hf.prefiller import Mode
+from cacheblend.serve.errors import ApiError
 
 SEED_MAX = 2**63 - 1
 Name = Annotated[str, StringConstraints(max_length=256)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error per element could be longer than the body
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class Body(BaseModel):
+    """The body of a request; refuses text that is not valid Unicode, which no tokenizer and no answer can encode.
+
+    Raises:
+        ApiError: some text, a key included, has a lone surrogate (JSON can write one, e.g. ``"\\ud800"``).
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_unicode(cls, data: Any) -> Any:
+        waiting: list[tuple[_Path, Any]] = [(None, data)]  # no recursion: a body may be nested deeply
+        while waiting:
+            path, value = waiting.pop()
+            if isinstance(value, str):
+                _check_text(path, value)
+            elif isinstance(value, dict):
+                for key, inner in value.items():
+                    _check_text(path, str(key))
+                    waiting.append(((path, key), inner))
+            elif isinstance(value, list):
+                texts = (pair for pair in enumerate(value) if isinstance(pair[1], str | dict | list))
+                waiting += [((path, index), inner) for index, inner in texts]
+        return data
+
+
+_Path = tuple[Any, str | int] | None
+"""Where a value is in a body: the path of what contains it, and its key there; None: the body itself."""
+
+
+def _check_text(path: _Path, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        keys: list[str] = []
+        while path is not None:
+            path, key = path
+            keys.append(str(key))
+        where, code = ".".join(reversed(keys)), ord(value[error.start])
+        message = f"{where or 'the body'}: \\u{code:04x} is half of a surrogate pair and no character; remove it"
+        raise ApiError(400, message, param=where or None) from None
 
 
 class Extras(BaseModel):
@@ -60,7 +103,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Sampling(BaseModel):
+class Sampling(Body):
     """Fields that both kinds of request have."""
 
     model_config = ConfigDict(extra="ignore")
@@ -114,7 +157,7 @@ class ChunkText(BaseModel):
         return self
 
 
-class WarmRequest(BaseModel):
+class WarmRequest(Body):
     """``POST /v1/chunks``."""
 
     chunks: Annotated[list[ChunkText], Field(min_length=1, max_length=4096, fail_fast=True)]

@@ -1,9 +1,9 @@
 """The page: pick passages, reorder them and ask; shows the answers of blending and full recompute, and explains them.
 
 GET  /                       the page and its files
-GET  /playground/passages    a small library of passages to pick from, and questions about them
-POST /playground/explain     the prompt's tokens by source, with the deviation of loaded ones, and the distance of the
-                             first token's distribution from that of full recompute
+GET  /playground/passages    a small library of passages to pick from, questions about them, and the model's settings
+POST /playground/explain     the prompt's tokens by source, with the deviation of loaded ones, and the distance between
+                             the first token's distributions with blending and with full recompute
 """
 
 from importlib.resources import files
@@ -14,17 +14,20 @@ import torch
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.recorded import Recorded
-from cacheblend.engines.hf import Passage
+from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.schemas import Document, Name
+from cacheblend.serve.schemas import Body, Document, Name
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
 
@@ -32,13 +35,20 @@ LIBRARY_SEED = 4321
 STATIC = Path(str(files("cacheblend.serve"))) / "static"
 
 
-class Explain(BaseModel):
-    """A prompt to explain, and how it is blended."""
+class Explain(Body):
+    """A prompt to explain, and how it is blended.
+
+    Attributes:
+        documents: the passages, each a chunk.
+        question: asked about them.
+        recompute_ratio: overrides the engine's ratio.
+        selector: overrides the engine's selector; uses the selector's default settings.
+    """
 
     documents: Annotated[list[Document], Field(min_length=1, max_length=64)]
     question: str
-    recompute_ratio: Annotated[float, Field(ge=0, le=1)] = 0.15
-    selector: Name = "hkvd"
+    recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    selector: Name | None = None
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
@@ -53,7 +63,7 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def moved() -> Any:
         return RedirectResponse("/")
 
-    library = _library()
+    library = _library() | {"settings": _model_settings(state.engine.config)}
 
     @app.get("/playground/passages", include_in_schema=False)
     async def passages() -> Any:
@@ -84,6 +94,12 @@ def _library() -> dict[str, Any]:
     return {"passages": passages, "questions": questions}
 
 
+def _model_settings(config: BlendConfig) -> dict[str, Any]:
+    """The selector that the engine uses by itself, and its final ratio; None if it has no fixed one."""
+    fixed = {"none": 0.0, "all": 1.0, "threshold": None}
+    return {"selector": config.selector, "recompute_ratio": fixed.get(config.selector, config.final_ratio)}
+
+
 def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     engine = state.engine
     if engine.builder is None:
@@ -91,17 +107,12 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     documents = [Passage(each.text, each.title) for each in asked.documents]
     prompt = engine.chat_prompt([{"role": "user", "content": asked.question}], documents)
     state.check_size(prompt)
-    chosen = BlendConfig(selector=asked.selector, recompute_ratio=asked.recompute_ratio).make_selector()
-    watched = Recorded(chosen)
     tenant = tenant_of(key, "")
     state.tenants.count(key)
     if state.tenants.reserve(key, sum(map(len, prompt.chunks))):
         engine.warm([segment for segment in prompt.segments if segment.is_chunk], tenant=tenant)
-    with torch.no_grad(), engine.open_prefill(prompt, selector=watched, tenant=tenant) as prefill:
-        while not prefill.advance():
-            pass
-        result = prefill.result()
-        report = result.report
+    result, watched = _recorded_prefill(engine, prompt, asked, tenant)
+    report = result.report
     full = full_recompute(engine, prompt)
     close = agreement(result.logits, full.logits)
     return {
@@ -115,6 +126,29 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
         "hit_tokens": report.hit_tokens,
         "recomputed_tokens": report.recomputed_tokens,
     }
+
+
+def _recorded_prefill(
+    engine: BlendEngine, prompt: Prompt, asked: Explain, tenant: str
+) -> tuple[PrefillResult, Recorded]:
+    """The prefill as a request with the same settings runs it, and what its selector decided."""
+    if asked.selector is None:
+        chosen = engine.settings.selector(asked.recompute_ratio)
+    else:
+        ratio = BlendConfig.recompute_ratio if asked.recompute_ratio is None else asked.recompute_ratio
+        chosen = BlendConfig(selector=asked.selector, recompute_ratio=ratio).make_selector()
+    watched = Recorded(chosen)
+
+    def raised(ratio: float) -> Selector:
+        watched.inner = engine.settings.selector(ratio)
+        return watched
+
+    own = asked.selector is None and asked.recompute_ratio is None  # then the loading controller decides, too
+    planner = engine.planner_of(tenant)
+    with torch.no_grad(), engine.prefiller.open(prompt, planner, watched, raised=raised if own else None) as prefill:
+        while not prefill.advance():
+            pass
+        return prefill.result(), watched
 
 
 def _segments(state: ServerState, plan: BlendPlan, watched: Recorded) -> list[dict[str, Any]]:
@@ -146,10 +180,11 @@ def _measured(watched: Recorded) -> str:
 
 
 def _strengths(watched: Recorded) -> dict[int, float]:
-    """By position: the deviation at the last layer that measured it, or the question's attention."""
+    """By position what `_measured` names: the deviation at the last layer that measured it, or the attention."""
     found: dict[int, float] = {}
+    by_deviation = _measured(watched) == "deviation"  # hybrid has both, on scales that cannot be compared
     for asked in watched.asked:
-        values = asked.deviation if asked.deviation is not None else asked.attention
+        values = asked.deviation if by_deviation else asked.attention
         if values is not None:
             found |= dict(zip(asked.positions.tolist(), values.float().tolist(), strict=True))
     return found

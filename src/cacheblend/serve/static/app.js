@@ -1,6 +1,6 @@
 // The page's only state is the list of chosen passages; everything else is read from the controls when needed.
 const byId = (id) => document.getElementById(id);
-const library = { passages: [], questions: [] };
+const library = { passages: [], questions: [], settings: {} };
 let chosen = [];
 let dragged = null;
 
@@ -24,7 +24,7 @@ function showError(message) {
 
 async function failure(response) {
   const body = await response.json().catch(() => ({}));
-  return new Error(body.error?.message ?? `the server answered ${response.status}`);
+  return new Error(body.error?.message ?? `the server answered with status ${response.status}`);
 }
 
 // ---- choosing ---------------------------------------------------------------------------------------------
@@ -84,12 +84,22 @@ function shuffle() {
 
 // ---- asking -----------------------------------------------------------------------------------------------
 
+// What to send about blending: nothing if the model's settings are chosen, so that the engine uses its own.
+function blending() {
+  const selector = byId("selector").value;
+  return selector ? { selector, recompute_ratio: Number(byId("ratio").value) } : {};
+}
+
+function drawRatio() {
+  const own = !byId("selector").value;
+  const ratio = own ? library.settings.recompute_ratio : Number(byId("ratio").value);
+  byId("ratio").disabled = own;
+  if (own && ratio != null) byId("ratio").value = ratio;
+  byId("ratio-shown").textContent = ratio?.toFixed(2) ?? "";
+}
+
 function request(mode) {
-  const extras = { mode };
-  if (mode === "blend") {
-    extras.recompute_ratio = Number(byId("ratio").value);
-    extras.selector = byId("selector").value;
-  }
+  const extras = mode === "blend" ? { mode, ...blending() } : { mode };
   return {
     messages: [{ role: "user", content: byId("question").value }],
     documents: chosen.map(({ title, text }) => ({ title, text })),
@@ -128,7 +138,8 @@ async function answer(mode) {
     report = event.cacheblend ?? report;
   }
   const loaded = Object.values(report.hit_tokens).reduce((sum, count) => sum + count, 0);
-  facts.textContent = `${report.prompt_tokens} tokens, ${loaded} from the store, ${report.recomputed_tokens} of them recomputed`;
+  const sources = loaded ? `${loaded} loaded from the store, ${report.recomputed_tokens} of these recomputed` : "all computed";
+  facts.textContent = `${report.prompt_tokens} prompt tokens: ${sources}`;
   return { text: text.textContent, ttft: report.ttft_s };
 }
 
@@ -138,16 +149,19 @@ function drawTimes(blend, full) {
     byId(`bar-${mode}`).style.width = `${(100 * one.ttft) / longest}%`;
     byId(`time-${mode}`).textContent = `${(1000 * one.ttft).toFixed(0)} ms`;
   }
-  byId("speedup").textContent = `Blending was ${(full.ttft / blend.ttft).toFixed(1)} times faster to the first token.`;
-  if (full.ttft < blend.ttft) byId("speedup").textContent = "This prompt is too short for blending to be faster.";
+  byId("speedup").textContent = full.ttft > blend.ttft
+    ? `With blending the first token came ${(full.ttft / blend.ttft).toFixed(1)} times as fast.`
+    : "Blending was not faster for this prompt; short prompts gain little.";
 }
 
 function drawWhy(found, blend, full) {
   const same = blend.text === full.text ? "Both answers are the same." : "The answers differ.";
-  const first = found.top_1 ? "The most likely first token is the same" : `The most likely first token is ${found.first_token}, not ${found.full_first_token}`;
-  byId("quality").textContent = `${same} ${first}; KL divergence of its distribution from full recompute: ${found.kl.toPrecision(2)} nats.`;
+  const first = found.top_1
+    ? "Both give the same most likely first token"
+    : `The most likely first token is "${found.first_token}" with blending and "${found.full_first_token}" with full recompute`;
+  byId("quality").textContent = `${same} ${first}; KL divergence between the first token's distributions: ${found.kl.toPrecision(2)} nats.`;
   byId("heat").hidden = !found.strength;
-  byId("heat").textContent = found.strength === "attention" ? "darker: more attention by the question" : "darker: larger deviation";
+  byId("heat").textContent = found.strength === "attention" ? "darker: more attention by the question" : "darker: larger KV deviation";
   byId("why").replaceChildren(...found.segments.map((segment) => {
     const title = segment.is_chunk ? segment.title || "passage" : "text";
     const part = element("div", undefined, { class: "part", "data-title": title });
@@ -164,7 +178,7 @@ function drawWhy(found, blend, full) {
 }
 
 async function ask() {
-  if (!chosen.length) return showError("Pick a passage first.");
+  if (!chosen.length) return showError("Add a passage to the prompt first.");
   if (!byId("question").value.trim()) return showError("Enter a question.");
   showError("");
   byId("ask").disabled = true;
@@ -173,7 +187,7 @@ async function ask() {
   document.body.dataset.state = "asking";
   try {
     const texts = chosen.map(({ title, text }) => ({ title, text }));
-    const body = { documents: texts, question: byId("question").value, recompute_ratio: Number(byId("ratio").value), selector: byId("selector").value };
+    const body = { documents: texts, question: byId("question").value, ...blending() };
     // This stores missing passages, so that both answers find them stored, as on a server that has run for a while.
     const why = await fetch("/playground/explain", { method: "POST", headers: headers(), body: JSON.stringify(body) });
     if (!why.ok) throw await failure(why);
@@ -198,11 +212,12 @@ byId("ask").addEventListener("click", ask);
 byId("question").addEventListener("keydown", (event) => { if (event.key === "Enter") ask(); });
 byId("shuffle").addEventListener("click", shuffle);
 byId("clear").addEventListener("click", () => choose([]));
-byId("ratio").addEventListener("input", () => { byId("ratio-shown").textContent = Number(byId("ratio").value).toFixed(2); });
+byId("ratio").addEventListener("input", drawRatio);
+byId("selector").addEventListener("change", drawRatio);
 byId("add-own").addEventListener("click", () => {
   const text = byId("own").value.trim();
   if (!text) return;
-  const passage = { title: `own ${library.passages.length + 1}`, text };
+  const passage = { title: `your passage ${library.passages.filter((one) => one.own).length + 1}`, own: true, text };
   library.passages.push(passage);
   byId("own").value = "";
   choose([...chosen, passage]);
@@ -211,5 +226,8 @@ byId("add-own").addEventListener("click", () => {
 const found = await (await fetch("/playground/passages")).json();
 library.passages = found.passages;
 library.questions = found.questions;
+library.settings = found.settings;
+byId("selector").options[0].textContent = `the model's settings: ${found.settings.selector}`;
+drawRatio();
 byId("questions").replaceChildren(...library.questions.map((one) => element("option", one.category, { value: one.text })));
 choose([]);
