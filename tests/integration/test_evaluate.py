@@ -416,7 +416,7 @@ def test_other_code_or_libraries_are_another_run(
     methods, settings = make_methods(["full"]), Settings(max_tokens=1)
     first = evaluate(engine, ROWS[:1], methods, settings=settings, out=tmp_path)
     assert set(first.config["libraries"]) >= {"torch", "transformers"}
-    assert f"{torch.get_num_threads()} threads" in first.rows[0].machine
+    assert f"{torch.get_num_threads()} thread" in first.rows[0].machine
     monkeypatch.setattr(provenance, "code_digest", lambda parts: "changed")
     evaluate(engine, ROWS[:1], methods, settings=settings, out=tmp_path)
     versions = provenance.versions()

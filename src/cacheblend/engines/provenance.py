@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
 def machine_line() -> str:
     """Processor, accelerator and threads in one line: what measured times depend on."""
     found = machine()
-    parts = [found["processor"], found["accelerator"], f"{found['threads']} threads"]
+    parts = [found["processor"], found["accelerator"], f"{found['threads']} thread" + "s" * (found["threads"] != 1)]
     return ", ".join(part for part in parts if part)
 
 
