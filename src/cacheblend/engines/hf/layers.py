@@ -74,6 +74,8 @@ class HfLayerRunner:
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output [n, width]."""
+        if len(rows) == len(self._token_ids):  # all of them, as in decoding, where each microsecond is spent per layer
+            return self.view.run_layer(layer, hidden, _attending(self._calls[layer], attend))
         return self.view.run_layer(layer, hidden, side_by_side([self.arguments(layer, rows)], attend))
 
     def arguments(self, layer: int, rows: torch.Tensor) -> LayerCall:
@@ -105,6 +107,17 @@ def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:
         _merged([call.args for call in calls], attend),
         {name: _merged([call.kwargs[name] for call in calls], attend) for name in names},
     )
+
+
+def _attending(call: LayerCall, attend: Attend) -> LayerCall:
+    """The same call for the same rows, with this attention."""
+
+    def answered(value: Any) -> Any:
+        if isinstance(value, LayerMask):
+            return replace(value, attend=attend)
+        return tuple(map(answered, value)) if type(value) is tuple else value
+
+    return LayerCall(tuple(map(answered, call.args)), {name: answered(value) for name, value in call.kwargs.items()})
 
 
 def _merged(values: Sequence[Any], attend: Attend) -> Any:
