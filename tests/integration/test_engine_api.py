@@ -223,3 +223,21 @@ def test_closing_again_after_an_interrupted_wait_closes_everything(monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     assert closed == ["background", "store"]
+
+
+def test_requests_in_progress_end_whole_where_another_thread_closes_the_engine(tmp_path: Path) -> None:
+    engine = BlendEngine.from_pretrained(model_path(), store=str(tmp_path / "store"))
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    engine.generate(PROMPT, params)
+    assert engine.flush(60)  # from here on every request finds the same in the store
+    wanted = engine.generate(PROMPT, params).token_ids
+    stream, request = engine.stream(PROMPT, params), engine.start(PROMPT, params)
+    next(stream)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    *_, last = stream
+    assert last.answer is not None and last.answer.token_ids == wanted
+    assert [request.step() for _ in wanted] == wanted
+    request.finish()

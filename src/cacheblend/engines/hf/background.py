@@ -91,9 +91,8 @@ class Background:
                 self.dropped += 1
             if self._closed or len(self._jobs) >= self._limit:
                 if not self.dropped:
-                    logger.warning(
-                        "background queue is full (%d jobs) or closed; further jobs are dropped", self._limit
-                    )
+                    why = "closed" if self._closed else f"full ({self._limit} jobs)"
+                    logger.warning("the background queue is %s; further jobs are dropped", why)
                 self.dropped += 1
                 return False
             self._jobs[key] = _Job(job, patient)
