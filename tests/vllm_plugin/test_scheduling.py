@@ -167,7 +167,7 @@ def test_a_missed_passage_is_captured_once_after_the_first_token() -> None:
     assert side.take_jobs().capture == []
     requests[0].num_output_tokens = 1
     jobs = side.take_jobs()
-    assert [job.token_ids.tolist() for job in jobs.capture] == [CHUNK]
+    assert [job.chunk.token_ids.tolist() for job in jobs.capture] == [CHUNK]
     assert side.is_capturing
     side.finished(requests[1])
     assert side.take_jobs().capture == []

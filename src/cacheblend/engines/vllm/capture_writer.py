@@ -5,11 +5,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of
+from cacheblend.core.load.capture import CapturedChunk, blocks_of, manifest_of
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.core.plan.planner import Planner
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.store import KVStore
@@ -23,13 +23,12 @@ class CaptureWriter:
     Args:
         model: this rank's part.
         store: where chunks are kept.
-        planner: names blocks.
         counts: get the stored tokens and the failures.
         name: of the model, for people.
     """
 
-    def __init__(self, model: BlendModel, store: KVStore, planner: Planner, counts: Counts, name: str) -> None:
-        self._model, self._planner, self._counts, self._name = model, planner, counts, name
+    def __init__(self, model: BlendModel, store: KVStore, counts: Counts, name: str) -> None:
+        self._model, self._counts, self._name = model, counts, name
         self._keeper = ChunkKeeper(store)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-writer")
         self._done, self._lock = 0, threading.Lock()
@@ -39,7 +38,7 @@ class CaptureWriter:
         """Chunks that need no more work since the start, whether they were stored or not."""
         return self._done
 
-    def write(self, job: ChunkJob, kv: Sequence[LayerKV]) -> None:
+    def write(self, job: CaptureJob, kv: Sequence[LayerKV]) -> None:
         """Has a chunk stored; returns before it is.
 
         Args:
@@ -51,7 +50,7 @@ class CaptureWriter:
         if self._model.tp_rank or self._keeper.is_paused:
             self.count_done()
             return
-        chunk = CapturedChunk(blocks_of(job, self._planner, kv), manifest_of(job, self._planner, self._name))
+        chunk = CapturedChunk(blocks_of(job.chunk, job.planner, kv), manifest_of(job.chunk, job.planner, self._name))
         self._thread.submit(self._store, chunk)
 
     def count_done(self) -> None:

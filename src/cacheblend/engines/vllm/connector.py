@@ -10,7 +10,7 @@ from cacheblend.engines.tokens import find_sentence_end_ids
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
-from cacheblend.engines.vllm.jobs import StepJobs, StepReport
+from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.scheduling import Scheduling
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
-
-    from cacheblend.core.load.capture import ChunkJob
 
 
 class CacheBlendConnector(compat.KVConnectorBase_V1):
@@ -94,7 +92,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
         """The jobs that the workers start in this step."""
-        return self._scheduler.take_jobs()
+        return self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `Scheduling.finished`; vLLM may free the request's blocks at once."""
@@ -164,10 +162,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         return self._worker.take_failed_blocks() if self._worker else set()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        """How many chunks were captured so far."""
-        return StepReport(self._worker.captured) if self._worker else None
+        """What has ended since the last report."""
+        return StepReport(self._worker.captured, self._worker.take_outcomes()) if self._worker else None
 
-    def capture(self, jobs: "list[ChunkJob]") -> None:
+    def capture(self, jobs: list[CaptureJob]) -> None:
         """Computes chunks and stores them; returns when they are stored."""
         assert self._worker is not None
         self._worker.capture(jobs)

@@ -7,6 +7,7 @@ from prometheus_client import Counter
 
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
+from cacheblend.engines.vllm.jobs import BlendOutcome
 
 HIT_TOKENS, FALLBACKS = "hit_tokens", "fallbacks"
 
@@ -33,26 +34,17 @@ class Counts:
         """Counts stored KV that was computed instead of reused, or not stored."""
         self.add_by(FALLBACKS, reason, 1)
 
-    def add_blend(self, result: PrefillResult, local_tokens: int, seconds: float) -> None:
-        """Counts a prompt that was provided.
-
-        Args:
-            result: of its prefill.
-            local_tokens: leading tokens that vLLM's own prefix cache held.
-            seconds: from its first layer to its last, including other work between them.
-        """
-        hits = result.plan.hit_tokens()
-        local = min(local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
-        for source, count in {**hits, "vllm": local, "prefix": hits["prefix"] - local}.items():
-            if count:
-                self.add_by(HIT_TOKENS, source, count)
+    def add_blend(self, outcome: BlendOutcome, result: PrefillResult) -> None:
+        """Counts a prompt that was provided."""
+        for source, count in outcome.hit_tokens.items():
+            self.add_by(HIT_TOKENS, source, count)
         self.add("requests", 1)
         self.add("prompt_tokens", len(result.plan))
-        self.add("recomputed_tokens", result.report.recomputed_tokens)
-        self.add("row_layers", result.report.row_layers)
+        self.add("recomputed_tokens", outcome.recomputed_tokens)
+        self.add("row_layers", outcome.row_layers)
         self.add("load_seconds", result.report.load_s)
         self.add("wait_seconds", result.report.wait_s)
-        self.add("blend_seconds", seconds)
+        self.add("blend_seconds", outcome.seconds)
         for _ in result.report.fallbacks:
             self.add_fallback("block lost")
 

@@ -28,7 +28,7 @@ from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.chunks import find_chunks
 from cacheblend.engines.vllm.config import ConnectorConfig
-from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
+from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, StepJobs
 from cacheblend.engines.vllm.listing import ChunkListing
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.store import KVStore
@@ -99,7 +99,7 @@ class Scheduling:
         store: KVStore,
         block_size: int,
     ) -> None:
-        self._config, self._blend, self._planner = config, blend, planner
+        self._config, self._blend, self._planner, self._selector = config, blend, planner, selector
         self._store, self._block_size = store, block_size
         described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}"
         self._salt = hashlib.sha256(described.encode()).digest()
@@ -152,7 +152,8 @@ class Scheduling:
         if claimed:
             known.tried = request.num_preemptions
             self._outstanding.add(request.request_id)
-            self._jobs.blend.append(BlendJob(request.request_id, known.plan, len(known.plan) - claimed, block_ids))
+            local = len(known.plan) - claimed
+            self._jobs.blend.append(BlendJob(request.request_id, known.plan, self._selector, local, block_ids))
         if known.missed:
             self._captures.add_missed(request, known.missed)
             known.missed = []
@@ -161,10 +162,11 @@ class Scheduling:
         """The workers have provided these requests' prompts."""
         self._outstanding.difference_update(request_ids)
 
-    def take_jobs(self) -> StepJobs:
+    def take_jobs(self, *, is_idle: bool = False) -> StepJobs:
         """New jobs since the last call; chunks are captured once their request has its first token."""
         jobs, self._jobs = self._jobs, StepJobs()
-        jobs.capture = self._captures.take()
+        jobs.capture = [CaptureJob(job, self._planner) for job in self._captures.take()]
+        jobs.is_idle = is_idle
         return jobs
 
     def finished(self, request: Any) -> None:

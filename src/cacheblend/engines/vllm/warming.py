@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
@@ -14,6 +14,9 @@ from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.engines.tokens import PromptBuilder
 from cacheblend.store import open_store
+
+if TYPE_CHECKING:
+    from cacheblend.engines.vllm.jobs import CaptureJob
 
 Encode = Callable[[PromptBuilder], Sequence[tuple[str, list[int]]]]
 """From the model's tokenizer to (title, token ids) of each passage."""
@@ -51,6 +54,8 @@ def warm_with_vllm(
     fingerprint, dtype = facts
     config = BlendConfig(**settings)
     planner = ModelIdentity(model, fingerprint, dtype, builder.bos_id, model.name).planner(config)
+    from cacheblend.engines.vllm.jobs import CaptureJob  # which needs vLLM
+
     jobs = {}
     for title, ids in encode(builder):
         job = ChunkJob(tuple(planner.anchor.segments(None)), chunk(ids).token_ids, title)
@@ -58,12 +63,12 @@ def warm_with_vllm(
         jobs[manifest.chunk_id] = (job, manifest)
     with open_store(store) as opened:
         keeper = ChunkKeeper(opened)
-        missing = [job for job, manifest in jobs.values() if not keeper.is_held(manifest)]
+        missing = [CaptureJob(job, planner) for job, manifest in jobs.values() if not keeper.is_held(manifest)]
     for at in range(0, len(missing), BATCH):
         engine.collective_rpc(_capture, args=(missing[at : at + BATCH],))
         if progress is not None:
             progress(len(jobs) - len(missing) + min(at + BATCH, len(missing)), len(jobs))
-    tokens = sum(len(job.token_ids) for job in missing)
+    tokens = sum(len(job.chunk.token_ids) for job in missing)
     return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
 
 
@@ -95,7 +100,7 @@ def _facts(worker: Any) -> tuple[str, str]:
     return identity.fingerprint, identity.dtype
 
 
-def _capture(worker: Any, jobs: list[ChunkJob]) -> None:
+def _capture(worker: Any, jobs: "list[CaptureJob]") -> None:
     """In a worker: computes and stores chunks; returns when they are stored."""
     from cacheblend.engines.vllm import compat
 

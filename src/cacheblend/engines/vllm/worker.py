@@ -22,16 +22,16 @@ import torch
 
 from cacheblend.core.fuse.batching import LayerSteps, PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
-from cacheblend.core.load.capture import ChunkJob
+from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.loader import LayerKV, LayerLoader
-from cacheblend.core.plan.blocks import BlockSource
+from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.capture_writer import CaptureWriter
-from cacheblend.engines.vllm.jobs import BlendJob, StepJobs
+from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs
 from cacheblend.engines.vllm.layers import VllmLayerRunner, join
 from cacheblend.engines.vllm.loading import AgreedLoader, EmptySource
 from cacheblend.engines.vllm.metrics import Counts
@@ -48,7 +48,7 @@ logger = logging.getLogger("cacheblend.vllm")
 class _Task:
     """A job that has not finished; `prefill` is None until its first step."""
 
-    job: BlendJob | ChunkJob
+    job: BlendJob | CaptureJob
     prefill: BlendedPrefill | None = None
     started: float = 0.0
     kv: list[LayerKV] = field(default_factory=list)
@@ -75,8 +75,8 @@ class Worker:
     Args:
         model: this rank's part of the model.
         store: where stored chunks are read and written.
-        planner: names blocks and plans captures.
-        selector: which loaded rows are recomputed.
+        planner: gives the stored chunks' codec.
+        selector: the configured one; requests may have others.
         block_size: of the paged cache, in tokens.
         budget: row-layers computed in an engine step.
         tile_rows: rows that go through a layer at once.
@@ -99,7 +99,7 @@ class Worker:
         sentence_end_ids: npt.NDArray[np.int64] | None = None,
         name: str = "",
     ) -> None:
-        self._model, self._store, self._planner, self._selector = model, store, planner, selector
+        self._model, self._store, self._planner = model, store, planner
         self._budget, self._block_size, self._builder = budget, block_size, builder
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
@@ -115,9 +115,10 @@ class Worker:
         self._blends: PrefillBatcher[_Task] = PrefillBatcher(last_check + 1, tile_rows, join, isolate=alone)
         self._captures: PrefillBatcher[_Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
         self._provided: set[str] = set()
+        self._outcomes: dict[str, BlendOutcome] = {}
         self._failed_blocks: set[int] = set()
         self.counts = Counts()
-        self._capture_writer = CaptureWriter(model, store, planner, self.counts, name)
+        self._capture_writer = CaptureWriter(model, store, self.counts, name)
 
     # ---- an engine step ---------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class Worker:
             batcher = self._blends or self._captures
             left -= self._advance(batcher)
 
-    def capture(self, jobs: Sequence[ChunkJob]) -> None:
+    def capture(self, jobs: Sequence[CaptureJob]) -> None:
         """Computes chunks and stores them before it returns."""
         wanted = self.captured + len(jobs)
         self.step(StepJobs(capture=list(jobs)))
@@ -153,6 +154,11 @@ class Worker:
         """Blocks of the paged cache that could not be filled since the last call: vLLM recomputes them."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def take_outcomes(self) -> dict[str, BlendOutcome]:
+        """How the prompts ended that were provided or given up since the last call."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes
 
     @property
     def is_follower(self) -> bool:
@@ -212,17 +218,21 @@ class Worker:
             task.prefill.close()
         self.counts.add_fallback(reason)
         self._forget(task)
-        if isinstance(task.job, ChunkJob):
+        if isinstance(task.job, CaptureJob):
             self._capture_writer.count_done()
         elif task.job.request_id not in self._provided:
             self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
-            self._provided.add(task.job.request_id)
+            self._end(task.job.request_id, BlendOutcome(failure=reason))
+
+    def _end(self, request_id: str, outcome: BlendOutcome) -> None:
+        self._provided.add(request_id)
+        self._outcomes[request_id] = outcome
 
     def _forget(self, task: _Task) -> None:
-        (self._captures if isinstance(task.job, ChunkJob) else self._blends).remove(task)
+        (self._captures if isinstance(task.job, CaptureJob) else self._blends).remove(task)
 
     def _open(self, task: _Task) -> BlendedPrefill:
-        if isinstance(task.job, ChunkJob):
+        if isinstance(task.job, CaptureJob):
             return self._open_capture(task, task.job)
         return self._open_blend(task.job)
 
@@ -240,16 +250,16 @@ class Worker:
         if self._builder is not None and resident == (first > 0) and NULL_BLOCK not in job.block_ids:
             attention = PagedAttention(self._paged, self._builder, job.block_ids, first, slots)
             options = replace(self._options, on_layer=_nothing, attention=attention)
-            return self._prefill(plan, self._store, self._selector, options, held)
+            return self._prefill(plan, self._store, job.selector, options, held)
 
         def write(layer: int, kv: LayerKV) -> None:
             self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
 
-        return self._prefill(plan, self._store, self._selector, replace(self._options, on_layer=write), held)
+        return self._prefill(plan, self._store, job.selector, replace(self._options, on_layer=write), held)
 
-    def _open_capture(self, task: _Task, job: ChunkJob) -> BlendedPrefill:
-        prompt = Prompt.of([text(part) for part in (*job.anchor, job.token_ids)])
-        plan = self._planner.plan(prompt, EmptySource())
+    def _open_capture(self, task: _Task, job: CaptureJob) -> BlendedPrefill:
+        prompt = Prompt.of([text(part) for part in (*job.chunk.anchor, job.chunk.token_ids)])
+        plan = job.planner.plan(prompt, EmptySource())
         options = replace(self._options, on_layer=lambda layer, kv: task.kv.append(kv))
         return self._prefill(plan, EmptySource(), NoRows(), options)
 
@@ -288,11 +298,13 @@ class Worker:
     def _finish(self, task: _Task) -> None:
         assert task.prefill is not None
         task.prefill.close()
-        if isinstance(task.job, ChunkJob):
+        if isinstance(task.job, CaptureJob):
             self._capture_writer.write(task.job, task.kv)
         else:
-            self.counts.add_blend(task.prefill.result(), task.job.local_tokens, time.perf_counter() - task.started)
-            self._provided.add(task.job.request_id)
+            result, seconds = task.prefill.result(), time.perf_counter() - task.started
+            outcome = outcome_of(result, task.job.local_tokens, self._model.layout, seconds)
+            self.counts.add_blend(outcome, result)
+            self._end(task.job.request_id, outcome)
         self._forget(task)
 
     def _drop(self, request_id: str) -> None:
@@ -303,6 +315,28 @@ class Worker:
                 if task.prefill is not None:
                     task.prefill.close()
                 self._provided.add(request_id)
+
+
+def outcome_of(result: PrefillResult, local_tokens: int, layout: KVLayout, seconds: float) -> BlendOutcome:
+    """The outcome of a prompt that was provided.
+
+    Args:
+        result: of its prefill.
+        local_tokens: leading tokens that vLLM's own prefix cache held.
+        layout: of the model.
+        seconds: see `BlendOutcome`.
+    """
+    hits, report = result.plan.hit_tokens(), result.report
+    local = min(local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
+    by_source = {**hits, "vllm": local, "prefix": hits["prefix"] - local}
+    return BlendOutcome(
+        hit_tokens={source: count for source, count in by_source.items() if count},
+        recomputed_tokens=report.recomputed_tokens,
+        row_layers=report.row_layers,
+        prefill_share=report.row_layers / (len(result.plan) * len(layout.layers)),
+        seconds=seconds,
+        read_s=result.read_s,
+    )
 
 
 def _nothing(layer: int, kv: LayerKV) -> None:
