@@ -60,6 +60,11 @@ class MemoryStore(KVStore):
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return ("memory",)
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. Of one call's blocks the first are evicted last."""
         with self._lock:

@@ -16,7 +16,7 @@ from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry
 from cacheblend.store.base import FindCounter, KVStore, StoreStats, read_all_layers
 from cacheblend.store.checks import head_range
-from cacheblend.store.combined.base import CombinedStore
+from cacheblend.store.combined.base import CombinedStore, TierNames
 from cacheblend.store.memory import MemoryStore
 
 _MAX_ENTRIES = 16384  # found blocks whose records are kept in memory when they are read
@@ -47,6 +47,12 @@ class TieredStore(CombinedStore):
         self._lock = threading.Lock()
         self._entries: OrderedDict[BlockName, BlockEntry] = OrderedDict()
         self._finds = FindCounter()
+        self._tiers = TierNames((front, back))
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return self._tiers.all
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. An entry's tier says where a read would come from."""
@@ -69,7 +75,7 @@ class TieredStore(CombinedStore):
     def _with_tier(self, name: BlockName, far: BlockEntry) -> BlockEntry:
         """The entry, of tier memory if its last layer is there: some selectors never read the first ones."""
         near = self.front.peek(name, len(far.layout.layers) - 1) is not None
-        return replace(far, tier="memory") if near else far
+        return replace(far, tier="memory") if near else self._tiers.entry(1, far)
 
     def read_many(
         self, names: Sequence[BlockName], layer: int, heads: slice | None = None
