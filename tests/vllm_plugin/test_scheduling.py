@@ -280,3 +280,14 @@ def test_a_request_that_ends_after_its_prompt_is_not_dropped() -> None:
     side.provided(["r"])
     side.finished(request)
     assert side.take_jobs().dropped == []
+
+
+def test_an_untested_version_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.engines.vllm import compat, versions
+    from cacheblend.engines.vllm.connector import CacheBlendConnector
+
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.99.0")
+    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    with pytest.raises(InvalidInputError, match=r"this is vLLM 0\.99\.0"):
+        CacheBlendConnector(config, compat.KVConnectorRole.SCHEDULER, None)

@@ -1,6 +1,6 @@
 """Every use of vLLM's internals, in one place; no other module of this package imports them.
 
-Written for vLLM 0.26 to 0.33; docs/vllm.md lists the versions that were tested.
+`versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
 """
 
 import hashlib

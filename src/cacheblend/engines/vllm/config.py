@@ -37,6 +37,7 @@ class ConnectorConfig:
             full step of the scheduler, `max_num_batched_tokens` rows through all layers.
         refresh_s: seconds after which the store's list of chunks is read again, since others may write to it; 0: for
             each request, which waits for it.
+        allow_untested_version: start on a version of vLLM that was not tested (`versions.TESTED`), with a warning.
     """
 
     blend_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class ConnectorConfig:
     min_reused_share: float = 0.25
     budget_row_layers: int | None = None
     refresh_s: float = 5.0
+    allow_untested_version: bool = False
 
     @property
     def blend(self) -> BlendConfig:
@@ -68,8 +70,9 @@ class ConnectorConfig:
         share = self.min_reused_share
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
             raise InvalidInputError(f"min_reused_share must be in 0..1, got {share!r}")
-        if not isinstance(self.match_content, bool):
-            raise InvalidInputError(f"match_content must be true or false, got {self.match_content!r}")
+        for name in ("match_content", "allow_untested_version"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s < 0:
             raise InvalidInputError(f"refresh_s must be a number of seconds, 0 or more, got {self.refresh_s!r}")
         if not isinstance(self.store, str) or not self.store:

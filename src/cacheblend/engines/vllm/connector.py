@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.tokens import find_sentence_end_ids
-from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm import compat, versions
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
@@ -35,8 +35,9 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def __init__(self, vllm_config: compat.VllmConfig, role: compat.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._check(vllm_config, kv_cache_config)
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
+        versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
+        self._check(vllm_config, kv_cache_config)
         self._tokenizer = open_tokenizer(vllm_config)
         self.identity = identify(vllm_config, self._tokenizer)
         assert self.identity.folder is not None  # vLLM loads models from folders
