@@ -66,6 +66,7 @@ def test_several_entries_of_ucm_are_gradual_filtering_in_order_of_layers() -> No
         ({"min_match_tokens": 10}, "min_match_tokens must be a whole number of at least 63"),
         ({"refresh_s": -1}, "refresh_s must be a number of seconds, 0 or more"),
         ({"match_content": "no"}, "match_content must be true or false"),
+        ({"allow_untested_version": 1}, "allow_untested_version must be true or false"),
         ({"block_size": "big"}, "wrong type"),
         (UCM_STORE | {"store": "memory"}, "store is given twice"),
         ({"ucm_connectors": []}, "a list of one connector"),

@@ -1,6 +1,6 @@
 """Every use of vLLM's internals, in one place; no other module of this package imports them.
 
-Written for vLLM 0.26 to 0.33; docs/vllm.md lists the versions that were tested.
+`versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
 """
 
 import hashlib
@@ -31,6 +31,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.load.rope import KeyRotation
+from cacheblend.core.plan.blocks import ChunkManifest
 
 __all__ = [
     "ARCHITECTURES",
@@ -52,6 +53,9 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 """Architectures that can be blended: decoders whose layers are called with (positions, hidden, residual)."""
+
+EVENT_MEDIUM = "CACHEBLEND"
+"""The medium of the events about chunks in the store."""
 
 # ---- the model ----------------------------------------------------------------------------------------------
 
@@ -252,37 +256,105 @@ def attend_paged(
 # ---- requests -----------------------------------------------------------------------------------------------
 
 
-def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> None:
-    """Renames a request's blocks from `first_token` on, so that no plain request finds them.
+def unsuited(request: Any) -> str:
+    """Why vLLM must compute a request: ids do not determine its KV, or it needs all rows' outputs; empty: suited."""
+    sampling = request.sampling_params
+    reasons = {
+        "prompt embeddings": getattr(request, "prompt_embeds", None) is not None,
+        "prompt too short": not request.prompt_token_ids or len(request.prompt_token_ids) < 2,
+        "pooling": sampling is None,
+        "prompt log-probabilities": sampling is not None and sampling.prompt_logprobs is not None,
+        "image": bool(getattr(request, "mm_features", None)),
+        "LoRA": request.lora_request is not None,
+        "asked not to read caches": bool(getattr(request, "skip_reading_prefix_cache", False)),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
-    Blocks that lie wholly in front of that token keep their names, and are shared with plain requests.
+
+def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> int:
+    """Renames a request's blocks from that of `first_token` on, so that no plain request finds them.
+
+    Returns:
+        Leading tokens whose blocks keep their names, and are shared with plain requests.
     """
     hashes = request.block_hashes
     kept = first_token // block_size
     if kept < len(hashes) == request.num_tokens // block_size:
         plain = hashes[kept]
         del hashes[kept:]
-        hashes.append(type(plain)(hashlib.sha256(salt + bytes(plain)).digest()[: len(plain)]))
+        hashes.append(_salted(plain, salt))
     else:  # that block is not full yet, or a hash covers another span than a block: salt all of them
+        kept = 0
         request.cache_salt = f"{request.cache_salt or ''}{salt.hex()}"
         hashes.clear()
     request.update_block_hashes()
+    return kept * block_size
+
+
+def holds_salted(pool: Any, request: Any, first_token: int, block_size: int, salt: bytes) -> bool:
+    """Whether vLLM's prefix cache holds the first block that `salt_from` would rename."""
+    kept = first_token // block_size
+    if pool is None or not kept < len(request.block_hashes) == request.num_tokens // block_size:
+        return False
+    return bool(pool.get_cached_block(_salted(request.block_hashes[kept], salt), [0]))
+
+
+def _salted(name: bytes, salt: bytes) -> bytes:
+    return type(name)(hashlib.sha256(salt + bytes(name)).digest()[: len(name)])
 
 
 def cached_tokens(pool: Any, request: Any, block_size: int) -> int:
     """Leading tokens of a request's prompt that vLLM's own prefix cache holds.
+
+    vLLM computes at least the last token, so that a block which holds it does not count.
 
     Args:
         pool: vLLM's block pool; None: not known, and counted as empty.
         request: vLLM's.
         block_size: of the paged cache.
     """
+    most = (request.num_tokens - 1) // block_size
     blocks = 0
-    for name in request.block_hashes if pool is not None else ():
+    for name in request.block_hashes[:most] if pool is not None else ():
         if not pool.get_cached_block(name, [0]):
             break
         blocks += 1
     return blocks * block_size
+
+
+def stored_event(chunk: ChunkManifest, block_size: int) -> Any:
+    """vLLM's event that a chunk's blocks are in the store; their names are the store's."""
+    from vllm.distributed.kv_events import BlockStored
+
+    return BlockStored(
+        block_hashes=list(chunk.block_names),
+        parent_block_hash=None,
+        token_ids=chunk.token_ids.tolist(),
+        block_size=block_size,
+        lora_id=None,
+        medium=EVENT_MEDIUM,
+        lora_name=None,
+    )
+
+
+def removed_event(chunk: ChunkManifest) -> Any:
+    """vLLM's event that a chunk was taken off the store's list."""
+    from vllm.distributed.kv_events import BlockRemoved
+
+    return BlockRemoved(block_hashes=list(chunk.block_names), medium=EVENT_MEDIUM)
+
+
+def kv_bytes_per_token(config: VllmConfig) -> int:
+    """Bytes of one token's keys and values in all layers, of all heads."""
+    model = config.model_config
+    layers = model.get_num_layers(config.parallel_config)
+    return int(2 * layers * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize)
+
+
+def publishes_events(config: VllmConfig) -> bool:
+    """Whether the engine publishes events of its KV cache."""
+    events = config.kv_events_config
+    return bool(events is not None and events.enable_kv_cache_events)
 
 
 # ---- tensor parallelism -------------------------------------------------------------------------------------

@@ -2,18 +2,20 @@
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.tokens import find_sentence_end_ids
-from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm import compat, versions
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.scheduling import Scheduling
+from cacheblend.engines.vllm.tenants import TenantPlanners
 from cacheblend.engines.vllm.worker import Worker
 from cacheblend.store import KVStore, open_store
 
@@ -35,8 +37,9 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def __init__(self, vllm_config: compat.VllmConfig, role: compat.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._check(vllm_config, kv_cache_config)
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
+        versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
+        self._check(vllm_config, kv_cache_config)
         self._tokenizer = open_tokenizer(vllm_config)
         self.identity = identify(vllm_config, self._tokenizer)
         assert self.identity.folder is not None  # vLLM loads models from folders
@@ -47,11 +50,18 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._block_size = int(vllm_config.cache_config.block_size)
         self._store = shared_store(self._config.store, vllm_config)
         self._kv_caches = kv_cache_config
+        self._publishes_events = compat.publishes_events(vllm_config)
         self._scheduling: Scheduling | None = None
         self._worker: Worker | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
             self._scheduling = Scheduling(
-                self._config, self._settings.config, self._selector, self._planner, self._store, self._block_size
+                self._config,
+                self._settings,
+                TenantPlanners(self.identity, self._settings.config),
+                self._store,
+                self._block_size,
+                bytes_per_token=compat.kv_bytes_per_token(vllm_config),
+                keeps_events=self._publishes_events,
             )
 
     def _check(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> None:
@@ -95,20 +105,29 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         return self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `Scheduling.finished`; vLLM may free the request's blocks at once."""
-        self._scheduler.finished(request)
-        return False, None
+        """See `Scheduling.finished`; vLLM may free the request's blocks at once, and adds the second to its answer."""
+        told = self._scheduler.finished(request)
+        return False, None if told is None else dict(told)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Receives what the workers finished."""
         self._scheduler.provided(connector_output.finished_recving or ())
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(report, StepReport):
-            self._scheduler.reported(report.captured)
+            self._scheduler.reported(report)
 
     def has_pending_push_work(self) -> bool:
         """Keeps vLLM stepping while chunks are captured, even when there are no requests."""
         return self._scheduling is not None and self._scheduling.is_capturing
+
+    def take_events(self) -> Iterable[Any]:
+        """See `Scheduling.take_events`."""
+        return self._scheduler.take_events() if self._publishes_events else ()
+
+    def reset_cache(self) -> bool:
+        """See `Scheduling.reset`; vLLM calls it when its weights have changed."""
+        self._scheduler.reset()
+        return True
 
     @property
     def _scheduler(self) -> Scheduling:

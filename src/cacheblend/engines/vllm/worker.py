@@ -114,6 +114,7 @@ class Worker:
         last_check = max(selector.check_layers, default=0)
         self._blends: PrefillBatcher[_Task] = PrefillBatcher(last_check + 1, tile_rows, join, isolate=alone)
         self._captures: PrefillBatcher[_Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
+        self._arrived: list[BlendJob] = []
         self._provided: set[str] = set()
         self._outcomes: dict[str, BlendOutcome] = {}
         self._failed_blocks: set[int] = set()
@@ -124,11 +125,15 @@ class Worker:
 
     @torch.inference_mode()
     def step(self, jobs: StepJobs) -> None:
-        """Takes new jobs and computes layers until the step's budget is used; at least one layer."""
+        """Takes new jobs and computes layers until the step's budget is used; at least one layer.
+
+        New prompts are begun in the next step, see `StepJobs.blend`.
+        """
         for request_id in jobs.dropped:
             self._drop(request_id)
-        for blend in jobs.blend:
+        for blend in self._arrived:
             self._blends.add(_Task(blend))
+        self._arrived = list(jobs.blend)
         for capture in jobs.capture:
             self._captures.add(_Task(capture))
         left = self._budget
@@ -309,6 +314,10 @@ class Worker:
 
     def _drop(self, request_id: str) -> None:
         """Stops work on a request that ended, and reports it as provided, so that vLLM frees its blocks."""
+        for job in self._arrived:
+            if job.request_id == request_id:
+                self._arrived.remove(job)
+                self._provided.add(request_id)
         for task in self._blends:
             if isinstance(task.job, BlendJob) and task.job.request_id == request_id:
                 self._blends.remove(task)
