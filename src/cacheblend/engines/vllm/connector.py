@@ -54,6 +54,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._scheduling: Scheduling | None = None
         self._worker: Worker | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
+            # What cannot be blended is computed; vLLM reads this after it has made the connector, and would fail it.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduling = Scheduling(
                 self._config,
                 self._settings,

@@ -212,8 +212,8 @@ class Scheduling:
         claimed = len(found.plan) - start
         tracked.held_by_vllm = start
         held_blended = found.is_blended and start > tracked.plain_tokens
-        too_few = start > 0 and claimed < self._block_size  # vLLM is as fast
-        if start >= found.held or too_few or not tracked.may_be_provided_from(start):
+        is_tail = held_blended and claimed < self._block_size  # vLLM computes less than a block as fast
+        if start >= found.held or is_tail or not tracked.may_be_provided_from(start):
             tracked.reason = SHARED if held_blended else HELD_BY_VLLM
             return 0
         if found.reused_share(start) < self._config.min_reused_share:
