@@ -73,6 +73,8 @@ def test_spans_contents_and_plain_requests_answer_alike_at_ratio_one(server: Ser
         plain = tokens(server, one.ids, [])
         assert server.counted("requests") == before
         assert tokens(server, one.ids, one.spans) == plain
+        spans = [[start + 1, stop + 1] for start, stop in one.spans]
+        assert tokens(server, [20, *one.ids], spans) == tokens(server, [20, *one.ids], [])
         assert tokens(server, [21, *one.ids]) == tokens(server, [21, *one.ids], [])  # found by content
     assert server.counted("requests") >= 2 * len(asked)
 
@@ -222,18 +224,17 @@ def options(**fields: Any) -> dict[str, Any]:
 def test_a_request_chooses_ratio_and_selector_and_shares_blocks_only_with_its_like(
     server: Server, asked: list[Asked]
 ) -> None:
-    prompt = [61, *asked[1].ids]
-    plain = tokens(server, prompt, [])
-    shares = []
-    for fields in ({"recompute_ratio": 0.0}, {"recompute_ratio": 0.3}, {"selector": "head", "recompute_ratio": 0.3}):
-        status, answer = post(server, prompt=prompt, **options(**fields))
+    ids, shares = [61, *asked[1].ids], []
+    for number, fields in enumerate(({"recompute_ratio": 0.0}, {"recompute_ratio": 0.3}, {"selector": "none"})):
+        status, answer = post(server, prompt=ids, **options(**fields))
         assert status == 200
+        assert told(answer)["hit_tokens"].get("vllm", 0) == 0, number  # nothing of the others is found
         shares.append(told(answer)["recomputed_tokens"])
     loaded = sum(stop - start for start, stop in asked[1].spans)
-    assert shares[0] == 0
-    assert 0.2 * loaded < shares[1] < 0.4 * loaded and 0.2 * loaded < shares[2] < 0.4 * loaded
-    assert tokens(server, prompt, asked[1].spans) == plain  # at the server's ratio of 1: nothing of the others is found
-    assert tokens(server, prompt, []) == plain
+    assert shares[0] == shares[2] == 0
+    assert 0.2 * loaded < shares[1] < 0.4 * loaded
+    at_one = tokens(server, ids)  # the server's own ratio
+    assert at_one == tokens(server, ids, [])
 
 
 def test_tenants_share_nothing(server: Server, asked: list[Asked]) -> None:

@@ -194,9 +194,10 @@ class Scheduling:
             tracked.leave(NOTHING_STORED)
             return
         tracked.missed = (found.missed, found.missed_at)
+        cached = compat.cached_tokens(self.pool, request, self._block_size)
         if not found.held:
             tracked.leave(NOTHING_STORED)
-        elif compat.cached_tokens(self.pool, request, self._block_size) >= found.held:
+        elif cached and found.held - cached < self._block_size:  # vLLM computes less than a block as fast, and exactly
             tracked.leave(HELD_BY_VLLM)
         elif found.reused_share(0) < self._config.min_reused_share:
             tracked.leave(LITTLE_STORED)
@@ -212,7 +213,7 @@ class Scheduling:
         claimed = len(found.plan) - start
         tracked.held_by_vllm = start
         held_blended = found.is_blended and start > tracked.plain_tokens
-        is_tail = held_blended and claimed < self._block_size  # vLLM computes less than a block as fast
+        is_tail = held_blended and claimed < self._block_size
         if start >= found.held or is_tail or not tracked.may_be_provided_from(start):
             tracked.reason = SHARED if held_blended else HELD_BY_VLLM
             return 0
