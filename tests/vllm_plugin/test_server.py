@@ -29,6 +29,7 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         "recompute_ratio": 1.0,
         "min_match_tokens": 64,
         "refresh_s": 0,
+        "controller": False,  # it decides by times
     }
     settings = ServerSettings(models["llama"], extra, 2048, BATCHED, "float32", ("--enforce-eager",))
     with serving(settings) as running:
