@@ -25,7 +25,6 @@ def main(path: Path) -> None:
         "skip_tokenizer_init": True,
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
-        "disable_hybrid_kv_cache_manager": True,
     }
     options |= job["engine"]
     if job["extra"] is not None:
