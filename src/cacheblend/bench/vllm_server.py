@@ -212,9 +212,38 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
         InvalidInputError: vLLM is not installed here, or the server ended; with the end of its output.
     """
     check_installed()
+    port = free_port()
+    with tempfile.TemporaryFile("w+") as words:
+        process = subprocess.Popen(
+            command_of(settings, port), env=environment(), stdout=words, stderr=subprocess.STDOUT
+        )
+        try:
+            server = Server(f"http://127.0.0.1:{port}")
+            wait_for(process, server, words)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """Environment variables of a server: this process's, and on a machine without a GPU what vLLM needs there."""
+    return {**os.environ} if torch.cuda.is_available() else {**_CPU, **os.environ}
+
+
+def command_of(settings: ServerSettings, port: int) -> list[str]:
+    """The command that starts a server."""
     # As `vllm serve` does, which asks for the package's version by a name that the CPU build does not have.
     arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
     arguments += ["--served-model-name", NAME, "--port", str(port)]
@@ -229,23 +258,20 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
             "kv_connector_extra_config": settings.extra,
         }
         arguments += ["--kv-transfer-config", json.dumps(config)]
-    environment = os.environ | ({} if torch.cuda.is_available() else {**_CPU, **os.environ})
-    with tempfile.TemporaryFile("w+") as words:
-        process = subprocess.Popen(arguments, env=environment, stdout=words, stderr=subprocess.STDOUT)
-        try:
-            server = Server(f"http://127.0.0.1:{port}")
-            _wait(process, server, words)
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    return arguments
 
 
-def _wait(process: "subprocess.Popen[Any]", server: Server, words: Any) -> None:
+def wait_for(process: "subprocess.Popen[Any]", server: Server, words: Any) -> None:
+    """Returns when a server that was started answers.
+
+    Args:
+        process: the server's.
+        server: at its address.
+        words: the file that its output goes to.
+
+    Raises:
+        InvalidInputError: it ended, or took too long; with the end of its output.
+    """
     end = time.monotonic() + START_S
     while True:
         try:
