@@ -84,7 +84,9 @@ class Killable:
             body["kv_transfer_params"] = {"cacheblend": {"chunks": one.spans}}
         headers = {"content-type": "application/json"}
         url = f"{self.server.url}/v1/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120) as got:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120
+        ) as got:
             found: list[int] = json.load(got)["choices"][0]["token_ids"]
             return found
 
