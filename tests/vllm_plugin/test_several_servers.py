@@ -83,8 +83,10 @@ class Killable:
         if one.spans is not None:
             body["kv_transfer_params"] = {"cacheblend": {"chunks": one.spans}}
         headers = {"content-type": "application/json"}
-        asked = urllib.request.Request(f"{self.server.url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(asked, timeout=120) as got:
+        url = f"{self.server.url}/v1/completions"
+        with urllib.request.urlopen(
+            urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120
+        ) as got:
             found: list[int] = json.load(got)["choices"][0]["token_ids"]
             return found
 

@@ -249,13 +249,12 @@ def command_of(settings: ServerSettings, port: int) -> list[str]:
     arguments += ["--served-model-name", NAME, "--port", str(port)]
     arguments += ["--host", "127.0.0.1", "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
     arguments += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens), "--enable-prefix-caching"]
-    arguments += ["--disable-hybrid-kv-cache-manager", *settings.options]
+    arguments += settings.options
     if settings.extra is not None:
         config = {
             "kv_connector": "CacheBlendConnector",
             "kv_connector_module_path": "cacheblend.engines.vllm",
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": settings.extra,
         }
         arguments += ["--kv-transfer-config", json.dumps(config)]
