@@ -4,7 +4,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -160,3 +160,49 @@ def recording_inputs(layers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]
     finally:
         for hook in hooks:
             hook.remove()
+
+
+Replacement = tuple[Any, Callable[..., Any]]
+"""A module, and what computes in its place."""
+
+
+def cpu_kernels(layer: nn.Module) -> list[Replacement]:
+    """vLLM's own CPU kernels for a layer's norms and rotations, which are many small operations if uncompiled."""
+    found: list[Replacement] = []
+    for module in layer.modules():
+        named = type(module).__name__
+        if named == "RMSNorm" and hasattr(torch.ops._C, "fused_add_rms_norm") and hasattr(module, "_forward_method"):
+            found.append((module, _norm_of(module)))
+        elif named == "RotaryEmbedding" and hasattr(module, "forward_cpu") and hasattr(module, "_forward_method"):
+            found.append((module, cast(Any, module).forward_cpu))
+    return found
+
+
+def _norm_of(module: Any) -> Callable[..., Any]:
+    native, epsilon = module._forward_method, module.variance_epsilon
+
+    def norm(hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        plain = getattr(module, "variance_size_override", None) is None and module.weight.dtype == hidden.dtype
+        if not plain or not hidden.is_contiguous():  # as the kernels need it
+            return native(hidden, residual)
+        if residual is None:
+            out = torch.empty_like(hidden)
+            torch.ops._C.rms_norm(out, hidden, module.weight.data, epsilon)
+            return out
+        torch.ops._C.fused_add_rms_norm(hidden, residual, module.weight.data, epsilon)
+        return hidden, residual
+
+    return norm
+
+
+@contextmanager
+def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Inside, these modules compute by other functions."""
+    before = [module._forward_method for module, _ in replacements]
+    for module, function in replacements:
+        module.__dict__["_forward_method"] = function
+    try:
+        yield
+    finally:
+        for (module, _), function in zip(replacements, before, strict=True):
+            module.__dict__["_forward_method"] = function

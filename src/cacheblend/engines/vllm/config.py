@@ -33,8 +33,8 @@ class ConnectorConfig:
         match_content: look for stored chunks in prompts whose client names none.
         min_match_tokens: shorter runs are not matched.
         min_reused_share: a prompt of which a smaller share is stored is left to vLLM, whose own prefill is faster then.
-        budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: as many as a
-            full step of the scheduler, `max_num_batched_tokens` rows through all layers.
+        budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: 0.4 of a full
+            step of the scheduler, which is `max_num_batched_tokens` rows through all layers.
         lookup_timeout_s: a request whose chunks the store has not looked up after so many seconds is left to vLLM.
         capture_bytes: KV of chunks that are being captured and not stored yet, at most.
         refresh_s: seconds after which the store's list of chunks is read again, since others may write to it; 0: for

@@ -19,6 +19,10 @@ from cacheblend.engines.vllm.tenants import TenantPlanners
 from cacheblend.engines.vllm.worker import Worker
 from cacheblend.store import KVStore, open_store
 
+STEP_SHARE = 0.4
+"""The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
+beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -150,7 +154,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             self._planner,
             self._selector,
             block_size=self._block_size,
-            budget=self._config.budget_row_layers or rows * layers,
+            budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
             builder=builder,
             sentence_end_ids=self._sentence_end_ids(),

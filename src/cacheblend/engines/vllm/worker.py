@@ -40,6 +40,9 @@ from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
 from cacheblend.engines.vllm.paged_attention import PagedAttention
 from cacheblend.store import KVStore
 
+IDLE_TIMES = 2
+"""How many budgets a step has in which vLLM computes nothing: no token waits for it, and each step costs some time."""
+
 READ_AHEAD = 2  # layers
 logger = logging.getLogger("cacheblend.vllm")
 
@@ -78,7 +81,7 @@ class Worker:
         planner: gives the stored chunks' codec.
         selector: the configured one; requests may have others.
         block_size: of the paged cache, in tokens.
-        budget: row-layers computed in an engine step.
+        budget: row-layers computed in an engine step, up to a tile more; `IDLE_TIMES` as many if vLLM computes nothing.
         tile_rows: rows that go through a layer at once.
         builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend with torch.
         sentence_end_ids: see `PrefillOptions`.
@@ -125,7 +128,7 @@ class Worker:
 
     @torch.inference_mode()
     def step(self, jobs: StepJobs) -> None:
-        """Takes new jobs and computes layers until the step's budget is used; at least one layer.
+        """Takes new jobs and computes layers, or tiles of them, until the step's budget is used; at least one tile.
 
         New prompts are begun in the next step, see `StepJobs.blend`.
         """
@@ -136,10 +139,10 @@ class Worker:
         self._arrived = list(jobs.blend)
         for capture in jobs.capture:
             self._captures.add(_Task(capture))
-        left = self._budget
+        left = self._budget * (IDLE_TIMES if jobs.is_idle else 1)
         while left > 0 and (self._blends or self._captures):
             batcher = self._blends or self._captures
-            left -= self._advance(batcher)
+            left -= self._advance(batcher, left)
 
     def capture(self, jobs: Sequence[CaptureJob]) -> None:
         """Computes chunks and stores them before it returns."""
@@ -184,16 +187,19 @@ class Worker:
 
     # ---- jobs -------------------------------------------------------------------------------------------
 
-    def _advance(self, batcher: PrefillBatcher[_Task]) -> int:
-        """Computes the next layer of the batch; returns the row-layers it took. A task's first step also opens it."""
+    def _advance(self, batcher: PrefillBatcher[_Task], most_rows: int) -> int:
+        """Computes the next layer of the batch, or tiles of it that reach so many rows; returns the row-layers it took.
+
+        A task's first step also opens it.
+        """
         tasks = [task for task in batcher.next() if self._is_open(task)]
         rows = sum(task.active_rows for task in tasks)
-        for task, error in batcher.advance(tasks):
+        for task, error in batcher.advance(tasks, most_rows):
             if error is not None:
                 self._fail(task, error)
             elif task.prefill is not None and task.prefill.done:
                 self._attempt(task, self._finish)
-        return max(rows, 1)
+        return max(batcher.rows or rows, 1)  # rows that ask the question are not among those of the batch
 
     def _is_open(self, task: _Task) -> bool:
         """Whether the task has a prefill; opens it on the task's first step."""
