@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tp_group
 
-from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
 
 __all__ = [
     "ARCHITECTURES",
@@ -206,11 +206,11 @@ def removed_event(chunk: ChunkManifest) -> Any:
     return BlockRemoved(block_hashes=list(chunk.block_names), medium=EVENT_MEDIUM)
 
 
-def kv_bytes_per_token(config: VllmConfig) -> int:
-    """Bytes of one token's keys and values in all layers, of all heads."""
+def kv_layout(config: VllmConfig, codec: str = "raw") -> KVLayout:
+    """The layout of the model's KV cache, of all heads."""
     model = config.model_config
-    layers = model.get_num_layers(config.parallel_config)
-    return int(2 * layers * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize)
+    shape = LayerShape(int(model.get_total_num_kv_heads()), int(model.get_head_size()))
+    return KVLayout((shape,) * int(model.get_num_layers(config.parallel_config)), model.dtype, codec)
 
 
 def publishes_events(config: VllmConfig) -> bool:

@@ -10,6 +10,7 @@ from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.tokens import find_sentence_end_ids
 from cacheblend.engines.vllm import compat, versions
 from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.controlling import LoadControl, open_load_control
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
@@ -58,13 +59,16 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._scheduling: Scheduling | None = None
         self._worker: Worker | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
+            # What cannot be blended is computed; vLLM reads this after it has made the connector, and would fail it.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduling = Scheduling(
                 self._config,
                 self._settings,
                 TenantPlanners(self.identity, self._settings.config),
                 self._store,
                 self._block_size,
-                bytes_per_token=compat.kv_bytes_per_token(vllm_config),
+                control=self._open_control() if self._config.controller else None,
+                bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
                 keeps_events=self._publishes_events,
             )
 
@@ -77,6 +81,16 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
         if refused:
             raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
+
+    def _open_control(self) -> LoadControl:
+        config, layout = self._settings.config, compat.kv_layout(self._vllm_config, self._settings.config.codec)
+        return open_load_control(
+            config,
+            fingerprint=self.identity.fingerprint,
+            device=str(self._vllm_config.device_config.device_type),
+            layers=len(layout.layers),
+            bytes_per_token=layout.block_bytes(config.block_size) / config.block_size,
+        )
 
     def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
         """The tokens that end a sentence, for a selector that asks the question; else None."""

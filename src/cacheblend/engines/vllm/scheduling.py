@@ -20,6 +20,7 @@ from typing import Any
 from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.naming import TokenIds, as_token_ids, join_ids
+from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.settings import Settings
@@ -28,11 +29,12 @@ from cacheblend.engines.vllm.block_names import ComingBlocks, rename_blocks, sal
 from cacheblend.engines.vllm.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.chunks import named_chunks
 from cacheblend.engines.vllm.config import ConnectorConfig
+from cacheblend.engines.vllm.controlling import LoadControl
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.listing import ChunkListing
 from cacheblend.engines.vllm.lookups import LookUps
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.options import read_options
+from cacheblend.engines.vllm.options import RequestOptions, read_options
 from cacheblend.engines.vllm.tenants import TenantPlanners
 from cacheblend.engines.vllm.tracking import (
     HELD_BY_VLLM,
@@ -41,6 +43,7 @@ from cacheblend.engines.vllm.tracking import (
     RESET,
     SHARED,
     SLOW_STORE,
+    SLOWER_TO_LOAD,
     Found,
     Tracked,
 )
@@ -67,6 +70,7 @@ class Scheduling:
         planners: of the engine's tenants.
         store: where chunks are found.
         block_size: of the paged cache, in tokens.
+        control: decides what is loaded; None: all that is stored.
         bytes_per_token: of a chunk's KV while it is captured.
         keeps_events: `take_events` will be called.
     """
@@ -79,11 +83,12 @@ class Scheduling:
         store: KVStore,
         block_size: int,
         *,
+        control: LoadControl | None = None,
         bytes_per_token: int = 0,
         keeps_events: bool = False,
     ) -> None:
         self._config, self._settings, self._planners = config, settings, planners
-        self._store, self._block_size = store, block_size
+        self._store, self._block_size, self._control = store, block_size, control
         self._lookups = LookUps[Found | None](config.lookup_timeout_s)
         anchor = join_ids(planners.of().anchor.segments(None))
         self._listing = (
@@ -157,8 +162,19 @@ class Scheduling:
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner) for chunk in missed]
         if tracked.options.mode == "prefix":
             plan = plan.exact_only()
-        selector = tracked.options.selector_of(self._settings)
-        return Found(plan.without_last_row(), selector, salt_of(planner, selector), jobs, missed_at)
+        return self._decide(plan.without_last_row(), tracked.options, planner, jobs, missed_at)
+
+    def _decide(
+        self, plan: BlendPlan, options: RequestOptions, planner: Planner, missed: list[CaptureJob], missed_at: float
+    ) -> Found:
+        """What is loaded of all that is stored, and how much is recomputed."""
+        selector, is_slow = options.selector_of(self._settings), False
+        if self._control is not None:
+            choice = self._control.decide(plan, raises=not options.sets_selection)
+            plan, is_slow = choice.plan, choice.is_all_left_out
+            if choice.ratio is not None:
+                selector = self._settings.selector(choice.ratio)
+        return Found(plan, selector, salt_of(planner, selector), missed, missed_at, is_slow)
 
     # ---- vLLM schedules it ------------------------------------------------------------------------------
 
@@ -194,9 +210,10 @@ class Scheduling:
             tracked.leave(NOTHING_STORED)
             return
         tracked.missed = (found.missed, found.missed_at)
+        cached = compat.cached_tokens(self.pool, request, self._block_size)
         if not found.held:
-            tracked.leave(NOTHING_STORED)
-        elif compat.cached_tokens(self.pool, request, self._block_size) >= found.held:
+            tracked.leave(SLOWER_TO_LOAD if found.is_slow else NOTHING_STORED)
+        elif cached and found.held - cached < self._block_size:  # vLLM computes less than a block as fast, and exactly
             tracked.leave(HELD_BY_VLLM)
         elif found.reused_share(0) < self._config.min_reused_share:
             tracked.leave(LITTLE_STORED)
@@ -212,8 +229,8 @@ class Scheduling:
         claimed = len(found.plan) - start
         tracked.held_by_vllm = start
         held_blended = found.is_blended and start > tracked.plain_tokens
-        too_few = start > 0 and claimed < self._block_size  # vLLM is as fast
-        if start >= found.held or too_few or not tracked.may_be_provided_from(start):
+        is_tail = held_blended and claimed < self._block_size
+        if start >= found.held or is_tail or not tracked.may_be_provided_from(start):
             tracked.reason = SHARED if held_blended else HELD_BY_VLLM
             return 0
         if found.reused_share(start) < self._config.min_reused_share:
@@ -269,6 +286,8 @@ class Scheduling:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.outcome = outcome
+                if self._control is not None and tracked.found is not None:
+                    self._control.learn(tracked.found.plan, outcome)
         captured = self._captures.finish(report.captured)
         if self._listing is not None and captured:
             self._lookups.run(partial(self._list, self._listing, captured))

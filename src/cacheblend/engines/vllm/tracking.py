@@ -6,7 +6,6 @@ Knows plans and outcomes. Does not know vLLM's scheduler or the store.
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheblend.core.cost.controller import Decision
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.vllm.block_names import first_loaded
@@ -19,6 +18,7 @@ LITTLE_STORED = "below min_reused_share"
 HELD_BY_VLLM = "prefix cache has it"
 SHARED = "prefix cache has it, blended"
 SLOW_STORE = "slow store"
+SLOWER_TO_LOAD = "slower to load than to compute"
 RESET = "cache reset"
 
 _HELD = (Source.PREFIX, Source.LOADED)
@@ -34,7 +34,7 @@ class Found:
         salt: of the blended blocks' names.
         missed: chunks that the store lacks, to be captured after the request.
         missed_at: when the store was asked, by `time.monotonic`.
-        decision: the loading controller's; None: it did not decide.
+        is_slow: something is stored, and loading any of it takes longer than computing it.
     """
 
     plan: BlendPlan
@@ -42,7 +42,7 @@ class Found:
     salt: bytes
     missed: list[CaptureJob] = field(default_factory=list)
     missed_at: float = 0.0
-    decision: Decision | None = None
+    is_slow: bool = False
 
     @property
     def held(self) -> int:

@@ -60,6 +60,11 @@ class RemoteStore(KVStore):
     # ---- blocks -----------------------------------------------------------------------------------------
 
     @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return (self._objects.tier,)
+
+    @property
     def is_reachable(self) -> bool:
         """See `KVStore.is_reachable`."""
         return not self._breaker.is_paused
