@@ -11,10 +11,12 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.load.rope import KeyRotation
 from cacheblend.engines.vllm.compat import ARCHITECTURES
+from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.workspace import ModelSizes, gib, workspace_of
 
 _loaded: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -29,9 +31,73 @@ def recording(architecture: str) -> type[nn.Module]:
     def remember(self: nn.Module, *, vllm_config: VllmConfig, prefix: str = "", **options: Any) -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix, **options)
         _loaded.add(self)
+        _reserve(self, vllm_config)
 
     made: type[nn.Module] = type(architecture, (base,), {"__init__": remember, "__module__": base.__module__})
     return made
+
+
+_reserved: "weakref.WeakKeyDictionary[nn.Module, torch.Tensor]" = weakref.WeakKeyDictionary()
+
+
+def _reserve(model: nn.Module, config: VllmConfig) -> None:
+    """Takes the memory that blending will need: vLLM counts it as weights, and makes its KV cache smaller by it.
+
+    Raises:
+        InvalidInputError: the GPU has less.
+    """
+    extra, device = connector_settings(config), next(model.parameters()).device
+    if extra is None or device.type == "cpu":
+        return
+    wanted = read_config(extra).workspace_bytes
+    wanted = workspace_of(model_sizes(config)).total if wanted is None else wanted
+    try:
+        _reserved[model] = torch.empty(wanted, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError(
+            f"the GPU has no {gib(wanted)} for blending beside the weights; set workspace_bytes, max_model_len or "
+            "max_num_batched_tokens lower"
+        ) from error
+
+
+def release_reserved() -> int:
+    """Frees what was taken when models were loaded; bytes. PyTorch keeps them for this process."""
+    freed = sum(taken.numel() for taken in _reserved.values())
+    _reserved.clear()
+    return freed
+
+
+def connector_settings(config: VllmConfig) -> dict[str, Any] | None:
+    """This connector's `kv_connector_extra_config`, also inside a MultiConnector; None: it is not configured."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return None
+    extra = dict(transfer.kv_connector_extra_config or {})
+    inner = extra.get("connectors", []) if transfer.kv_connector == "MultiConnector" else []
+    named = [(transfer.kv_connector, extra), *((each.get("kv_connector"), each) for each in inner)]
+    for name, found in named:
+        if name == "CacheBlendConnector":
+            return dict(found.get("kv_connector_extra_config") or {}) if found is not extra else extra
+    return None
+
+
+def model_sizes(config: VllmConfig) -> ModelSizes:
+    """What blending's memory depends on, of this rank."""
+    model, text = config.model_config, config.model_config.hf_text_config
+    ranks = max(1, int(config.parallel_config.tensor_parallel_size))
+    wide = int(getattr(text, "intermediate_size", 0) or 0)
+    experts = int(getattr(text, "num_experts_per_tok", 0) or 0)
+    if experts:
+        wide = experts * int(getattr(text, "moe_intermediate_size", 0) or wide)
+    return ModelSizes(
+        layers=int(model.get_num_layers(config.parallel_config)),
+        width=int(model.get_hidden_size()),
+        intermediate=-(-wide // ranks),
+        kv_width=int(model.get_num_kv_heads(config.parallel_config)) * int(model.get_head_size()),
+        item_bytes=int(model.dtype.itemsize),
+        longest=int(model.max_model_len),
+        tile_rows=int(config.scheduler_config.max_num_batched_tokens),
+    )
 
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:
