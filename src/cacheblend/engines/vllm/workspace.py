@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, fields
 
-from cacheblend.core.load.loader import AHEAD_BYTES
-
-WAITING_ROWS = 32768
-"""Rows of prompts that wait for the store while another one is computed: the batcher opens no more."""
+from cacheblend.core.fuse.batching import ROWS_OPEN
 
 READ_AHEAD = 2  # layers
+READ_AHEAD_BYTES = 128 << 20
+"""Of each prompt's layers that are loaded ahead, but always one layer: eight prompts at once take 1 GiB."""
+
 _ATTENTION = 3 << 26  # a mask of 64 Mi booleans, and a bias of 2 bytes each from it
 
 
@@ -40,7 +40,8 @@ class Workspace:
 
     Attributes:
         hidden: hidden states of all rows of a prompt and of those that wait, and the copy of the rows that are kept.
-        layers: a layer's KV of the whole prompt, those that are read ahead, and their records as stored.
+        layers: a layer's KV of the whole prompt, those that are read ahead, and their records as stored; and what
+            waiting prompts read ahead.
         tile: a layer's intermediate results for the rows that go through it at once.
         attention: masks.
         chunks: KV of the chunks that are being captured, in all layers.
@@ -65,11 +66,12 @@ class Workspace:
 def workspace_of(sizes: ModelSizes) -> Workspace:
     """The memory that blending needs at most on one rank."""
     layer = 2 * sizes.kv_width * sizes.longest * sizes.item_bytes
-    ahead = max(1, min(READ_AHEAD, AHEAD_BYTES // max(1, layer)))
-    rows = 2 * sizes.longest + min(sizes.longest, WAITING_ROWS)
+    ahead = max(1, min(READ_AHEAD, READ_AHEAD_BYTES // max(1, layer)))
+    rows = 2 * sizes.longest + ROWS_OPEN
+    waiting = -(-ROWS_OPEN // sizes.longest)
     return Workspace(
         hidden=rows * sizes.width * sizes.item_bytes,
-        layers=layer * (1 + 2 * ahead),
+        layers=layer * (1 + 2 * ahead) + waiting * READ_AHEAD_BYTES,
         tile=sizes.tile_rows * (4 * sizes.width + 3 * sizes.intermediate) * sizes.item_bytes,
         attention=_ATTENTION,
         chunks=2 * sizes.kv_width * sizes.tile_rows * sizes.layers * sizes.item_bytes,
