@@ -91,7 +91,7 @@ def test_names_differ_by_settings_and_tenant() -> None:
     plain, half, other, again = found
     assert plain == again
     assert not plain & half and not plain & other and not half & other
-    tenant = scheduling([CHUNK], side._store, "acme")
+    tenant = scheduling([CHUNK], side._finder._store, "acme")
     request = Request(ids, name="tenant", cache_salt="acme")
     assert start(tenant, request) == 141
     assert not plain & set(request.block_hashes)

@@ -226,7 +226,7 @@ def test_the_second_turn_finds_the_blocks_of_the_first_although_a_miss_was_captu
     ids += range(40)
     held, _ = turn(side, pool, ids, spans, "one")
     assert held == 0
-    side = scheduling([first_chunk], side._store)
+    side = scheduling([first_chunk], side._finder._store)
     side.pool = pool
     more = [*ids, *range(600, 670)]
     held, second = turn(side, pool, more, spans, "two")
@@ -364,7 +364,7 @@ def test_what_is_captured_is_found_by_content_and_announced() -> None:
 
     store = MemoryStore(1 << 20)
     side = scheduling([], store, refresh_s=1000)
-    side._listing._keeps_changes = True
+    side._finder._listing._keeps_changes = True
     missing = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], "missing")
     start(side, missing)
     side.allocated(missing, [1], 0)

@@ -12,29 +12,22 @@ one request disables blending for this request only.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, StoreError
-from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.naming import TokenIds, as_token_ids, join_ids
-from cacheblend.core.plan.plan import BlendPlan
-from cacheblend.core.plan.planner import Planner
-from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.naming import as_token_ids
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.vllm import compat
-from cacheblend.engines.vllm.block_names import ComingBlocks, rename_blocks, salt_of
+from cacheblend.engines.vllm.block_names import ComingBlocks, rename_blocks
 from cacheblend.engines.vllm.capture_queue import CaptureQueue
-from cacheblend.engines.vllm.chunks import named_chunks
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.controlling import LoadControl
-from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, StepJobs, StepReport
-from cacheblend.engines.vllm.listing import ChunkListing
-from cacheblend.engines.vllm.lookups import LookUps
+from cacheblend.engines.vllm.finding import ChunkFinder
+from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
+from cacheblend.engines.vllm.lookups import LookUp
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.options import RequestOptions, read_options
+from cacheblend.engines.vllm.options import read_options
 from cacheblend.engines.vllm.tenants import TenantPlanners
 from cacheblend.engines.vllm.tracking import (
     HELD_BY_VLLM,
@@ -44,16 +37,12 @@ from cacheblend.engines.vllm.tracking import (
     SHARED,
     SLOW_STORE,
     SLOWER_TO_LOAD,
-    Found,
     Tracked,
 )
 from cacheblend.store import KVStore
 
 MOST_OUTSTANDING = 8
 """Requests that hold blocks while the workers fill them: more would take memory without being faster."""
-
-LONG_PROMPT = 4096
-"""Tokens from which on contents are matched in a thread: that takes milliseconds."""
 
 IDLE_WAIT_S = 0.002
 """How long a step without work waits for a look-up to end."""
@@ -88,14 +77,8 @@ class Scheduling:
         keeps_events: bool = False,
     ) -> None:
         self._config, self._settings, self._planners = config, settings, planners
-        self._store, self._block_size, self._control = store, block_size, control
-        self._lookups = LookUps[Found | None](config.lookup_timeout_s)
-        anchor = join_ids(planners.of().anchor.segments(None))
-        self._listing = (
-            ChunkListing(store, anchor, config.min_match_tokens, config.refresh_s, keeps_changes=keeps_events)
-            if config.match_content
-            else None
-        )
+        self._block_size, self._control = block_size, control
+        self._finder = ChunkFinder(config, settings, planners, store, control, keeps_events=keeps_events)
         self._requests: dict[str, Tracked] = {}
         self._outstanding: set[str] = set()
         self._coming = ComingBlocks()
@@ -124,57 +107,17 @@ class Scheduling:
         self._guarded(request, tracked, self._start)
 
     def _start(self, request: Any, tracked: Tracked) -> None:
-        token_ids = as_token_ids(request.prompt_token_ids)
-        tracked.options = options = read_options(request.kv_transfer_params, len(token_ids))
-        if options.mode == "full":
+        tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids))
+        if tracked.options.mode == "full":
             tracked.leave("mode full")
             return
-        options.selector_of(self._settings)  # raises for wrong ones
-        planner = self._planners.of(request.cache_salt)
-        prompt = named_chunks(token_ids, options.spans, self._config.chunk_end_token_id)
-        if prompt is None:
-            if self._listing is None:
-                tracked.leave(NOTHING_STORED)
-                return
-            is_new = self._listing.refresh()
-            if is_new and len(token_ids) < LONG_PROMPT and self._listing.has_index(planner.root):
-                prompt = self._listing.match(planner.root, token_ids)
-        if prompt is not None and not prompt.chunks:
-            tracked.leave(NOTHING_STORED)
+        started = self._finder.start(as_token_ids(request.prompt_token_ids), tracked.options, request.cache_salt)
+        if isinstance(started, LookUp):
+            tracked.lookup = started
             return
-        tracked.lookup = self._lookups.start(partial(self._look_up, tracked, planner, token_ids, prompt))
-        if tracked.lookup is None:
+        if started == SLOW_STORE:
             self.counts.add_fallback(SLOW_STORE)
-            tracked.leave(SLOW_STORE)
-
-    def _look_up(self, tracked: Tracked, planner: Planner, token_ids: TokenIds, prompt: Prompt | None) -> Found | None:
-        """In a thread: the request's chunks and its plan; None if it has no chunks."""
-        if prompt is None:
-            assert self._listing is not None
-            self._listing.update()
-            prompt = self._listing.match(planner.root, token_ids)
-            if not prompt.chunks:
-                return None
-        missed_at = time.monotonic()
-        plan = planner.plan(prompt, self._store)
-        missed = plan.missed_chunks() if self._settings.config.capture else []
-        anchor = tuple(planner.anchor.segments(plan.prompt))
-        jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner) for chunk in missed]
-        if tracked.options.mode == "prefix":
-            plan = plan.exact_only()
-        return self._decide(plan.without_last_row(), tracked.options, planner, jobs, missed_at)
-
-    def _decide(
-        self, plan: BlendPlan, options: RequestOptions, planner: Planner, missed: list[CaptureJob], missed_at: float
-    ) -> Found:
-        """What is loaded of all that is stored, and how much is recomputed."""
-        selector, is_slow = options.selector_of(self._settings), False
-        if self._control is not None:
-            choice = self._control.decide(plan, raises=not options.sets_selection)
-            plan, is_slow = choice.plan, choice.is_all_left_out
-            if choice.ratio is not None:
-                selector = self._settings.selector(choice.ratio)
-        return Found(plan, selector, salt_of(planner, selector), missed, missed_at, is_slow)
+        tracked.leave(started)
 
     # ---- vLLM schedules it ------------------------------------------------------------------------------
 
@@ -269,7 +212,7 @@ class Scheduling:
         jobs, self._jobs = self._jobs, StepJobs()
         jobs.capture, jobs.is_idle = self._captures.take(), is_idle
         if is_idle and not jobs.blend and not self._outstanding:
-            self._lookups.wait(IDLE_WAIT_S)
+            self._finder.wait(IDLE_WAIT_S)
         return jobs
 
     # ---- the workers report -----------------------------------------------------------------------------
@@ -288,17 +231,7 @@ class Scheduling:
                 tracked.outcome = outcome
                 if self._control is not None and tracked.found is not None:
                     self._control.learn(tracked.found.plan, outcome)
-        captured = self._captures.finish(report.captured)
-        if self._listing is not None and captured:
-            self._lookups.run(partial(self._list, self._listing, captured))
-
-    def _list(self, listing: ChunkListing, captured: list[CaptureJob]) -> None:
-        """In a thread: lists those of the captured chunks that the store took."""
-        chunks = [manifest_of(job.chunk, job.planner, "") for job in captured]
-        try:
-            listing.add([chunk for chunk in chunks if self._store.has_manifest(chunk.chunk_id)])
-        except (StoreError, OSError) as error:
-            logger.warning("captured chunks are found when the store's list is read again: %s", error)
+        self._finder.list_captured(self._captures.finish(report.captured))
 
     # ---- a request ends ---------------------------------------------------------------------------------
 
@@ -326,17 +259,13 @@ class Scheduling:
 
     def take_events(self) -> list[Any]:
         """vLLM's events about chunks that the store has got or lost since the last call."""
-        if self._listing is None:
-            return []
-        changes, size = self._listing.take_changes(), self._settings.config.block_size
+        changes, size = self._finder.take_changes(), self._settings.config.block_size
         stored = [compat.stored_event(chunk, size) for chunk in changes.added]
         return stored + [compat.removed_event(chunk) for chunk in changes.removed]
 
     def close(self) -> None:
         """Ends the threads; waits for nothing."""
-        self._lookups.close()
-        if self._listing is not None:
-            self._listing.close()
+        self._finder.close()
 
     def _guarded(self, request: Any, tracked: Tracked, what: Callable[[Any, Tracked], None]) -> None:
         """Does something for a request; whatever fails disables blending for this request only."""
