@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 
 
 def test_calls_run_in_order_and_give_results_and_errors() -> None:
@@ -79,9 +79,26 @@ def test_threads_end_with_their_pool_and_keep_no_result() -> None:
 
 def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
     program = (
-        "import threading; from cacheblend.core.load.threads import DaemonPool\n"
+        "import threading; from cacheblend.core.load.threads import CallsInOrder, DaemonPool\n"
         "pool, begun = DaemonPool(1, 'test'), threading.Event()\n"
         "pool.submit(lambda: (begun.set(), threading.Event().wait())); begun.wait(); print('end')"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout.strip() == "end"
+
+
+def test_calls_of_one_caller_take_one_thread_of_a_shared_pool() -> None:
+    pool, gate, order = DaemonPool(2, "test"), threading.Event(), list[int]()
+    slow, fast = CallsInOrder(pool), CallsInOrder(pool)
+    hanging = [slow.submit(gate.wait) for _ in range(3)]
+    done = [fast.submit(order.append, number) for number in range(20)]
+    assert [future.result() for future in done] == [None] * 20
+    assert order == list(range(20))
+    slow.close()
+    assert [future.cancelled() for future in hanging] == [False, True, True]
+    gate.set()
+    assert hanging[0].result()
+    assert slow.submit(int).result() == 0  # a caller may go on
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        CallsInOrder(pool).submit(int)

@@ -4,6 +4,7 @@
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,17 +32,18 @@ class DaemonPool:
         """Has `fn` called; returns at once.
 
         Raises:
-            RuntimeError: the pool is closed.
+            RuntimeError: the pool is closed, or the system has no more threads.
         """
         shared, future = self._shared, Future[Result]()
         with shared.changed:
             if shared.is_closed:
                 raise RuntimeError(f"the threads {self._name!r} are closed")
+            if len(shared.waiting) >= shared.idle and len(shared.threads) < self._most:
+                name = f"{self._name}-{len(shared.threads)}"
+                thread = threading.Thread(target=_run, args=(shared,), name=name, daemon=True)
+                thread.start()
+                shared.threads.append(thread)
             shared.waiting.append((future, lambda: fn(*args, **kwargs)))
-            if len(shared.waiting) > shared.idle and shared.threads < self._most:
-                shared.threads += 1
-                name = f"{self._name}-{shared.threads}"
-                threading.Thread(target=_run, args=(shared,), name=name, daemon=True).start()
             shared.changed.notify()
         return future
 
@@ -57,8 +59,60 @@ class DaemonPool:
         for future, _ in waiting:
             future.cancel()
 
+    def join(self, timeout_s: float | None = None) -> None:
+        """After `close`: waits for the calls that are under way, for ever or so many seconds."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._shared.threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
     def __del__(self) -> None:
         self.close()
+
+
+class CallsInOrder:
+    """Calls in a pool's threads that run one after the other: together they take one thread at most.
+
+    Args:
+        pool: may be shared; its owner closes it.
+    """
+
+    def __init__(self, pool: DaemonPool) -> None:
+        self._pool, self._lock = pool, threading.Lock()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._is_running = False
+
+    def submit(
+        self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> "Future[Result]":
+        """Has `fn` called after the calls that were submitted before; returns at once.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        future = Future[Result]()
+        with self._lock:
+            if not self._is_running:
+                self._pool.submit(self._run)
+                self._is_running = True
+            self._waiting.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def close(self) -> None:
+        """Cancels the calls that have not begun; does not wait for the one that is under way. May be called again."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+        for future, _ in waiting:
+            future.cancel()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                future, call = self._waiting.popleft()
+            _answer(future, call)
+            del future, call
 
 
 class _Shared:
@@ -67,7 +121,8 @@ class _Shared:
     def __init__(self) -> None:
         self.changed = threading.Condition()  # re-entrant: a pool may be deleted in a thread that holds it
         self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self.threads = self.idle = 0
+        self.threads: list[threading.Thread] = []
+        self.idle = 0
         self.is_closed = False
 
 

@@ -1,17 +1,16 @@
-"""Every use of vLLM's internals, but for the loaded model's (`compat_model`); no other module imports them.
+"""Every use of vLLM's internals; those of the loaded model are in `compat_model`, those of ranks in `compat_ranks`.
 
 `versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
 """
 
 import hashlib
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -20,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_tp_group
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
 
@@ -230,20 +228,6 @@ def tp_size() -> int:
 def tp_rank() -> int:
     """The tensor-parallel rank of this process."""
     return int(get_tensor_model_parallel_rank())
-
-
-def over_ranks(value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
-    """The sum or the maximum of `value` over tensor-parallel ranks."""
-    joined = value.clone()
-    operation = torch.distributed.ReduceOp.SUM if how == "sum" else torch.distributed.ReduceOp.MAX
-    torch.distributed.all_reduce(joined, op=operation, group=get_tp_group().device_group)
-    return joined
-
-
-def gather_heads(part: torch.Tensor) -> torch.Tensor:
-    """Concatenates [kv_heads of a rank, ...] over all ranks, in their order."""
-    gathered: torch.Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim=0)
-    return gathered
 
 
 # ---- refused configurations ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The connector, created by vLLM in the scheduler's process and in each worker's: delegates to the two sides."""
 
+import logging
 import threading
 import weakref
 from collections.abc import Iterable
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.tokens import find_sentence_end_ids
-from cacheblend.engines.vllm import compat, versions
+from cacheblend.engines.vllm import compat, compat_model, versions
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.controlling import LoadControl, open_load_control
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
@@ -18,7 +19,14 @@ from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.scheduling import Scheduling
 from cacheblend.engines.vllm.tenants import TenantPlanners
 from cacheblend.engines.vllm.worker import Worker
+from cacheblend.engines.vllm.workspace import gib, workspace_of
 from cacheblend.store import KVStore, open_store
+
+logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
+
+STEP_SHARE = 0.4
+"""The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
+beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,6 +160,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
+        reserved, needed = compat_model.release_reserved(), workspace_of(compat_model.model_sizes(self._vllm_config))
+        logger.info("blending takes at most %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
         scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
         rows = int(scheduler.max_num_batched_tokens)
         model = BlendModel(self._vllm_config)
@@ -164,7 +174,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             self._planner,
             self._selector,
             block_size=self._block_size,
-            budget=self._config.budget_row_layers or rows * layers,
+            budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
             builder=builder,
             sentence_end_ids=self._sentence_end_ids(),

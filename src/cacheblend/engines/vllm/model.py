@@ -45,6 +45,8 @@ class BlendModel:
         self._shims = {layer.layer_name: compat_model.AttentionShim(layer) for layer in self.attention}
         self.specs = [compat_model.attention_spec(layer) for layer in self.attention]
         self.device = next(model.parameters()).device
+        on_cpu = self.device.type == "cpu"
+        self._kernels = [compat_model.cpu_kernels(layer) if on_cpu else [] for layer in self.layers]
         self.dtype = config.model_config.dtype
         shapes = [LayerShape(int(layer.num_kv_heads), int(layer.head_size)) for layer in self.attention]
         self.layout = KVLayout(tuple(shapes), self.dtype)  # of this rank's heads
@@ -66,7 +68,7 @@ class BlendModel:
         shim = self._shims[self.attention[layer].layer_name]
         shim.answer = answer
         try:
-            with compat_model.shimmed(self._config, self._shims):
+            with compat_model.shimmed(self._config, self._shims), compat_model.replaced(self._kernels[layer]):
                 yield
         finally:
             shim.answer = None
