@@ -37,8 +37,8 @@ PLACES = {
 IN_WORKERS = tuple(place for place in PLACES if not place.startswith("store"))
 """Places at which an error is this package's or the device's own, whatever the store does."""
 
-AT_ENDS = ("open", "embed", "finish", "capture")
-"""Places that a prompt or a chunk passes once; the others are passed in each layer."""
+AT_ENDS = ("open", "embed", "finish", "capture", "store find", "store write", "store list", "read paged")
+"""Places that a prompt or a chunk passes about once; the others are passed in each layer."""
 
 _lock = threading.Lock()
 _armed: list[dict[str, Any]] = []

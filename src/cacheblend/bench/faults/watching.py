@@ -78,7 +78,7 @@ def watch(
     label = name.replace(" ", "-")
     for number in range(restarts + 1):
         begun: dict[str, Any] | None = None
-        first = 1 + max((line["begin"] for line in found.lost), default=-1)
+        first = 1 + max((int(line["begin"]) for line in found.lost), default=-1)
         met = found.total("met") if job["campaign"] == "faults" else 0
         one = {**job, "first": first, "count": job.get("count", 0) - met, "folder": f"{job['folder']}-{number}"}
         with _Child(folder / f"{label}-{number}", one) as child:
@@ -95,6 +95,8 @@ def watch(
         if found.is_complete:
             return found
         found.words = child.words()
+        if not restarts:
+            return found
         if begun is None:
             if not found.lines and not found.lost:
                 raise InvalidInputError(f"the engine {name!r} did not start:\n{found.words}")
