@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.core.fuse.batching import ROWS_TOGETHER, LayerRows, LayerSteps, PrefillBatcher, RunsLayer
+from cacheblend.core.fuse.batching import ROWS_OPEN, ROWS_TOGETHER, LayerRows, LayerSteps, PrefillBatcher, RunsLayer
 
 LAYERS = 6
 
@@ -138,3 +139,52 @@ def test_the_first_layer_is_never_batched(join_layer: int) -> None:
     for job in (Job("a", 9, 9, join=1), Job("b", 9, 9, join=1)):
         batcher.add(job)
     assert run_all(batcher)[:3] == [(0, "a"), (0, "b"), (1, "ab")]
+
+
+def names_of(jobs: Sequence[Job]) -> str:
+    return "".join(job.name for job in jobs)
+
+
+def test_jobs_that_wait_for_their_kv_are_passed_over() -> None:
+    a, b, c = Job("a", 500, 10), Job("b", 500, 10), Job("c", 500, 10)
+    batcher, late = batch_of(a, b, c), {"a"}
+
+    def is_ready(job: Job) -> bool:
+        return job.name not in late
+
+    assert names_of(batcher.next()) == "a"
+    assert names_of(batcher.next(is_ready)) == "b"  # begins: nothing else can be done
+    late.add("b")
+    assert names_of(batcher.next(is_ready)) == "c"
+    late.add("c")
+    assert batcher.next(is_ready) == []
+    late.remove("b")
+    assert names_of(batcher.next(is_ready)) == "b"
+    late.clear()
+    assert sorted("".join(names for _, names in run_all(batcher))) == ["a"] * LAYERS + ["b"] * LAYERS + ["c"] * LAYERS
+
+
+def test_no_more_jobs_begin_while_those_that_wait_have_many_rows() -> None:
+    few, many = Job("a", ROWS_OPEN - 1, 10), Job("b", 1, 1)
+    batcher = batch_of(few, many, Job("c", 1, 1))
+    batcher.next()
+    assert names_of(batcher.next(lambda job: False)) == "b"
+    assert batcher.next(lambda job: False) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=6), st.integers(0, 999))
+def test_all_jobs_finish_whenever_their_kv_comes(shapes: list[tuple[int, int]], seed: int) -> None:
+    random = Random(seed)
+    jobs = [Job(chr(97 + i), max(a, b), min(a, b)) for i, (a, b) in enumerate(shapes)]
+    batcher, steps = batch_of(*jobs), 0
+    while batcher:
+        late = {job.name for job in jobs if random.random() < 0.5}
+        chosen = batcher.next(lambda job, late=late: job.name not in late or job.layer == 0)
+        assert len({job.layer for job in chosen}) <= 1
+        assert len(chosen) <= 1 or chosen[0].layer >= 2
+        for job in chosen:
+            assert job.layer == 0 or job.name not in late
+            job.layer, steps = job.layer + 1, steps + 1
+            if job.layer == LAYERS:
+                batcher.remove(job)
+    assert steps == LAYERS * len(jobs)

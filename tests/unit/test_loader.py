@@ -11,6 +11,7 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load.loader import ROWS_AT_ONCE, LayerLoader
 from cacheblend.core.load.rope import KeyRotation, Turn, reposition_keys, turn_by
+from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source
@@ -261,3 +262,67 @@ def test_runs_longer_than_one_turn() -> None:
     assert sum(len(s) for s in plan.spans if s.source is Source.LOADED) > ROWS_AT_ONCE
     with LayerLoader(plan, source, LAYOUT, ROTATIONS) as loader:
         check(plan, source, [loader.layer(i) for i in range(4)], 0)
+
+
+class GatedSource(FakeSource):
+    """Reads of a layer hang until its gate is open."""
+
+    def __init__(self, plan: BlendPlan) -> None:
+        super().__init__(plan)
+        self.gates = [threading.Event() for _ in LAYOUT.layers]
+
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        self.gates[layer].wait()
+        return super().read_many(names, layer, heads)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_layer_is_ready_once_it_is_read(overlap: bool) -> None:
+    plan, _ = planned()
+    source = GatedSource(plan)
+    pool = DaemonPool(1, "test-reader")
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, threads=pool, overlap=overlap) as loader:
+        for layer, gate in enumerate(source.gates):
+            assert not loader.is_ready(layer)
+            gate.set()
+            awaited = loader.awaited(layer)
+            if awaited is not None:
+                awaited.result()
+            assert loader.is_ready(layer)
+        loaded = [loader.layer(layer) for layer in range(4)]
+        assert loader.is_ready(0)  # given already
+    check(plan, source, loaded, 0)
+    assert all(name.startswith("test-reader") for name in source.threads)
+    assert set(loader.read_s) == {"memory"}
+
+
+def test_layers_without_records_are_ready_at_once() -> None:
+    plan, source = planned()
+    nothing_exact = plan.without([span.name for span in plan.spans if span.source is Source.PREFIX])
+    with LayerLoader(
+        nothing_exact, GatedSource(plan), LAYOUT, ROTATIONS, first_reused_layer=2, threads=DaemonPool(1, "t")
+    ) as loader:
+        assert loader.is_ready(0)
+        loader.layer(0)
+        assert loader.is_ready(1)
+        assert not loader.is_ready(2)
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, read_ahead=0) as loader:
+        assert loader.is_ready(0)  # reads in the caller's thread
+
+
+def test_closing_does_not_wait_for_a_read_in_shared_threads() -> None:
+    plan, _ = planned()
+    source = GatedSource(plan)
+    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, threads=DaemonPool(1, "test-reader"))
+    hanging = loader.awaited(0)
+    assert hanging is not None
+    while not hanging.running():
+        time.sleep(0.001)
+    loader.close()
+    assert not hanging.done()
+    for gate in source.gates:
+        gate.set()
+    hanging.result()
+    assert {layer for _, layer in source.reads} == {0}  # what was ahead is not read any more

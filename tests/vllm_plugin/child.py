@@ -33,6 +33,7 @@ def main(path: Path) -> None:
             "kv_connector": "CacheBlendConnector",
             "kv_connector_module_path": MODULE,
             "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": job["extra"],
         }
     llm = LLM(model=job["model"], **options)
@@ -51,12 +52,15 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def step(llm: Any, what: dict[str, Any]) -> Any:
-    """Asks (all prompts at once, or one by one), counts, removes a folder, or empties vLLM's own prefix cache."""
+    """Asks (all prompts at once, or one by one), counts, calls the workers, removes a folder, empties the prefix cache."""
     if "count" in what:
         return counters(llm)
     if "forget" in what:
         llm.reset_prefix_cache()
         return None
+    if "rpc" in what:
+        method, *arguments = what["rpc"]
+        return llm.collective_rpc(method, args=tuple(arguments))
     if "remove" in what:
         shutil.rmtree(what["remove"])
         return None

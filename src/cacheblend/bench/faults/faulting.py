@@ -114,7 +114,11 @@ def _error(trial: _Trial) -> dict[str, Answer]:
     """An exception at a place of the plug-in, on one rank or on all."""
     rng = trial.rng
     # A read that fails costs the blocks it was to bring, and the blend goes on with the others: right at ratio 1 only.
-    places = set(injection.PLACES if trial.setting.ratio == 1 else injection.IN_WORKERS)
+    places = set(injection.PLACES)
+    if trial.setting.ratio < 1:
+        places.difference_update(injection.IN_STORE)
+    if trial.setting.ranks == 1:
+        places.difference_update(injection.OF_RANKS)
     if trial.setting.refresh_s > 60:
         places.discard("store list")
     place = rng.choice(sorted(places))
@@ -123,7 +127,7 @@ def _error(trial: _Trial) -> dict[str, Answer]:
     ranks = trial.setting.ranks
     if ranks > 1:
         fault["ranks"] = rng.choice([[rank] for rank in range(ranks)] + [list(range(ranks))])
-    if place in ("capture", "store write") or rng.random() < 0.15:
+    if place in injection.OF_CAPTURES or rng.random() < 0.15:
         _ask_for_new_passage(trial)
     trial.what = str(fault)
     trial.engine.arm(fault)

@@ -26,6 +26,9 @@ import torch
 from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.layers.runner import Attend, LayerRunner
 
+ROWS_OPEN = 32768
+"""While all jobs wait for their KV, another one begins only if they have fewer rows: hidden states take memory."""
+
 ROWS_TOGETHER = 1024
 """Rows beyond which a layer's matrix products gain nothing more; a smaller batch ends sooner for the waiting jobs."""
 
@@ -82,6 +85,10 @@ class BatchJob(Protocol):
 Job = TypeVar("Job", bound=BatchJob)
 
 
+def _always(job: BatchJob) -> bool:
+    return True
+
+
 class PrefillBatcher(Generic[Job]):
     """Chooses jobs in order of arrival, batches the first ones, and runs one layer of them at a time.
 
@@ -117,11 +124,24 @@ class PrefillBatcher(Generic[Job]):
         elif job in self._waiting:
             self._waiting.remove(job)
 
-    def next(self) -> list[Job]:
-        """The jobs to advance by one layer, all at the same layer; requires at least one job."""
-        if self._waiting and self._may_join():
+    def next(self, is_ready: Callable[[Job], bool] = _always) -> list[Job]:
+        """The jobs to advance by one layer, all at the same layer; requires at least one job.
+
+        Args:
+            is_ready: whether a job's next layer can be computed; others are passed over. Not asked of waiting jobs.
+
+        Returns:
+            No jobs if none is ready.
+        """
+        ready = [job for job in self._running if is_ready(job)]
+        if self._waiting and self._may_join(ready):
             self._running.append(self._waiting.popleft())
-        oldest, *others = self._running
+            ready.append(self._running[-1])
+        if not ready:
+            return []
+        oldest, *others = ready
+        if oldest.layer < self._join_layer:
+            return [oldest]
         if oldest.layer == self._join_layer:
             for job in others:
                 if job.layer < self._join_layer:
@@ -140,13 +160,14 @@ class PrefillBatcher(Generic[Job]):
         steps = [job.next_layer() for job in jobs]
         return list(zip(jobs, run_together(steps, self._join, self._tile_rows, isolate=self._isolate), strict=True))
 
-    def _may_join(self) -> bool:
-        """True if all running jobs are at the join layer, with capacity left for one more as large as the largest."""
-        if not self._running:
-            return True
-        if any(job.layer != self._join_layer for job in self._running):
+    def _may_join(self, ready: Sequence[Job]) -> bool:
+        """True if all jobs that are ready are at the join layer, with capacity left for one more as large as the
+        largest; and if none is ready, unless they have many rows."""
+        if not ready:
+            return _rows_of(self._running) < ROWS_OPEN
+        if any(job.layer != self._join_layer for job in ready):
             return False
-        return _rows_of(self._running) + max(job.active_rows for job in self._running) <= self._capacity
+        return _rows_of(ready) + max(job.active_rows for job in ready) <= self._capacity
 
 
 def _rows_of(jobs: Sequence[BatchJob]) -> int:

@@ -12,8 +12,9 @@ in one process. `core.fuse.batching` runs them side by side.
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +136,18 @@ class BlendedPrefill:
     def active_rows(self) -> int:
         """Rows that the next step computes at most."""
         return len(self._rows) if self._question is None else len(self._question.asking)
+
+    @property
+    def awaited(self) -> "Future[Any] | None":
+        """The read that the next step would wait for; None: it would not wait for the store. Begins to read."""
+        if self.done:
+            return None
+        return self._loader.awaited(self._layer if self._question is None else self._question.layer)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next step would not wait for the store; see `awaited`."""
+        return self.awaited is None
 
     @property
     def done(self) -> bool:

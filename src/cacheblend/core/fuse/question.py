@@ -72,6 +72,11 @@ class QuestionPass:
         return self._layer == self._runner.num_layers
 
     @property
+    def layer(self) -> int:
+        """The next layer."""
+        return self._layer
+
+    @property
     def attention(self) -> torch.Tensor:
         """The question's attention to each row of the runner, [rows] fp32.
 

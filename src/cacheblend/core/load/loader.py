@@ -12,7 +12,7 @@ would take processors from the layers and cost more time than it saves (docs/log
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.load.staging import Staging
+from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
@@ -43,18 +44,20 @@ class LayerKV(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """One layer's records as stored, the spans they belong to, and the seconds that reading took."""
+    """One layer's records as stored, the spans they belong to, and the seconds that reading took, by tier."""
 
     spans: list[Span]
     records: dict[BlockName, torch.Tensor]
-    seconds: float
+    seconds: dict[str, float]
 
 
 class _Loaded(NamedTuple):
-    """One layer's filled buffers, the seconds that the host took, and the event when the device is done."""
+    """One layer's filled buffers, the seconds that the host took, of them those of reading, and the event when the
+    device is done."""
 
     kv: LayerKV
     seconds: float
+    read: dict[str, float]
     done: Any = None
 
 
@@ -73,9 +76,11 @@ class LayerLoader:
         heads: the KV heads to read (of a tensor-parallel rank); `layout` has only these heads.
         codec: of the chunks' records; blocks of the exact prefix are never compressed.
         resident: gives the rows of the plan's span `RESIDENT` for a layer, [kv_heads, 2, n, head_dim] on the device.
+        threads: where the store is read; `close` does not wait for it. None: in a thread of its own, and `close` waits.
+        ahead_bytes: of buffers that are loaded ahead at most, but always one layer's; None: `AHEAD_BYTES`.
 
     Attributes:
-        read_s: seconds of reading, by tier.
+        read_s: seconds of reading the layers that were given, by tier.
         load_s: seconds of reading and of filling buffers, on the host.
         wait_s: seconds that callers of `layer` waited.
     """
@@ -94,6 +99,8 @@ class LayerLoader:
         heads: slice | None = None,
         codec: str = "raw",
         resident: Callable[[int], torch.Tensor] | None = None,
+        threads: DaemonPool | None = None,
+        ahead_bytes: int | None = None,
     ) -> None:
         self._plan, self._source, self._layout, self._rotations = plan, source, layout, rotations
         self._stored = replace(layout, codec=codec)
@@ -104,12 +111,13 @@ class LayerLoader:
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._spans = [s for s in found if s.name != RESIDENT]
         self._resident = resident if len(self._spans) < len(found) else None
-        self._read_ahead = min(read_ahead, self._layers_of(AHEAD_BYTES))
+        self._read_ahead = min(read_ahead, self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes))
         self._runs = _moved_runs(self._spans)
         self._turns: dict[tuple[int, int], Turn] = {}
-        self._pending: dict[int, Future[_Read | _Loaded]] = {}
+        self._pending: dict[int, Future[_Read] | Future[_Loaded]] = {}
         self._given: dict[int, LayerKV] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads = threads
+        self._reader: DaemonPool | CallsInOrder | None = None
         self.read_s: dict[str, float] = {}
         self.load_s = 0.0
         self.wait_s = 0.0
@@ -127,20 +135,35 @@ class LayerLoader:
             return self._given[index]
         started = time.perf_counter()
         try:
-            if self._read_ahead == 0 or not self._spans:
-                got: _Read | _Loaded = self._read(index)
-            else:
-                self._schedule(index)
-                got = self._pending.pop(index).result()
+            self._schedule(index)
+            pending = self._pending.pop(index, None)
+            got = self._read(index) if pending is None else pending.result()
             loaded = self._fill(index, got, self._buffers(index)) if isinstance(got, _Read) else got
             self._staging.wait(loaded.done)
             if self._resident is not None:
                 self._put_resident(loaded.kv, self._resident(index))
             self._given[index] = loaded.kv
             self.load_s += loaded.seconds
+            for tier, seconds in loaded.read.items():
+                self.read_s[tier] = self.read_s.get(tier, 0.0) + seconds
             return self._given[index]
         finally:
             self.wait_s += time.perf_counter() - started
+
+    def awaited(self, index: int) -> "Future[Any] | None":
+        """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store.
+
+        Begins to read the layer and those ahead of it. A loader that reads in the caller's thread always answers None.
+        """
+        if index in self._given:
+            return None
+        self._schedule(index)
+        pending = self._pending.get(index)
+        return None if pending is None or pending.done() else pending
+
+    def is_ready(self, index: int) -> bool:
+        """Whether `layer` would not wait for the store; see `awaited`."""
+        return self.awaited(index) is None
 
     def release(self, index: int) -> None:
         """Drops a layer's buffers, which must not be asked for again."""
@@ -155,13 +178,14 @@ class LayerLoader:
         self.close()
 
     def close(self) -> None:
-        """Stops loading ahead, waits for the layer being loaded, and drops the buffers. Idempotent."""
-        for future in self._pending.values():
-            future.cancel()
+        """Stops loading ahead and drops the buffers; waits for the layer being loaded unless `threads` were given.
+        Idempotent."""
         self._pending.clear()
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
+        if self._reader is not None:
+            self._reader.close()
+            if isinstance(self._reader, DaemonPool):
+                self._reader.join()
+            self._reader = None
         self._given.clear()
         self._turns.clear()
 
@@ -170,17 +194,19 @@ class LayerLoader:
         return max(1, nbytes * len(self._layout.layers) // max(1, self._layout.block_bytes(len(self._plan))))
 
     def _schedule(self, index: int) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-loader")
+        """Has this layer and those ahead of it read, as far as they have records."""
         for ahead in range(index, min(index + self._read_ahead, len(self._layout.layers) - 1) + 1):
-            if ahead not in self._pending:
-                self._pending[ahead] = self._submit(self._thread, ahead)
+            if self._read_ahead and ahead not in self._pending and self._spans_of(ahead):
+                self._pending[ahead] = self._submit(ahead)
 
-    def _submit(self, thread: ThreadPoolExecutor, index: int) -> "Future[_Read | _Loaded]":
+    def _submit(self, index: int) -> "Future[_Read] | Future[_Loaded]":
+        if self._reader is None:
+            shared = self._threads
+            self._reader = DaemonPool(1, "cacheblend-loader") if shared is None else CallsInOrder(shared)
         if not self._overlap:
-            return thread.submit(self._read, index)
+            return self._reader.submit(self._read, index)
         # Allocated on the caller's stream, which frees it: else torch caches a whole KV cache for the other stream.
-        return thread.submit(self._load_overlapped, index, self._buffers(index), self._staging.now())
+        return self._reader.submit(self._load_overlapped, index, self._buffers(index), self._staging.now())
 
     @torch.no_grad()
     def _load_overlapped(self, index: int, kv: LayerKV, allocated: Any) -> _Loaded:
@@ -194,9 +220,7 @@ class LayerLoader:
         return LayerKV(*(torch.zeros(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
 
     def _read(self, index: int) -> _Read:
-        started = time.perf_counter()
-        reused = index >= self._first_reused_layer
-        spans = [span for span in self._spans if reused or span.source is not Source.LOADED]
+        spans, seconds = self._spans_of(index), dict[str, float]()
         records: dict[BlockName, torch.Tensor] = {}
         lost: dict[BlockName, BlockLostError] = {}
         for tier, names in _by_tier(spans).items():
@@ -206,11 +230,16 @@ class LayerLoader:
                     lost[name] = record
                 else:
                     records[name] = record
-            self.read_s[tier] = self.read_s.get(tier, 0.0) + time.perf_counter() - asked
+            seconds[tier] = time.perf_counter() - asked
         if lost:
             *_, reason = (error.reason for error in lost.values())
             raise BlockLostError(list(lost), f"layer {index}: {reason}")
-        return _Read(spans, records, time.perf_counter() - started)
+        return _Read(spans, records, seconds)
+
+    def _spans_of(self, index: int) -> list[Span]:
+        """The spans that are read for a layer."""
+        reused = index >= self._first_reused_layer
+        return [span for span in self._spans if reused or span.source is not Source.LOADED]
 
     def _fill(self, index: int, read: _Read, kv: LayerKV, allocated: Any = None) -> _Loaded:
         """Writes records into the buffers, after the event `allocated`, when the device has them."""
@@ -224,7 +253,7 @@ class LayerLoader:
             kv.values[:, span.start : span.stop] = record[:, 1, rows]
         if index >= self._first_reused_layer:
             self._reposition(index, kv.keys)
-        return _Loaded(kv, read.seconds + time.perf_counter() - started)
+        return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds)
 
     @staticmethod
     def _put_resident(kv: LayerKV, record: torch.Tensor) -> None:

@@ -1,18 +1,30 @@
-"""Stores a worker's captured chunks in a thread of its own while the engine goes on, and counts the finished ones."""
+"""Stores a worker's captured chunks in a thread of its own while the engine goes on, and counts the finished ones.
+
+engine step   compute the chunk, gather all ranks' heads -> write
+thread        copy to the host, make blocks, store them -> done
+"""
 
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import torch
 
 from cacheblend.core.load.capture import CapturedChunk, blocks_of, manifest_of
 from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.load.staging import Staging
+from cacheblend.core.load.threads import DaemonPool
 from cacheblend.engines.keeper import ChunkKeeper
-from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
+from cacheblend.engines.vllm.ranks import Ranks
 from cacheblend.store import KVStore
+
+CLOSE_S = 5.0
+"""Seconds that `close` waits for the chunk that is being written."""
 
 logger = logging.getLogger("cacheblend.vllm")
 
@@ -25,12 +37,15 @@ class CaptureWriter:
         store: where chunks are kept.
         counts: get the stored tokens and the failures.
         name: of the model, for people.
+        ranks: that compute together.
     """
 
-    def __init__(self, model: BlendModel, store: KVStore, counts: Counts, name: str) -> None:
-        self._model, self._counts, self._name = model, counts, name
+    def __init__(self, model: BlendModel, store: KVStore, counts: Counts, name: str, ranks: Ranks) -> None:
+        self._model, self._counts, self._name, self._ranks = model, counts, name, ranks
         self._keeper = ChunkKeeper(store)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-writer")
+        self._staging = Staging(model.device)
+        self._thread = DaemonPool(1, "cacheblend-writer")
+        self._unfinished: list[Future[None]] = []
         self._done, self._lock = 0, threading.Lock()
 
     @property
@@ -38,32 +53,63 @@ class CaptureWriter:
         """Chunks that need no more work since the start, whether they were stored or not."""
         return self._done
 
-    def write(self, job: CaptureJob, kv: Sequence[LayerKV]) -> None:
+    def gather(self, kv: Sequence[LayerKV]) -> list[LayerKV]:
+        """What this rank has to write of a chunk: all ranks' heads, or nothing. All ranks call it, in a section.
+
+        Args:
+            kv: [kv_heads of this rank, tokens, head_dim] each, of anchor and chunk.
+        """
+        if self._ranks.size == 1:
+            return list(kv)
+        found = []
+        for layer in kv:
+            whole = self._all_heads(layer)
+            if self._ranks.rank == 0:
+                found.append(whole)
+        return found
+
+    def write(self, job: CaptureJob, kv: list[LayerKV]) -> None:
         """Has a chunk stored; returns before it is.
 
         Args:
             job: what was computed.
-            kv: [kv_heads of this rank, tokens, head_dim] each, of anchor and chunk.
+            kv: see `gather`; the list is emptied as soon as the host has its content.
         """
-        if self._model.tp_size > 1:
-            kv = [self._all_heads(layer) for layer in kv]
-        if self._model.tp_rank or self._keeper.is_paused:
+        self._unfinished = [chunk for chunk in self._unfinished if not chunk.done()]
+        if self._ranks.rank or self._keeper.is_paused:
             self.count_done()
             return
-        chunk = CapturedChunk(blocks_of(job.chunk, job.planner, kv), manifest_of(job.chunk, job.planner, self._name))
-        self._thread.submit(self._store, chunk)
+        try:
+            self._unfinished.append(self._thread.submit(self._store, job, kv, self._staging.now()))
+        except RuntimeError as error:  # no more threads
+            logger.warning("a missed chunk is not stored: %s", error)
+            self.count_done()
 
     def count_done(self) -> None:
         """Counts a chunk that needs no more work."""
         with self._lock:
             self._done += 1
 
-    def close(self) -> None:
-        """Waits for the chunk that is being written; those after it are not stored."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    def drop(self) -> None:
+        """Does not store the chunks that wait for being written."""
+        for chunk in self._unfinished:
+            if chunk.cancel():
+                self.count_done()
 
-    def _store(self, chunk: CapturedChunk) -> None:
+    def wait(self, seconds: float) -> None:
+        """Waits until a chunk is stored, at most so long; not at all if there is none."""
+        wait(self._unfinished, seconds, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Waits `CLOSE_S` at most for the chunk that is being written; those after it are not stored."""
+        self._thread.close()
+        self._thread.join(CLOSE_S)
+
+    @torch.inference_mode()
+    def _store(self, job: CaptureJob, kv: list[LayerKV], computed: Any) -> None:
         try:
+            chunk = self._on_host(job, kv, computed)
+            kv.clear()
             if self._keeper.keep(chunk):
                 self._counts.add("captured_tokens", len(chunk.manifest.token_ids))
             else:
@@ -71,10 +117,17 @@ class CaptureWriter:
         except Exception:
             logger.exception("a missed chunk is not stored")
         finally:
+            kv.clear()
             self.count_done()
+
+    def _on_host(self, job: CaptureJob, kv: Sequence[LayerKV], computed: Any) -> CapturedChunk:
+        """The chunk's blocks, after the event at which its KV is computed."""
+        with self._staging.stream():
+            self._staging.wait(computed, [part for layer in kv for part in layer])
+            return CapturedChunk(blocks_of(job.chunk, job.planner, kv), manifest_of(job.chunk, job.planner, self._name))
 
     def _all_heads(self, kv: LayerKV) -> LayerKV:
         """The heads of all ranks; of heads that several ranks hold, one copy each."""
         copies = max(1, self._model.tp_size // self._model.total_kv_heads)
-        keys, values = (compat.gather_heads(part)[::copies] for part in kv)
+        keys, values = (self._ranks.gather_heads(part)[::copies] for part in kv)
         return LayerKV(keys, values)

@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals, in one place; no other module of this package imports them.
+"""Every use of vLLM's internals, in one place; no other module but `compat_ranks` imports them.
 
 `versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
 """
@@ -8,7 +8,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -25,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from cacheblend.core.errors import ModelNotBlendableError
@@ -296,20 +294,6 @@ def tp_size() -> int:
 def tp_rank() -> int:
     """The tensor-parallel rank of this process."""
     return int(get_tensor_model_parallel_rank())
-
-
-def over_ranks(value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
-    """The sum or the maximum of `value` over tensor-parallel ranks."""
-    joined = value.clone()
-    operation = torch.distributed.ReduceOp.SUM if how == "sum" else torch.distributed.ReduceOp.MAX
-    torch.distributed.all_reduce(joined, op=operation, group=get_tp_group().device_group)
-    return joined
-
-
-def gather_heads(part: torch.Tensor) -> torch.Tensor:
-    """Concatenates [kv_heads of a rank, ...] over all ranks, in their order."""
-    gathered: torch.Tensor = tensor_model_parallel_all_gather(part.contiguous(), dim=0)
-    return gathered
 
 
 # ---- refused configurations ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Knows the loader and the ranks. Does not know jobs or vLLM's paged cache.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockEntry
 from cacheblend.core.plan.plan import RESIDENT
-from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.ranks import FINE, LOST, Ranks
 
 
 class EmptySource:
@@ -30,19 +31,31 @@ class EmptySource:
 
 
 class AgreedLoader(LayerLoader):
-    """A loader that gives a layer on all ranks or on none: a rank that continued alone would wait for the others."""
+    """A loader that gives a layer on all ranks or on none: a rank that continued alone would wait for the others.
+
+    Args:
+        ranks: that must agree.
+        args, options: see `LayerLoader`.
+    """
+
+    def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ranks = ranks
 
     def layer(self, index: int) -> LayerKV:
-        """See `LayerLoader.layer`; where one rank lost a block, every rank loses all of them."""
-        known, lost, kv = index in self._given, "", None
+        """See `LayerLoader.layer`; where one rank lost a block, every rank loses all of them.
+
+        Raises:
+            RankFailedError: another rank failed.
+        """
+        if index in self._given:
+            return super().layer(index)
+        kv, reason = None, "another rank lost a block"
         try:
             kv = super().layer(index)
-        except Exception as error:  # of any kind: the other ranks must learn of it
-            lost = f"{type(error).__name__}: {error}"
-        if known and kv is not None:
-            return kv
-        flag = torch.tensor([float(bool(lost))], device=self._device)
-        if float(compat.over_ranks(flag, "max")) or kv is None:
+        except BlockLostError as error:
+            reason = error.reason
+        if self._ranks.agree(LOST if kv is None else FINE, f"layer {index} is loaded") == LOST or kv is None:
             names = list({span.name for span in self._plan.spans if span.name != RESIDENT})
-            raise BlockLostError(names, lost or f"layer {index}: another rank lost a block")
+            raise BlockLostError(names, reason)
         return kv

@@ -3,70 +3,46 @@
     start_load_kv -> step(jobs): as many layers as the budget allows; oldest job first, captures after all prompts
                       prompt: load, fuse, write each finished layer to the paged cache -> done
                       chunk:  compute alone, with its anchor in front -> store
+                      error:  vLLM computes the prompt; a chunk is not stored
 
-Jobs of one kind with few rows are computed as a batch (`PrefillBatcher`).
+Jobs of one kind with few rows are computed as a batch (`PrefillBatcher`). A job whose next layer the store has not
+given yet is passed over (`Readiness`).
 
-Every rank computes the same rows in the same order; for chosen rows and lost blocks the ranks exchange their results.
+Every rank computes the same rows in the same order, and they fail together (`Ranks`): a section is the opening of a
+job, a layer of a batch, or the finishing of a job.
 """
 
 import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.fuse.batching import LayerSteps, PrefillBatcher
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
+from cacheblend.core.fuse.batching import PrefillBatcher
+from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.load.loader import LayerKV, LayerLoader
-from cacheblend.core.plan.blocks import BlockSource, KVLayout
-from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.planner import Planner
-from cacheblend.core.plan.prompt import Prompt, text
-from cacheblend.core.select.selectors import NoRows, Selector
-from cacheblend.engines.vllm import compat
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.vllm.capture_writer import CaptureWriter
+from cacheblend.engines.vllm.compat_ranks import TensorParallel
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs
-from cacheblend.engines.vllm.layers import VllmLayerRunner, join
-from cacheblend.engines.vllm.loading import AgreedLoader, EmptySource
+from cacheblend.engines.vllm.layers import join
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
-from cacheblend.engines.vllm.paged_attention import PagedAttention
+from cacheblend.engines.vllm.opening import Opener
+from cacheblend.engines.vllm.ranks import Group, RankFailedError, Ranks
+from cacheblend.engines.vllm.tasks import LATE, READY, WAITING, Readiness, Task
 from cacheblend.store import KVStore
 
-READ_AHEAD = 2  # layers
+READ_TIMEOUT_S = 10.0
+WRITER_S = 0.01  # that an idle step waits for the chunk being written, so that an idle engine does not spin
+SLOW_STORE, OTHER_RANK, UNREADABLE = "slow store", "another rank failed", "store"
 logger = logging.getLogger("cacheblend.vllm")
-
-
-@dataclass(eq=False)
-class _Task:
-    """A job that has not finished; `prefill` is None until its first step."""
-
-    job: BlendJob | CaptureJob
-    prefill: BlendedPrefill | None = None
-    started: float = 0.0
-    kv: list[LayerKV] = field(default_factory=list)
-
-    @property
-    def layer(self) -> int:
-        """The next layer."""
-        return self.prefill.layer if self.prefill else 0
-
-    @property
-    def active_rows(self) -> int:
-        """The most rows that the next layer computes."""
-        return self.prefill.active_rows if self.prefill else 0
-
-    def next_layer(self) -> LayerSteps:
-        """See `BlendedPrefill.next_layer`; the task is open."""
-        assert self.prefill is not None
-        return self.prefill.next_layer()
 
 
 class Worker:
@@ -83,6 +59,8 @@ class Worker:
         builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend with torch.
         sentence_end_ids: see `PrefillOptions`.
         name: of the model, for people.
+        read_timeout_s: vLLM computes a prompt of which the store has not given the next layer for so long.
+        group: the ranks that compute together; None: vLLM's tensor-parallel group.
     """
 
     def __init__(
@@ -98,52 +76,61 @@ class Worker:
         builder: Any = None,
         sentence_end_ids: npt.NDArray[np.int64] | None = None,
         name: str = "",
+        read_timeout_s: float = READ_TIMEOUT_S,
+        group: Group | None = None,
     ) -> None:
-        self._model, self._store, self._planner = model, store, planner
-        self._budget, self._block_size, self._builder = budget, block_size, builder
-        self._paged = [
-            PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
-            for layer, shape in zip(model.attention, model.layout.layers, strict=True)
-        ]
-        self._options = PrefillOptions(
-            tile_rows=tile_rows,
-            sentence_end_ids=sentence_end_ids,
-            over_ranks=compat.over_ranks if model.tp_size > 1 else None,
+        self._model, self._budget, self._block_size = model, budget, block_size
+        self._ranks = Ranks(TensorParallel() if group is None else group)
+        options = PrefillOptions(tile_rows=tile_rows, sentence_end_ids=sentence_end_ids)
+        self._opener = Opener(
+            model,
+            store,
+            planner.codec,
+            block_size=block_size,
+            options=options,
+            builder=builder,
+            ranks=self._ranks,
         )
-        alone = model.tp_size == 1
-        last_check = max(selector.check_layers, default=0)
-        self._blends: PrefillBatcher[_Task] = PrefillBatcher(last_check + 1, tile_rows, join, isolate=alone)
-        self._captures: PrefillBatcher[_Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
+        alone, last_check = self._ranks.size == 1, max(selector.check_layers, default=0)
+        self._blends: PrefillBatcher[Task] = PrefillBatcher(last_check + 1, tile_rows, join, isolate=alone)
+        self._captures: PrefillBatcher[Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
+        self._readiness = Readiness(self._ranks, read_timeout_s)
+        self._is_idle = False
+        self._arrived: list[BlendJob] = []
         self._provided: set[str] = set()
         self._outcomes: dict[str, BlendOutcome] = {}
         self._failed_blocks: set[int] = set()
+        self._chunks = 0
         self.counts = Counts()
-        self._capture_writer = CaptureWriter(model, store, self.counts, name)
+        self._capture_writer = CaptureWriter(model, store, self.counts, name, self._ranks)
 
     # ---- an engine step ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self, jobs: StepJobs) -> None:
-        """Takes new jobs and computes layers until the step's budget is used; at least one layer."""
-        for request_id in jobs.dropped:
-            self._drop(request_id)
-        for blend in jobs.blend:
-            self._blends.add(_Task(blend))
-        for capture in jobs.capture:
-            self._captures.add(_Task(capture))
+        """Takes new jobs and computes layers until the step's budget is used or all jobs wait for the store.
+
+        New prompts are begun in the next step, see `StepJobs.blend`. Computes at least one layer if one is there.
+        """
+        self._take(jobs)
+        self._is_idle = jobs.is_idle
+        self._readiness.begin_step(is_idle=jobs.is_idle and not self._captures)
         left = self._budget
-        while left > 0 and (self._blends or self._captures):
-            batcher = self._blends or self._captures
-            left -= self._advance(batcher)
+        while left > 0:
+            tasks = self._choose()
+            if not tasks:
+                break
+            left -= self._advance(tasks)
+        if jobs.is_idle and left == self._budget:
+            self._capture_writer.wait(WRITER_S)
 
     def capture(self, jobs: Sequence[CaptureJob]) -> None:
         """Computes chunks and stores them before it returns."""
-        wanted = self.captured + len(jobs)
-        self.step(StepJobs(capture=list(jobs)))
+        self.step(StepJobs(capture=list(jobs), is_idle=True))
         while self._captures:
-            self.step(StepJobs())
-        while self.captured < wanted:
-            time.sleep(0.001)  # the last ones are being written
+            self.step(StepJobs(is_idle=True))
+        while self.captured < self._chunks:
+            self._capture_writer.wait(1.0)  # the last ones are being written
 
     def take_provided(self) -> set[str]:
         """Requests whose prompts were completed in the paged cache since the last call."""
@@ -163,7 +150,7 @@ class Worker:
     @property
     def is_follower(self) -> bool:
         """Another rank does the same work and reports it."""
-        return self._model.tp_rank > 0
+        return self._ranks.rank > 0
 
     @property
     def captured(self) -> int:
@@ -171,56 +158,138 @@ class Worker:
         return self._capture_writer.done
 
     def close(self) -> None:
-        """Ends unfinished jobs; waits for the chunk that is being written."""
+        """Ends unfinished jobs without waiting for reads; waits some seconds for the chunk that is being written."""
         for task in [*self._blends, *self._captures]:
-            if task.prefill is not None:
-                task.prefill.close()
+            task.close()
+        self._opener.close()
         self._capture_writer.close()
 
     # ---- jobs -------------------------------------------------------------------------------------------
 
-    def _advance(self, batcher: PrefillBatcher[_Task]) -> int:
-        """Computes the next layer of the batch; returns the row-layers it took. A task's first step also opens it."""
-        tasks = [task for task in batcher.next() if self._is_open(task)]
-        rows = sum(task.active_rows for task in tasks)
-        for task, error in batcher.advance(tasks):
-            if error is not None:
-                self._fail(task, error)
-            elif task.prefill is not None and task.prefill.done:
-                self._attempt(task, self._finish)
+    def _take(self, jobs: StepJobs) -> None:
+        for request_id in jobs.dropped:
+            self._drop(request_id)
+        if jobs.drops_captures:
+            self._drop_captures()
+        for blend in self._arrived:
+            self._blends.add(Task(blend))
+        self._arrived = list(jobs.blend)
+        for capture in jobs.capture:
+            self._captures.add(Task(capture))
+        self._chunks += len(jobs.capture)
+
+    def _drop(self, request_id: str) -> None:
+        """Stops work on a request that ended, and reports it as provided, so that vLLM frees its blocks."""
+        for job in self._arrived:
+            if job.request_id == request_id:
+                self._arrived.remove(job)
+                self._provided.add(request_id)
+                return
+        for task in self._blends:
+            if isinstance(task.job, BlendJob) and task.job.request_id == request_id:
+                self._forget(task)
+                self._provided.add(request_id)
+                return
+
+    def _drop_captures(self) -> None:
+        for task in self._captures:
+            self._forget(task)
+            self._capture_writer.count_done()
+        self._capture_writer.drop()
+
+    def _choose(self) -> list[Task]:
+        """The tasks to advance: prompts that need not wait for the store, then captures."""
+        states = self._readiness.of([task for task in self._blends if task.prefill is not None])
+        for task, state in states.items():
+            if state not in (READY, WAITING):
+                logger.warning("the store does not give a layer; vLLM computes this request")
+                self._give_up(task, SLOW_STORE if state == LATE else UNREADABLE)
+        tasks = self._blends.next(lambda task: states.get(task, READY) == READY) if self._blends else []
+        return tasks or (self._captures.next() if self._captures else [])
+
+    def _advance(self, tasks: Sequence[Task]) -> int:
+        """Opens the task, or computes the next layer of the batch; returns the row-layers it took."""
+        started, rows = time.perf_counter(), sum(task.active_rows for task in tasks)
+        if tasks[0].prefill is None:
+            self._attempt(tasks[0], self._start)
+        else:
+            self._compute(tasks)
+        for task in tasks:
+            task.busy_s += time.perf_counter() - started
+            # A device goes on with vLLM's own work while the host is here.
+            task.is_alone &= len(tasks) == 1 and (self._is_idle or self._model.device.type == "cpu")
+            if task.prefill is not None and task.prefill.done and self._attempt(task, self._finish):
+                self._complete(task)
         return max(rows, 1)
 
-    def _is_open(self, task: _Task) -> bool:
-        """Whether the task has a prefill; opens it on the task's first step."""
-        if task.prefill is None:
-            self._attempt(task, self._start)
-        return task.prefill is not None
-
-    def _attempt(self, task: _Task, what: Callable[[_Task], None]) -> None:
+    def _compute(self, tasks: Sequence[Task]) -> None:
+        batcher = self._batcher_of(tasks[0])
         try:
-            what(task)
+            with self._ranks.section():
+                ended = batcher.advance(tasks)
+        except Exception as error:
+            ended = [(task, error) for task in tasks]
+        for task, failure in ended:
+            if failure is not None:
+                self._fail(task, failure)
+
+    def _attempt(self, task: Task, what: Callable[[Task], None]) -> bool:
+        """Does something with a task that may fail; whether it succeeded."""
+        try:
+            with self._ranks.section():
+                what(task)
         except Exception as error:
             self._fail(task, error)
+            return False
+        return True
 
-    def _fail(self, task: _Task, error: Exception) -> None:
+    def _start(self, task: Task) -> None:
+        task.started = time.perf_counter()
+        job = task.job
+        task.prefill = self._opener.blend(job) if isinstance(job, BlendJob) else self._opener.capture(job, task.kv)
+
+    def _finish(self, task: Task) -> None:
+        """What all ranks do for a task whose layers are computed."""
+        assert task.prefill is not None
+        if isinstance(task.job, CaptureJob):
+            task.kv = self._capture_writer.gather(task.kv)
+            return
+        if task.is_alone and self._model.device.type == "cuda":
+            waited = time.perf_counter()
+            torch.cuda.synchronize(self._model.device)
+            task.busy_s += time.perf_counter() - waited
+        result = task.prefill.result()
+        compute_s = task.busy_s - result.report.wait_s if task.is_alone and not result.report.fallbacks else None
+        seconds, layout = time.perf_counter() - task.started, self._model.layout
+        task.ended = outcome_of(result, task.job.local_tokens, layout, seconds, compute_s), result
+
+    def _complete(self, task: Task) -> None:
+        """Hands over a finished task; nothing here fails on one rank only."""
+        job, kv = task.job, task.kv
+        self._forget(task)
+        if isinstance(job, CaptureJob):
+            self._capture_writer.write(job, kv)
+        elif task.ended is not None:
+            self.counts.add_blend(*task.ended)
+            self._end(job.request_id, task.ended[0])
+
+    def _fail(self, task: Task, error: Exception) -> None:
         """Disables blending for this request only: vLLM computes it, whatever the error was."""
-        if self._model.tp_size > 1:
-            raise error  # the other ranks have gone on, and the ranks cannot be synchronised again
-        logger.error("blending failed; vLLM computes this request", exc_info=error)
-        traceback.clear_frames(error.__traceback__)  # the frames would keep tensors alive
-        self._give_up(task, type(error).__name__)
+        if isinstance(error, RankFailedError):
+            logger.warning("blending failed; vLLM computes this request: %s", error)
+        else:
+            logger.error("blending failed; vLLM computes this request", exc_info=error)
+        self._give_up(task, OTHER_RANK if isinstance(error, RankFailedError) else type(error).__name__)
+        clear_frames(error)
+        if isinstance(error, torch.OutOfMemoryError) and self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # vLLM's own work needs some of it
 
-    def _start(self, task: _Task) -> None:
-        task.started, task.prefill = time.perf_counter(), self._open(task)
-
-    def _give_up(self, task: _Task, reason: str) -> None:
-        if task.prefill is not None:
-            task.prefill.close()
+    def _give_up(self, task: Task, reason: str) -> None:
         self.counts.add_fallback(reason)
         self._forget(task)
         if isinstance(task.job, CaptureJob):
             self._capture_writer.count_done()
-        elif task.job.request_id not in self._provided:
+        else:
             self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
             self._end(task.job.request_id, BlendOutcome(failure=reason))
 
@@ -228,103 +297,31 @@ class Worker:
         self._provided.add(request_id)
         self._outcomes[request_id] = outcome
 
-    def _forget(self, task: _Task) -> None:
-        (self._captures if isinstance(task.job, CaptureJob) else self._blends).remove(task)
+    def _batcher_of(self, task: Task) -> PrefillBatcher[Task]:
+        return self._captures if isinstance(task.job, CaptureJob) else self._blends
 
-    def _open(self, task: _Task) -> BlendedPrefill:
-        if isinstance(task.job, CaptureJob):
-            return self._open_capture(task, task.job)
-        return self._open_blend(task.job)
-
-    def _open_blend(self, job: BlendJob) -> BlendedPrefill:
-        plan, first = job.plan, job.local_tokens
-        # vLLM frees blocks that a sliding window has passed: their rows are computed again here, and not written.
-        resident = first > 0 and NULL_BLOCK not in job.block_ids[: first // self._block_size]
-        if resident:
-            plan = plan.with_resident(first)
-
-        def held(layer: int) -> torch.Tensor:
-            return self._paged[layer].read(job.block_ids, first)
-
-        slots = self._paged[0].slots(job.block_ids, first, len(plan))
-        if self._builder is not None and resident == (first > 0) and NULL_BLOCK not in job.block_ids:
-            attention = PagedAttention(self._paged, self._builder, job.block_ids, first, slots)
-            options = replace(self._options, on_layer=_nothing, attention=attention)
-            return self._prefill(plan, self._store, job.selector, options, held)
-
-        def write(layer: int, kv: LayerKV) -> None:
-            self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
-
-        return self._prefill(plan, self._store, job.selector, replace(self._options, on_layer=write), held)
-
-    def _open_capture(self, task: _Task, job: CaptureJob) -> BlendedPrefill:
-        prompt = Prompt.of([text(part) for part in (*job.chunk.anchor, job.chunk.token_ids)])
-        plan = job.planner.plan(prompt, EmptySource())
-        options = replace(self._options, on_layer=lambda layer, kv: task.kv.append(kv))
-        return self._prefill(plan, EmptySource(), NoRows(), options)
-
-    def _prefill(
-        self,
-        plan: BlendPlan,
-        source: BlockSource,
-        selector: Selector,
-        options: PrefillOptions,
-        resident: Callable[[int], torch.Tensor] | None = None,
-    ) -> BlendedPrefill:
-        model = self._model
-
-        def open_runner(plan: BlendPlan) -> VllmLayerRunner:
-            ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
-            positions = torch.arange(plan.prefix_length, len(plan))
-            return VllmLayerRunner(model, ids.to(model.device), positions.to(model.device))
-
-        def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
-            kind = LayerLoader if model.tp_size == 1 else AgreedLoader
-            return kind(
-                plan,
-                source,
-                model.layout,
-                model.rotations,
-                first_reused_layer=first_reused_layer,
-                device=model.device,
-                read_ahead=READ_AHEAD,
-                heads=model.heads,
-                codec=self._planner.codec,
-                resident=resident,
-            )
-
-        return BlendedPrefill(plan, open_runner, open_loader, selector, options)
-
-    def _finish(self, task: _Task) -> None:
-        assert task.prefill is not None
-        task.prefill.close()
-        if isinstance(task.job, CaptureJob):
-            self._capture_writer.write(task.job, task.kv)
-        else:
-            result, seconds = task.prefill.result(), time.perf_counter() - task.started
-            outcome = outcome_of(result, task.job.local_tokens, self._model.layout, seconds)
-            self.counts.add_blend(outcome, result)
-            self._end(task.job.request_id, outcome)
-        self._forget(task)
-
-    def _drop(self, request_id: str) -> None:
-        """Stops work on a request that ended, and reports it as provided, so that vLLM frees its blocks."""
-        for task in self._blends:
-            if isinstance(task.job, BlendJob) and task.job.request_id == request_id:
-                self._blends.remove(task)
-                if task.prefill is not None:
-                    task.prefill.close()
-                self._provided.add(request_id)
+    def _forget(self, task: Task) -> None:
+        self._batcher_of(task).remove(task)
+        task.close()
 
 
-def outcome_of(result: PrefillResult, local_tokens: int, layout: KVLayout, seconds: float) -> BlendOutcome:
+def clear_frames(error: BaseException | None) -> None:
+    """Lets go of the local variables in the frames of an error and of those behind it: they keep tensors alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def outcome_of(
+    result: PrefillResult, local_tokens: int, layout: KVLayout, seconds: float, compute_s: float | None
+) -> BlendOutcome:
     """The outcome of a prompt that was provided.
 
     Args:
         result: of its prefill.
         local_tokens: leading tokens that vLLM's own prefix cache held.
         layout: of the model.
-        seconds: see `BlendOutcome`.
+        seconds, compute_s: see `BlendOutcome`.
     """
     hits, report = result.plan.hit_tokens(), result.report
     local = min(local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
@@ -335,9 +332,6 @@ def outcome_of(result: PrefillResult, local_tokens: int, layout: KVLayout, secon
         row_layers=report.row_layers,
         prefill_share=report.row_layers / (len(result.plan) * len(layout.layers)),
         seconds=seconds,
+        compute_s=compute_s,
         read_s=result.read_s,
     )
-
-
-def _nothing(layer: int, kv: LayerKV) -> None:
-    """Does nothing: the layer was written to the paged cache during attention."""

@@ -1,0 +1,150 @@
+"""A pool of daemon threads, for calls of a store that may never return: no such call keeps a process from ending.
+
+`concurrent.futures.ThreadPoolExecutor` joins its threads when the interpreter ends, whatever they are doing.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class DaemonPool:
+    """Runs calls in the order of their submission, in at most `threads` daemon threads, which are started when needed.
+
+    Args:
+        threads: the most calls that run at the same time, at least 1.
+        name: of the threads, for debuggers.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._shared = _Shared()
+        self._most, self._name = max(1, threads), name
+
+    def submit(
+        self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> "Future[Result]":
+        """Has `fn` called; returns at once.
+
+        Raises:
+            RuntimeError: the pool is closed, or the system has no more threads.
+        """
+        shared, future = self._shared, Future[Result]()
+        with shared.changed:
+            if shared.is_closed:
+                raise RuntimeError(f"the threads {self._name!r} are closed")
+            if len(shared.waiting) >= shared.idle and len(shared.threads) < self._most:
+                name = f"{self._name}-{len(shared.threads)}"
+                thread = threading.Thread(target=_run, args=(shared,), name=name, daemon=True)
+                thread.start()
+                shared.threads.append(thread)
+            shared.waiting.append((future, lambda: fn(*args, **kwargs)))
+            shared.changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Cancels the calls that have not begun; does not wait for the others, whose threads end after them.
+
+        May be called again.
+        """
+        with self._shared.changed:
+            self._shared.is_closed = True
+            waiting, self._shared.waiting = self._shared.waiting, deque()
+            self._shared.changed.notify_all()
+        for future, _ in waiting:
+            future.cancel()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """After `close`: waits for the calls that are under way, for ever or so many seconds."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._shared.threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class CallsInOrder:
+    """Calls in a pool's threads that run one after the other: together they take one thread at most.
+
+    Args:
+        pool: may be shared; its owner closes it.
+    """
+
+    def __init__(self, pool: DaemonPool) -> None:
+        self._pool, self._lock = pool, threading.Lock()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._is_running = False
+
+    def submit(
+        self, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> "Future[Result]":
+        """Has `fn` called after the calls that were submitted before; returns at once.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        future = Future[Result]()
+        with self._lock:
+            if not self._is_running:
+                self._pool.submit(self._run)
+                self._is_running = True
+            self._waiting.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def close(self) -> None:
+        """Cancels the calls that have not begun; does not wait for the one that is under way. May be called again."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+        for future, _ in waiting:
+            future.cancel()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                future, call = self._waiting.popleft()
+            _answer(future, call)
+            del future, call
+
+
+class _Shared:
+    """What a pool and its threads share; the threads do not keep the pool itself alive."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()  # re-entrant: a pool may be deleted in a thread that holds it
+        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self.threads: list[threading.Thread] = []
+        self.idle = 0
+        self.is_closed = False
+
+
+def _run(shared: _Shared) -> None:
+    """The life of a thread."""
+    while True:
+        with shared.changed:
+            shared.idle += 1
+            while not shared.waiting and not shared.is_closed:
+                shared.changed.wait()
+            shared.idle -= 1
+            if not shared.waiting:
+                return
+            future, call = shared.waiting.popleft()
+        _answer(future, call)
+        del future, call  # else a waiting thread would keep the last result alive
+
+
+def _answer(future: "Future[Any]", call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,135 @@
+"""Opens the prefill of a worker's job: which rows it runs, what it loads, where its KV goes.
+
+Knows the model, the paged cache and the store. Does not know when a job is computed, nor what happens if it fails.
+Opening reads neither the store nor the paged cache.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
+from cacheblend.core.load.loader import LayerKV, LayerLoader
+from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.plan.blocks import BlockSource
+from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.select.selectors import NoRows, Selector
+from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob
+from cacheblend.engines.vllm.layers import VllmLayerRunner
+from cacheblend.engines.vllm.loading import AgreedLoader, EmptySource
+from cacheblend.engines.vllm.model import BlendModel
+from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
+from cacheblend.engines.vllm.paged_attention import PagedAttention
+from cacheblend.engines.vllm.ranks import Ranks
+
+READ_AHEAD = 2  # layers
+READ_AHEAD_BYTES = 128 << 20
+"""Of each prompt's layers that are loaded ahead, but always one layer: eight prompts at once take 1 GiB."""
+
+READ_THREADS = 16
+"""A prompt reads in one of them; when all hang in the store, further prompts wait for one, and fall back."""
+
+
+class Opener:
+    """Opens prefills for one rank.
+
+    Args:
+        model: this rank's part.
+        store: where stored chunks are read.
+        codec: of the stored chunks.
+        block_size: of the paged cache, in tokens.
+        options: of all prefills.
+        builder: see `Worker`.
+        ranks: that compute together.
+    """
+
+    def __init__(
+        self,
+        model: BlendModel,
+        store: BlockSource,
+        codec: str,
+        *,
+        block_size: int,
+        options: PrefillOptions,
+        builder: Any,
+        ranks: Ranks,
+    ) -> None:
+        self._model, self._store, self._codec, self._ranks = model, store, codec, ranks
+        self._block_size, self._builder = block_size, builder
+        self._options = replace(options, over_ranks=ranks.combine if ranks.size > 1 else None)
+        self._paged = [
+            PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
+            for layer, shape in zip(model.attention, model.layout.layers, strict=True)
+        ]
+        self._threads = DaemonPool(READ_THREADS, "cacheblend-reader")
+
+    def close(self) -> None:
+        """Ends the threads that read; waits for none of them."""
+        self._threads.close()
+
+    def blend(self, job: BlendJob) -> BlendedPrefill:
+        """A prefill that writes to the job's blocks of the paged cache."""
+        plan, first = job.plan, job.local_tokens
+        # vLLM frees blocks that a sliding window has passed: their rows are computed again here, and not written.
+        resident = first > 0 and NULL_BLOCK not in job.block_ids[: first // self._block_size]
+        if resident:
+            plan = plan.with_resident(first)
+
+        def held(layer: int) -> torch.Tensor:
+            return self._paged[layer].read(job.block_ids, first)
+
+        slots = self._paged[0].slots(job.block_ids, first, len(plan))
+        if self._builder is not None and resident == (first > 0) and NULL_BLOCK not in job.block_ids:
+            attention = PagedAttention(self._paged, self._builder, job.block_ids, first, slots)
+            options = replace(self._options, on_layer=_nothing, attention=attention)
+            return self._open(plan, self._store, job.selector, options, held)
+
+        def write(layer: int, kv: LayerKV) -> None:
+            self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
+
+        return self._open(plan, self._store, job.selector, replace(self._options, on_layer=write), held)
+
+    def capture(self, job: CaptureJob, kv: list[LayerKV]) -> BlendedPrefill:
+        """A prefill of a chunk behind its anchor alone, which appends each layer to `kv`."""
+        prompt = Prompt.of([text(part) for part in (*job.chunk.anchor, job.chunk.token_ids)])
+        plan = job.planner.plan(prompt, EmptySource())
+        options = replace(self._options, on_layer=lambda layer, layer_kv: kv.append(layer_kv))
+        return self._open(plan, EmptySource(), NoRows(), options)
+
+    def _open(
+        self,
+        plan: BlendPlan,
+        source: BlockSource,
+        selector: Selector,
+        options: PrefillOptions,
+        resident: Callable[[int], torch.Tensor] | None = None,
+    ) -> BlendedPrefill:
+        model = self._model
+
+        def open_runner(plan: BlendPlan) -> VllmLayerRunner:
+            ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
+            positions = torch.arange(plan.prefix_length, len(plan))
+            return VllmLayerRunner(model, ids.to(model.device), positions.to(model.device))
+
+        def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
+            what: Sequence[Any] = (plan, source, model.layout, model.rotations)
+            how: dict[str, Any] = {
+                "first_reused_layer": first_reused_layer,
+                "device": model.device,
+                "read_ahead": READ_AHEAD,
+                "heads": model.heads,
+                "codec": self._codec,
+                "resident": resident,
+                "threads": self._threads,
+                "ahead_bytes": READ_AHEAD_BYTES,
+            }
+            return LayerLoader(*what, **how) if self._ranks.size == 1 else AgreedLoader(self._ranks, *what, **how)
+
+        return BlendedPrefill(plan, open_runner, open_loader, selector, options)
+
+
+def _nothing(layer: int, kv: LayerKV) -> None:
+    """Does nothing: the layer was written to the paged cache during attention."""

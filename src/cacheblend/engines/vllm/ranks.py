@@ -1,0 +1,144 @@
+"""Tensor-parallel ranks that fail together, so that an error in one rank's blending ends no engine.
+
+    rank 0   section:  check, all-reduce   check, all-reduce   check                      RankFailedError
+                         |                   |                   |
+    rank 1   section:  check, all-reduce   check, all-reduce   an error: says FAILED      the error
+
+A section is a stretch of work whose end all ranks reach: opening a prompt, one layer of a batch, finishing a prompt. In
+it, each collective is preceded by an exchange of states on the host. A rank that fails takes part in one more exchange,
+whichever the others are at, and says so there: every exchange has all ranks, and no rank enters a collective that
+another one has left. Ranks whose work has diverged would wait for each other, or mix up rows; the same exchange shows
+it, and it counts as a failure.
+
+Knows states and exchanges. Does not know prompts, layers or vLLM.
+"""
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, Protocol
+
+import torch
+
+from cacheblend.core.errors import CacheBlendError
+
+FINE, LOST, FAILED = 0, 1, 2
+"""A rank's state in an exchange: nothing happened, it lost a block, it failed. The worst counts for all ranks."""
+
+_END = "end of a section"
+logger = logging.getLogger("cacheblend.vllm")
+
+
+class RankFailedError(CacheBlendError):
+    """Another rank failed in this section: all ranks give up what they computed in it."""
+
+    def __init__(self) -> None:
+        super().__init__("another tensor-parallel rank failed; its log has the error")
+
+
+class Group(Protocol):
+    """The ranks of a worker (`compat_ranks.TensorParallel`)."""
+
+    size: int
+    rank: int
+
+    def maximum(self, values: list[int]) -> list[int]:
+        """The maximum of each value over all ranks."""
+        ...
+
+    def combine(self, value: torch.Tensor, how: Literal["sum", "max"], before: Callable[[str], None]) -> torch.Tensor:
+        """The sum or the maximum of `value` over all ranks; calls `before` when nothing is left but to exchange."""
+        ...
+
+    def gather_heads(self, part: torch.Tensor) -> torch.Tensor:
+        """Concatenates [kv_heads of a rank, ...] over all ranks, in their order."""
+        ...
+
+    def guarded(self, before: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Inside, `before` is called in front of every collective of the model's layers and of `gather_heads`."""
+        ...
+
+
+class Ranks:
+    """What one rank knows of the others. With one rank nothing is exchanged.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.size, self.rank = group.size, group.rank
+        self._is_over = False  # a rank failed in the section that is under way
+
+    @contextmanager
+    def section(self) -> Iterator[None]:
+        """A stretch of work that succeeds on all ranks or on none.
+
+        Raises:
+            RankFailedError: another rank failed in it.
+        """
+        if self.size == 1:
+            yield
+            return
+        self._is_over = False
+        try:
+            with self._group.guarded(self._check):
+                yield
+            self.agree(FINE, _END)
+        except Exception:
+            if not self._is_over:
+                self._exchange(FAILED, _END)
+            raise
+        finally:
+            self._is_over = False
+
+    def agree(self, state: int, at: str) -> int:
+        """The worst state of any rank, inside a section.
+
+        Args:
+            state: of this rank, `FINE` or `LOST`.
+            at: names the place; ranks that meet at different places have diverged.
+
+        Raises:
+            RankFailedError: another rank failed, or ranks have diverged.
+        """
+        if self._is_over:  # somebody caught the error; the other ranks have left
+            raise RankFailedError
+        found = state if self.size == 1 else self._exchange(state, at)
+        if found == FAILED:
+            self._is_over = True
+            raise RankFailedError
+        return found
+
+    def agree_each(self, states: Sequence[int]) -> list[int]:
+        """The maximum of each state over all ranks, outside of sections; all ranks give as many."""
+        return self._group.maximum(list(states)) if self.size > 1 and states else list(states)
+
+    def combine(self, value: torch.Tensor, how: Literal["sum", "max"]) -> torch.Tensor:
+        """The sum or the maximum of `value` over all ranks, inside a section (see `OverRanks`).
+
+        Raises:
+            RankFailedError: another rank failed, or ranks have diverged.
+        """
+        return value if self.size == 1 else self._group.combine(value, how, self._check)
+
+    def gather_heads(self, part: torch.Tensor) -> torch.Tensor:
+        """Concatenates [kv_heads of a rank, ...] over all ranks, inside a section.
+
+        Raises:
+            RankFailedError: another rank failed, or ranks have diverged.
+        """
+        return part if self.size == 1 else self._group.gather_heads(part)
+
+    def _check(self, at: str) -> None:
+        self.agree(FINE, at)
+
+    def _exchange(self, state: int, at: str) -> int:
+        place = zlib.crc32(at.encode())
+        worst, highest, lowest = self._group.maximum([state, place, -place])
+        if worst != FAILED and highest != -lowest:
+            logger.error("the ranks' work has diverged: this one is at '%s'", at)
+            return FAILED
+        return worst

@@ -1,0 +1,141 @@
+"""A worker's unfinished jobs, and which of them can go on without waiting for the store.
+
+    next layer read on all ranks       READY    computed
+    ... not yet                        WAITING  passed over; a read that has just begun is waited for a little
+    ... not in `read_timeout_s`        LATE     given up: vLLM computes the prompt
+
+Knows prefills and the ranks, which agree on each job. Does not know how a job is computed.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend.core.fuse.batching import LayerSteps
+from cacheblend.core.fuse.prefill import BlendedPrefill
+from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.load.loader import LayerKV
+from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob
+from cacheblend.engines.vllm.ranks import Ranks
+
+PATIENCE_S = 0.005
+"""Seconds that an engine step waits for reads in all, and that it waits for one read: longer ones are passed over."""
+
+IDLE_S = 0.05
+"""The same in a step in which vLLM computes nothing."""
+
+READY, WAITING, LATE, BROKEN = range(4)
+logger = logging.getLogger("cacheblend.vllm")
+
+
+@dataclass(eq=False)
+class Task:
+    """A job that has not finished.
+
+    Attributes:
+        job: what is wanted.
+        prefill: None until the job is opened.
+        started: when it was opened.
+        busy_s: seconds of computing, with the waits of its loader.
+        is_alone: nothing else was computed in those seconds.
+        kv: layers of a chunk that is captured.
+        ended: the outcome and the result of a prompt that is done.
+        waits_since: when its next layer was found to be unread; None: it was not.
+    """
+
+    job: BlendJob | CaptureJob
+    prefill: BlendedPrefill | None = None
+    started: float = 0.0
+    busy_s: float = 0.0
+    is_alone: bool = True
+    kv: list[LayerKV] = field(default_factory=list)
+    ended: tuple[BlendOutcome, PrefillResult] | None = None
+    waits_since: float | None = None
+
+    @property
+    def layer(self) -> int:
+        """The next layer."""
+        return self.prefill.layer if self.prefill else 0
+
+    @property
+    def active_rows(self) -> int:
+        """The most rows that the next layer computes."""
+        return self.prefill.active_rows if self.prefill else 0
+
+    def next_layer(self) -> LayerSteps:
+        """See `BlendedPrefill.next_layer`; the task is open."""
+        assert self.prefill is not None
+        return self.prefill.next_layer()
+
+    def close(self) -> None:
+        """Stops reading, and lets go of everything that was computed."""
+        prefill, self.prefill, self.kv = self.prefill, None, []
+        if prefill is not None:
+            prefill.close()
+
+
+class Readiness:
+    """Tells which open tasks can go on.
+
+    Args:
+        ranks: that must be able to go on together.
+        read_timeout_s: see above.
+    """
+
+    def __init__(self, ranks: Ranks, read_timeout_s: float) -> None:
+        self._ranks, self._timeout_s = ranks, read_timeout_s
+        self._left = 0.0
+        self._is_idle = False
+
+    def begin_step(self, *, is_idle: bool) -> None:
+        """An engine step begins; `is_idle`: nobody else waits for it."""
+        self._is_idle = is_idle
+        self._left = IDLE_S if is_idle else PATIENCE_S
+
+    def of(self, tasks: Sequence[Task]) -> dict[Task, int]:
+        """The state of each of these open tasks, the same on all ranks. May wait for as long as the step may."""
+        found = [_begin_read(task) for task in tasks]
+        pending = {task: read for task, read in zip(tasks, found, strict=True) if isinstance(read, Future)}
+        if pending and self._left > 0:
+            self._wait(pending, is_any_ready=len(pending) < len(tasks))
+        states = [self._state(task, read) for task, read in zip(tasks, found, strict=True)]
+        return dict(zip(tasks, self._ranks.agree_each(states), strict=True))
+
+    def _wait(self, pending: dict[Task, "Future[Any]"], *, is_any_ready: bool) -> None:
+        """Waits for reads that have just begun; in an idle step for any, if nothing else can be done."""
+        started = time.monotonic()
+        if self._is_idle and not is_any_ready:
+            wait(pending.values(), self._left, FIRST_COMPLETED)
+        else:
+            ends = {task: (task.waits_since or started) + PATIENCE_S for task in pending}
+            young = [task for task in pending if ends[task] > started]
+            limit = min([self._left, *(ends[task] - started for task in young)])
+            wait([pending[task] for task in young], limit, ALL_COMPLETED)
+        self._left -= time.monotonic() - started
+
+    def _state(self, task: Task, read: "Future[Any] | int") -> int:
+        if isinstance(read, int):
+            return read
+        if read.done():
+            task.waits_since = None
+            return READY
+        return LATE if time.monotonic() - (task.waits_since or 0.0) > self._timeout_s else WAITING
+
+
+def _begin_read(task: Task) -> "Future[Any] | int":
+    """The read that the task waits for, or its state."""
+    assert task.prefill is not None
+    try:
+        read = task.prefill.awaited
+    except Exception:
+        logger.exception("the store cannot be read")
+        return BROKEN
+    if read is None:
+        task.waits_since = None
+        return READY
+    if task.waits_since is None:
+        task.waits_since = time.monotonic()
+    return read

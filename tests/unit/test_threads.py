@@ -1,0 +1,104 @@
+"""Daemon threads: order, bound, closing, and a process that ends while a call hangs."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import CancelledError
+
+import pytest
+
+from cacheblend.core.load.threads import CallsInOrder, DaemonPool
+
+
+def test_calls_run_in_order_and_give_results_and_errors() -> None:
+    pool, order = DaemonPool(1, "test"), list[int]()
+    futures = [pool.submit(order.append, number) for number in range(50)]
+    failing = pool.submit(int, "x")
+    assert [future.result() for future in futures] == [None] * 50
+    assert order == list(range(50))
+    with pytest.raises(ValueError, match="invalid literal"):
+        failing.result()
+    assert pool.submit(lambda: 7).result() == 7  # the thread goes on after an error
+
+
+def test_as_many_calls_run_at_once_as_there_are_threads() -> None:
+    pool, all_in = DaemonPool(3, "test"), threading.Barrier(4)
+    for _ in range(2):
+        futures = [pool.submit(all_in.wait) for _ in range(3)]
+        all_in.wait()
+        for future in futures:
+            future.result()
+    gate = threading.Event()
+    running = [pool.submit(gate.wait) for _ in range(3)]
+    waiting = pool.submit(gate.wait)
+    while not all(future.running() for future in running):
+        pass
+    assert not waiting.running()
+    gate.set()
+    assert waiting.result()
+
+
+def test_closing_cancels_what_waits_and_waits_for_nothing() -> None:
+    pool, gate, begun = DaemonPool(1, "test"), threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        begun.set()
+        return gate.wait()
+
+    running, waiting = pool.submit(hang), pool.submit(int)
+    begun.wait()
+    pool.close()
+    pool.close()
+    assert not running.done()
+    with pytest.raises(CancelledError):
+        waiting.result()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(int)
+    gate.set()
+    assert running.result()
+
+
+def test_threads_end_with_their_pool_and_keep_no_result() -> None:
+    class Large:
+        pass
+
+    pool = DaemonPool(1, "cacheblend-test-end")
+    made = weakref.ref(pool.submit(Large).result())
+    pool.submit(int).result()  # the thread has let go of the first result
+    gc.collect()
+    assert made() is None
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("cacheblend-test-end")]
+    assert threads
+    del pool
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_hanging_call_does_not_keep_the_process_from_ending() -> None:
+    program = (
+        "import threading; from cacheblend.core.load.threads import CallsInOrder, DaemonPool\n"
+        "pool, begun = DaemonPool(1, 'test'), threading.Event()\n"
+        "pool.submit(lambda: (begun.set(), threading.Event().wait())); begun.wait(); print('end')"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.strip() == "end"
+
+
+def test_calls_of_one_caller_take_one_thread_of_a_shared_pool() -> None:
+    pool, gate, order = DaemonPool(2, "test"), threading.Event(), list[int]()
+    slow, fast = CallsInOrder(pool), CallsInOrder(pool)
+    hanging = [slow.submit(gate.wait) for _ in range(3)]
+    done = [fast.submit(order.append, number) for number in range(20)]
+    assert [future.result() for future in done] == [None] * 20
+    assert order == list(range(20))
+    slow.close()
+    assert [future.cancelled() for future in hanging] == [False, True, True]
+    gate.set()
+    assert hanging[0].result()
+    assert slow.submit(int).result() == 0  # a caller may go on
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        CallsInOrder(pool).submit(int)

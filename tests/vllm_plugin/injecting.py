@@ -1,0 +1,122 @@
+"""Faults inside vLLM's workers: `worker_extension_cls="injecting.Injecting"`, with this folder on PYTHONPATH.
+
+`collective_rpc("arm_fault", args=(place, rank, kind, after))` has the call number `after` (from 0) of a place raise,
+once; `disarm_fault` tells how often each rank raised, and how many calls of the place it saw.
+"""
+
+import time
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.models.llama import LlamaMLP
+
+from cacheblend.core.fuse.prefill import BlendedPrefill
+from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.select.selectors import Hkvd
+from cacheblend.engines.vllm.capture_writer import CaptureWriter
+from cacheblend.engines.vllm.compat import AttentionShim
+from cacheblend.engines.vllm.compat_ranks import TensorParallel
+from cacheblend.engines.vllm.layers import VllmLayerRunner
+from cacheblend.engines.vllm.model import BlendModel
+from cacheblend.engines.vllm.opening import Opener
+from cacheblend.engines.vllm.paged import PagedLayer
+from cacheblend.engines.vllm.worker import Worker
+from cacheblend.store.disk import DiskStore
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "open": (Opener, "blend"),
+    "embed": (BlendModel, "embed"),
+    "readiness": (BlendedPrefill, "awaited"),
+    "load": (LayerLoader, "layer"),
+    "fill": (LayerLoader, "_fill"),
+    "project": (VllmLayerRunner, "project"),
+    "run": (VllmLayerRunner, "run"),
+    "attention": (AttentionShim, "forward"),
+    "mlp": (LlamaMLP, "forward"),
+    "select": (Hkvd, "select"),
+    "combine": (TensorParallel, "combine"),
+    "write": (PagedLayer, "write"),
+    "hand out": (BlendedPrefill, "_hand_out"),
+    "finish": (Worker, "_finish"),
+    "open capture": (Opener, "capture"),
+    "gather": (CaptureWriter, "gather"),
+    "gather heads": (TensorParallel, "gather_heads"),
+    "host copy": (CaptureWriter, "_on_host"),
+}
+KINDS: dict[str, type[Exception]] = {"error": RuntimeError, "memory": torch.OutOfMemoryError}
+
+_armed: dict[str, Any] = {}
+_seen = {"calls": 0, "raised": 0}
+_is_in_step = False
+_delay_s = 0.0
+
+
+def _hit(place: str) -> None:
+    """A call of a place; what vLLM's own forward calls does not count."""
+    if _armed.get("place") != place or not (_is_in_step or place == "host copy"):
+        return
+    number, _seen["calls"] = _seen["calls"], _seen["calls"] + 1
+    if number == _armed["after"] and _armed["rank"] in ("all", get_tensor_model_parallel_rank()):
+        _seen["raised"] += 1
+        raise KINDS[_armed["kind"]](f"injected at {place}")
+
+
+def _inject(place: str, owner: Any, name: str) -> None:
+    real = getattr(owner, name)
+    if isinstance(real, property):
+        read: Any = real.fget
+
+        def read_or_raise(self: Any) -> Any:
+            _hit(place)
+            return read(self)
+
+        setattr(owner, name, property(read_or_raise))
+        return
+
+    def call_or_raise(*args: Any, **options: Any) -> Any:
+        _hit(place)
+        return real(*args, **options)
+
+    setattr(owner, name, call_or_raise)
+
+
+for _place, (_owner, _name) in PLACES.items():
+    _inject(_place, _owner, _name)
+
+_real_step, _real_read = Worker.step, DiskStore.read_many
+
+
+def _step(self: Any, jobs: Any) -> None:
+    global _is_in_step
+    _is_in_step = True
+    try:
+        _real_step(self, jobs)
+    finally:
+        _is_in_step = False
+
+
+def _read_many(self: Any, *args: Any, **options: Any) -> Any:
+    time.sleep(_delay_s)
+    return _real_read(self, *args, **options)
+
+
+Worker.step = _step  # type: ignore[method-assign]
+DiskStore.read_many = _read_many  # type: ignore[method-assign]
+
+
+class Injecting:
+    """Methods for `collective_rpc`."""
+
+    def arm_fault(self, place: str, rank: Any, kind: str, after: int) -> None:
+        _armed.update(place=place, rank=rank, kind=kind, after=after)
+        _seen.update(calls=0, raised=0)
+
+    def disarm_fault(self) -> dict[str, int]:
+        _armed.clear()
+        return dict(_seen)
+
+    def slow_store(self, seconds: float) -> None:
+        """Each read of the store takes so many seconds more."""
+        global _delay_s
+        _delay_s = seconds

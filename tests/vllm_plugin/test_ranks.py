@@ -1,0 +1,81 @@
+"""Faults inside blends and captures, with one rank and with two: the engine lives, the answer is the plain one, and the
+next request is blended again."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_running import Texts, Vllm, needs_vllm
+
+pytestmark = needs_vllm
+
+LAYER = ["readiness", "load", "fill", "project", "run", "attention", "mlp", "select", "write", "hand out"]
+CAPTURING = ["open capture", "run", "mlp", "gather", "host copy"]
+LAYERS = 6
+
+
+def faults(ranks: int) -> list[tuple[str, Any, str, int]]:
+    """(place, rank, kind, number of the call): every place on every rank and on all of them, then random ones."""
+    places = ["open", "embed", *LAYER, "finish", *(["combine"] if ranks > 1 else [])]
+    who: list[Any] = [0, 1, "all"] if ranks > 1 else [0]
+    rng = random.Random(ranks)
+    found = [(place, rank, rng.choice(["error", "memory"]), 0) for place in places for rank in who]
+    for _ in range(12):
+        place = rng.choice(["readiness", "load", "run", "attention", "mlp", "hand out"])
+        found.append((place, rng.choice(who), rng.choice(["error", "memory"]), rng.randrange(LAYERS - 1)))
+    return found
+
+
+def engine(ranks: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"enable_prefix_caching": False, "worker_extension_cls": "injecting.Injecting"}
+    if ranks > 1:
+        options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+    return options
+
+
+@pytest.fixture(autouse=True)
+def extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers find `injecting`."""
+    known = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *([known] if known else [])]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, ranks: int
+) -> None:
+    texts, injected = Texts(31), faults(ranks)
+    passages = texts.passages(4)
+    first, second = texts.prompt(passages[:3]), texts.prompt([passages[2], passages[3], passages[0]])
+    warm = {"ask": [first.ids, second.ids], "chunks": [first.spans, second.spans], "alone": True}
+    ask = {"ask": [second.ids, first.ids[::-1]], "chunks": [second.spans, []]}  # a plain one beside it
+    steps: list[dict[str, Any]] = [{**ask, "chunks": [[], []]}, warm, ask]
+    for fault in injected:
+        steps += [{"rpc": ["arm_fault", *fault]}, ask, {"rpc": ["disarm_fault"]}, ask]
+    captures = [(place, rank) for place in CAPTURING for rank in ([0, 1, "all"] if ranks > 1 else [0])]
+    for place, rank in captures:
+        new = texts.prompt(texts.passages(1))
+        asked = {"ask": [new.ids], "chunks": [new.spans]}
+        steps += [{"rpc": ["arm_fault", place, rank, "memory", 0]}, asked, {"rpc": ["disarm_fault"]}, asked, asked]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "min_reused_share": 0.0}
+    result = vllm.run(models["llama"], steps, extra, **engine(ranks))
+    answers = iter(result["answers"])
+    plain, _, blended = ([answer["tokens"] for answer in next(answers)] for _ in range(3))
+    assert plain[0] != blended[0]  # or a fault that was ignored would not be seen
+    assert plain[1] == blended[1]
+    for fault in injected:
+        next(answers)
+        failed, seen, again = next(answers), next(answers), next(answers)
+        raised = [one["raised"] for one in seen]
+        assert raised == [int(fault[1] in (rank, "all")) for rank in range(ranks)], fault
+        assert [answer["tokens"] for answer in failed] == plain, fault
+        assert [answer["tokens"] for answer in again] == blended, fault
+    for capture in captures:
+        next(answers)
+        failed, seen, missed, found = (next(answers) for _ in range(4))
+        assert sum(one["raised"] for one in seen) > 0 or capture == ("host copy", 1), capture  # rank 0 copies for all
+        assert failed[0]["tokens"] == missed[0]["tokens"], capture
+        assert missed[0]["cached"] < found[0]["cached"], capture
