@@ -52,7 +52,7 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def step(llm: Any, what: dict[str, Any]) -> Any:
-    """Asks (all prompts at once, or one by one), counts, calls the workers, removes a folder, empties the prefix cache."""
+    """Asks (all prompts at once, or one by one), counts, calls the workers, removes a folder, empties a cache."""
     if "count" in what:
         return counters(llm)
     if "forget" in what:
