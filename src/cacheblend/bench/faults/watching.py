@@ -17,6 +17,8 @@ from typing import Any
 from cacheblend.bench.faults.engine import environment
 from cacheblend.core.errors import InvalidInputError
 
+CHILD = "cacheblend.bench.faults.child"
+
 START_S, PATIENCE_S = 240.0, 120.0
 """Seconds in which a child has to begin its first trial, and to end each."""
 
@@ -125,7 +127,7 @@ class _Child:
         self._out.touch()
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cacheblend.bench.faults.child", str(self._job)],
+                [sys.executable, "-m", CHILD, str(self._job)],
                 env=self._environment,
                 stdout=said,
                 stderr=subprocess.STDOUT,
