@@ -25,7 +25,6 @@ def main(path: Path) -> None:
         "skip_tokenizer_init": True,
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
-        "disable_hybrid_kv_cache_manager": True,
     }
     options |= job["engine"]
     if job["extra"] is not None:
@@ -34,20 +33,27 @@ def main(path: Path) -> None:
             "kv_connector_module_path": MODULE,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": job["extra"],
+            "kv_connector_extra_config": {"controller": False} | job["extra"],  # it decides by times
         }
     llm = LLM(model=job["model"], **options)
     answers = [step(llm, each) for each in job["steps"]]
-    metrics: dict[str, float] = {}
+    Path(f"{path}.out").write_text(json.dumps({"answers": answers, "metrics": counters(llm)}))
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """The plug-in's counters, and vLLM's preemptions, since the start."""
+    found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if hasattr(metric, "value") and ("cacheblend" in metric.name or "preemptions" in metric.name):
             label = metric.labels.get("source") or metric.labels.get("reason") or ""
-            metrics[f"{metric.name} {label}".strip()] = metric.value
-    Path(f"{path}.out").write_text(json.dumps({"answers": answers, "metrics": metrics}))
+            found[f"{metric.name} {label}".strip()] = metric.value
+    return found
 
 
 def step(llm: Any, what: dict[str, Any]) -> Any:
-    """Asks (all prompts at once, or one by one), calls the workers, removes a folder, empties the prefix cache."""
+    """Asks (all prompts at once, or one by one), counts, calls the workers, removes a folder, empties a cache."""
+    if "count" in what:
+        return counters(llm)
     if "forget" in what:
         llm.reset_prefix_cache()
         return None
@@ -63,8 +69,9 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
     chunks = what.get("chunks") or [None] * len(prompts)
     batches = [[i] for i in range(len(prompts))] if what.get("alone") else [list(range(len(prompts)))]
     found: list[Any] = []
+    sampling, salt = what.get("sampling", {}), what.get("salt")
     for batch in batches:
-        found += ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], what.get("sampling", {}))
+        found += ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], sampling, salt)
         resolve_settings(llm)
     return found
 
@@ -94,7 +101,7 @@ def one_request(engine: Any, what: dict[str, Any]) -> Any:
     return {"tokens": None, "steps": what["steps"]}
 
 
-def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[str, Any]) -> list[Any]:
+def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[str, Any], salt: str | None) -> list[Any]:
     from vllm import SamplingParams
 
     settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
@@ -105,7 +112,8 @@ def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[st
         )
         for spans in chunks
     ]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    salted = {} if salt is None else {"cache_salt": salt}
+    outputs = llm.generate([{"prompt_token_ids": ids, **salted} for ids in prompts], params, use_tqdm=False)
     return [
         {
             "tokens": [list(one.token_ids) for one in output.outputs],

@@ -7,7 +7,7 @@ from cacheblend.cli.option_groups import with_groups
 
 app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
 vllm_app = typer.Typer(
-    help="Two `vllm serve`, one with the plug-in; vLLM must be installed beside this package.",
+    help="vLLM with the plug-in, and without; vLLM must be installed beside this package.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -31,3 +31,4 @@ app.add_typer(vllm_app, name="vllm", rich_help_panel=SERVERS)
 vllm_app.command("ttft")(with_groups(servers.vllm_ttft))
 vllm_app.command("latency")(with_groups(servers.vllm_latency))
 vllm_app.command("replay")(with_groups(servers.vllm_replay))
+vllm_app.command("faults")(with_groups(servers.vllm_faults))

@@ -162,6 +162,47 @@ def vllm_replay(
         bench.plot(found, curves)
 
 
+def vllm_faults(
+    result: ResultOptions,
+    tried: Annotated[
+        int,
+        typer.Option(
+            "--tried",
+            min=1,
+            max=1_000_000,
+            help="Faults at least; twice as many plain requests are compared with a vLLM without the plug-in.",
+            rich_help_panel=WHAT,
+        ),
+    ] = 520,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            help="Campaigns: stall, lookups, equal, pollution, faults; several times. Default: all of them.",
+            rich_help_panel=WHAT,
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of all that is drawn.", rich_help_panel=HOW)
+    ] = 0,
+) -> None:
+    """Faults on purpose: answers that are wrong, engines that end, requests that hang, plain requests polluted.
+
+    Errors by place and rank, out of memory, slow, hanging and damaged stores, aborts, preemption; shared fronts that
+    arrive in one engine step; what a slow store, look-ups and equal prompts cost. Tiny random models.
+    """
+    result.check()
+    from cacheblend.bench import vllm_faults as bench
+    from cacheblend.cli.models import quiet_transformers
+
+    quiet_transformers()
+    settings = bench.Settings(tried, seed, tuple(only) if only else bench.CAMPAIGNS)
+    with stages(bench.STAGES, quiet=result.json) as advance:
+        found = bench.run(settings, advance)
+    result.show(_lines(found), found)
+
+
 def _measure(
     bench: Callable[..., dict[str, Any]],
     pair: "Pair",

@@ -1,21 +1,32 @@
 """The connector, created by vLLM in the scheduler's process and in each worker's: delegates to the two sides."""
 
+import logging
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.tokens import find_sentence_end_ids
-from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm import compat, compat_model, versions
 from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.controlling import LoadControl, open_load_control
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.scheduling import Scheduling
+from cacheblend.engines.vllm.tenants import TenantPlanners
 from cacheblend.engines.vllm.worker import Worker
+from cacheblend.engines.vllm.workspace import gib, workspace_of
 from cacheblend.store import KVStore, open_store
+
+logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
+
+STEP_SHARE = 0.4
+"""The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
+beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,9 +46,11 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def __init__(self, vllm_config: compat.VllmConfig, role: compat.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._check(vllm_config, kv_cache_config)
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
+        versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
+        self._check(vllm_config, kv_cache_config)
         self._tokenizer = open_tokenizer(vllm_config)
+        self._sentence_ends: npt.NDArray[np.int64] | None = None
         self.identity = identify(vllm_config, self._tokenizer)
         assert self.identity.folder is not None  # vLLM loads models from folders
         fields = self._config.blend_fields
@@ -47,11 +60,21 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._block_size = int(vllm_config.cache_config.block_size)
         self._store = shared_store(self._config.store, vllm_config)
         self._kv_caches = kv_cache_config
+        self._publishes_events = compat.publishes_events(vllm_config)
         self._scheduling: Scheduling | None = None
         self._worker: Worker | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
+            # What cannot be blended is computed; vLLM reads this after it has made the connector, and would fail it.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduling = Scheduling(
-                self._config, self._settings.config, self._selector, self._planner, self._store, self._block_size
+                self._config,
+                self._settings,
+                TenantPlanners(self.identity, self._settings.config),
+                self._store,
+                self._block_size,
+                control=self._open_control() if self._config.controller else None,
+                bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
+                keeps_events=self._publishes_events,
             )
 
     def _check(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> None:
@@ -64,11 +87,21 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         if refused:
             raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
 
+    def _open_control(self) -> LoadControl:
+        config, layout = self._settings.config, compat.kv_layout(self._vllm_config, self._settings.config.codec)
+        return open_load_control(
+            config,
+            fingerprint=self.identity.fingerprint,
+            device=str(self._vllm_config.device_config.device_type),
+            layers=len(layout.layers),
+            bytes_per_token=layout.block_bytes(config.block_size) / config.block_size,
+        )
+
     def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
-        """The tokens that end a sentence, for a selector that asks the question; else None."""
-        if self._tokenizer is None or not self._selector.question_rows:
-            return None
-        return find_sentence_end_ids(self._tokenizer)
+        """The tokens that end a sentence; None without a tokenizer."""
+        if self._tokenizer is not None and self._sentence_ends is None:
+            self._sentence_ends = find_sentence_end_ids(self._tokenizer)
+        return self._sentence_ends
 
     # ---- scheduler --------------------------------------------------------------------------------------
 
@@ -95,20 +128,29 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         return self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `Scheduling.finished`; vLLM may free the request's blocks at once."""
-        self._scheduler.finished(request)
-        return False, None
+        """See `Scheduling.finished`; vLLM may free the request's blocks at once, and adds the second to its answer."""
+        told = self._scheduler.finished(request)
+        return False, None if told is None else dict(told)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Receives what the workers finished."""
         self._scheduler.provided(connector_output.finished_recving or ())
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(report, StepReport):
-            self._scheduler.reported(report.captured)
+            self._scheduler.reported(report)
 
     def has_pending_push_work(self) -> bool:
         """Keeps vLLM stepping while chunks are captured, even when there are no requests."""
         return self._scheduling is not None and self._scheduling.is_capturing
+
+    def take_events(self) -> Iterable[Any]:
+        """See `Scheduling.take_events`."""
+        return self._scheduler.take_events() if self._publishes_events else ()
+
+    def reset_cache(self) -> bool:
+        """See `Scheduling.reset`; vLLM calls it when its weights have changed."""
+        self._scheduler.reset()
+        return True
 
     @property
     def _scheduler(self) -> Scheduling:
@@ -119,6 +161,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
+        reserved, needed = compat_model.release_reserved(), workspace_of(compat_model.model_sizes(self._vllm_config))
+        logger.info("blending takes at most %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
         scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
         rows = int(scheduler.max_num_batched_tokens)
         model = BlendModel(self._vllm_config)
@@ -131,10 +175,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             self._planner,
             self._selector,
             block_size=self._block_size,
-            budget=self._config.budget_row_layers or rows * layers,
+            budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
             builder=builder,
-            sentence_end_ids=self._sentence_end_ids(),
+            sentence_end_ids=self._sentence_end_ids,
             name=self.identity.name,
         )
 

@@ -1,0 +1,45 @@
+"""Which versions of vLLM the connector starts on: those that all of its tests ran on. Knows version numbers only.
+
+vLLM's connector interface and scheduler change between minor versions without being announced: on a version whose tests
+did not run, answers may be wrong without an error.
+"""
+
+import logging
+import re
+
+from cacheblend.core.errors import InvalidInputError
+
+TESTED = ("0.29", "0.30", "0.31", "0.32")
+"""Minor versions, any patch level of which is accepted."""
+
+logger = logging.getLogger("cacheblend.vllm")
+
+
+def vllm_version() -> str:
+    """The installed version, as in "0.32.0"."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def check_version(found: str, *, allowed: bool) -> None:
+    """Refuses a version of vLLM that was not tested.
+
+    Args:
+        found: vLLM's version, as in "0.32.0" or "0.31.1rc2.dev5+cpu".
+        allowed: the setting `allow_untested_version`: a warning is logged instead.
+
+    Raises:
+        InvalidInputError: it was not tested, and is not allowed; the message names it, the tested ones, the setting.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.\d+)*(.*)", found)
+    is_release = numbers is not None and not re.match(r"\.?(a|b|rc|dev)\d", numbers[3])
+    if numbers is not None and is_release and f"{numbers[1]}.{numbers[2]}" in TESTED:
+        return
+    message = f"CacheBlendConnector was tested with vLLM {', '.join(TESTED)}, and this is vLLM {found}"
+    if not allowed:
+        raise InvalidInputError(
+            f"{message}: answers may be wrong without an error. Install one of these, or set "
+            '"allow_untested_version": true in kv_connector_extra_config'
+        )
+    logger.warning("%s: answers may be wrong without an error (allow_untested_version is set)", message)
