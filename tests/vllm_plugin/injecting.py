@@ -18,7 +18,8 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.capture_writer import CaptureWriter
-from cacheblend.engines.vllm.compat import AttentionShim, connector_of_worker
+from cacheblend.engines.vllm.compat import connector_of_worker
+from cacheblend.engines.vllm.compat_model import AttentionShim
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
 from cacheblend.engines.vllm.layers import VllmLayerRunner
 from cacheblend.engines.vllm.model import BlendModel
