@@ -37,22 +37,31 @@ def main(path: Path) -> None:
         }
     llm = LLM(model=job["model"], **options)
     answers = [step(llm, each) for each in job["steps"]]
-    metrics: dict[str, float] = {}
+    Path(f"{path}.out").write_text(json.dumps({"answers": answers, "metrics": counters(llm)}))
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """The plug-in's counters, and vLLM's preemptions, since the start."""
+    found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if hasattr(metric, "value") and ("cacheblend" in metric.name or "preemptions" in metric.name):
             label = metric.labels.get("source") or metric.labels.get("reason") or ""
-            metrics[f"{metric.name} {label}".strip()] = metric.value
-    Path(f"{path}.out").write_text(json.dumps({"answers": answers, "metrics": metrics}))
+            found[f"{metric.name} {label}".strip()] = metric.value
+    return found
 
 
 def step(llm: Any, what: dict[str, Any]) -> Any:
-    """Asks (all prompts at once, or one by one), calls the workers, removes a folder, empties the prefix cache."""
+    """Asks (all prompts at once, or one by one), counts, calls the workers, removes a folder, empties a cache."""
+    if "count" in what:
+        return counters(llm)
     if "forget" in what:
-        llm.reset_prefix_cache()
+        llm.reset_prefix_cache(reset_connector=what["forget"] == "connector")
         return None
     if "rpc" in what:
         method, *arguments = what["rpc"]
         return llm.collective_rpc(method, args=tuple(arguments))
+    if {"begin", "abort", "until"} & set(what):
+        return one_request(llm.llm_engine, what)
     if "remove" in what:
         shutil.rmtree(what["remove"])
         return None
@@ -60,13 +69,39 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
     chunks = what.get("chunks") or [None] * len(prompts)
     batches = [[i] for i in range(len(prompts))] if what.get("alone") else [list(range(len(prompts)))]
     found: list[Any] = []
+    sampling, salt = what.get("sampling", {}), what.get("salt")
     for batch in batches:
-        found += ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], what.get("sampling", {}))
+        found += ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], sampling, salt)
         resolve_settings(llm)
     return found
 
 
-def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[str, Any]) -> list[Any]:
+def one_request(engine: Any, what: dict[str, Any]) -> Any:
+    """Begins or aborts a request; or makes steps until it has its answer, or as many as `steps` says.
+
+    Returns:
+        Of the steps: the answer, None if it is not there yet, and how many steps it took.
+    """
+    from vllm import SamplingParams
+
+    if "begin" in what:
+        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | what.get("sampling", {})
+        extra = {"kv_transfer_params": {"cacheblend": {"chunks": what.get("chunks", [])}}}
+        engine.add_request(
+            what["begin"], {"prompt_token_ids": what["ids"]}, SamplingParams(**settings, extra_args=extra)
+        )
+        return None
+    if "abort" in what:
+        engine.abort_request([what["abort"]])
+        return None
+    for number in range(what.get("steps", 1_000_000)):
+        for output in engine.step():
+            if output.request_id == what["until"] and output.finished:
+                return {"tokens": [list(one.token_ids) for one in output.outputs], "steps": number + 1}
+    return {"tokens": None, "steps": what["steps"]}
+
+
+def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[str, Any], salt: str | None) -> list[Any]:
     from vllm import SamplingParams
 
     settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
@@ -77,7 +112,8 @@ def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[st
         )
         for spans in chunks
     ]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    salted = {} if salt is None else {"cache_salt": salt}
+    outputs = llm.generate([{"prompt_token_ids": ids, **salted} for ids in prompts], params, use_tqdm=False)
     return [
         {
             "tokens": [list(one.token_ids) for one in output.outputs],

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.bench.faults import faulting, pollution
+from cacheblend.bench.faults.measured import MEASURES
 from cacheblend.bench.faults.prompts import make_model
 from cacheblend.bench.faults.watching import Watched, watch
 from cacheblend.bench.stamp import stamp
 from cacheblend.bench.vllm_server import check_installed
 from cacheblend.core.errors import InvalidInputError
 
-CAMPAIGNS = ("stall", "lookups", "equal", "pollution", "faults")
+CAMPAIGNS = (*MEASURES, "pollution", "faults")
 STAGES = {name: name for name in CAMPAIGNS}
 
 Advance = Callable[[str, int, int], None]
@@ -77,15 +78,13 @@ def run(settings: Settings, advance: Advance | None = None) -> dict[str, Any]:
         folder = Path(name)
         model = make_model(folder / "model")
         found: dict[str, dict[str, Any]] = {}
-        for campaign in (each for each in CAMPAIGNS if each in settings.only):
-            tell(campaign, 0, 1)
-            if campaign == "pollution":
-                found[campaign] = _pollution(model, folder, settings, tell)
-            elif campaign == "faults":
-                found[campaign] = _faults(model, folder, settings, tell)
-            else:
-                found[campaign] = _measured(model, folder, settings, campaign)
-                tell(campaign, 1, 1)
+        measures = [name for name in MEASURES if name in settings.only]
+        if measures:
+            found |= _measured(model, folder, settings, measures, tell)
+        if "pollution" in settings.only:
+            found["pollution"] = _pollution(model, folder, settings, tell)
+        if "faults" in settings.only:
+            found["faults"] = _faults(model, folder, settings, tell)
     return {"figures": _figures(found), "vllm": version_of_vllm(), "campaigns": found, **stamp()}
 
 
@@ -115,13 +114,18 @@ def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 # ---- campaigns ----------------------------------------------------------------------------------------------
 
 
-def _measured(model: Path, folder: Path, settings: Settings, campaign: str) -> dict[str, Any]:
-    job = {"campaign": campaign, "model": str(model), "folder": str(folder / campaign), "seed": settings.seed}
-    watched = watch(folder, job, campaign, restarts=0)
+def _measured(
+    model: Path, folder: Path, settings: Settings, measures: Sequence[str], tell: Advance
+) -> dict[str, dict[str, Any]]:
+    job = {"campaign": "measures", "measures": measures, "model": str(model), "folder": str(folder / "measured")}
+
+    def on_line(lines: int) -> None:
+        tell(measures[lines - 1], 1, 1)
+
+    watched = watch(folder, {**job, "seed": settings.seed}, "measures", restarts=0, on_line=on_line)
     if not watched.is_complete:
-        raise InvalidInputError(f"the measurement {campaign!r} did not end:\n{watched.words}")
-    result: dict[str, Any] = watched.lines[0][campaign]
-    return result
+        raise InvalidInputError(f"a measurement did not end:\n{watched.words}")
+    return {name: result for line in watched.lines for name, result in line.items()}
 
 
 def _pollution(model: Path, folder: Path, settings: Settings, tell: Advance) -> dict[str, Any]:
@@ -166,7 +170,8 @@ def _faults(model: Path, folder: Path, settings: Settings, tell: Advance) -> dic
         told = partial(_tell, tell, "faults", sum(each.total("met") for each in found.values()), settings.tried)
         found[name] = watch(folder, child, name, on_line=told)
     result = _summary(found, ("met", "wrong", "left"))
-    return {"tried": result.pop("met"), **result}
+    lost = sum(each.ended + each.hung for each in found.values())  # these trials wrote nothing
+    return {"tried": result.pop("met") + lost, **result}
 
 
 def _silent(campaign: str, done: int, total: int) -> None:

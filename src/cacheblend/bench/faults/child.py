@@ -5,7 +5,10 @@ the file ``out``: ``{"begin": n}`` before it, its result after it, and ``{"done"
 """
 
 import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,18 @@ from typing import Any
 def main(path: Path) -> None:
     """Runs the job, and ends the process without waiting for vLLM's threads."""
     job = json.loads(path.read_text())
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     with Path(job["out"]).open("a", buffering=1) as out:
         for line in run(job):
             out.write(json.dumps(line) + "\n")
         out.write(json.dumps({"done": True}) + "\n")
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process once nobody watches it any more."""
+    while os.getppid() == parent:
+        time.sleep(2)
+    os._exit(1)
 
 
 def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -34,7 +45,7 @@ def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     elif campaign == "faults":
         yield from faulting.run(model, folder, job["setting"], job["seed"], job["count"], job["first"])
     else:
-        yield {campaign: measured.MEASURES[campaign](model, folder, job["seed"])}
+        yield from measured.run(model, folder, job["seed"], job["measures"])
 
 
 if __name__ == "__main__":

@@ -11,40 +11,61 @@ import importlib
 import threading
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 _VLLM = "cacheblend.engines.vllm"
+_LOADER = "cacheblend.core.load.loader:LayerLoader"
+_DISK = "cacheblend.store.disk.store:DiskStore"
 PLACES = {
-    "open": f"{_VLLM}.worker:Worker._open",
-    "embed": f"{_VLLM}.layers:VllmLayerRunner.embed",
+    "open": f"{_VLLM}.opening:Opener.blend",
+    "embed": f"{_VLLM}.model:BlendModel.embed",
     "project": f"{_VLLM}.layers:VllmLayerRunner.project",
     "layer": f"{_VLLM}.layers:VllmLayerRunner.run",
+    "mlp": "vllm.model_executor.models.llama:LlamaMLP.forward",
+    "attention": f"{_VLLM}.compat:AttentionShim.forward",
     "attend": f"{_VLLM}.paged:PagedLayer.attend",
     "read paged": f"{_VLLM}.paged:PagedLayer.read",
     "write paged": f"{_VLLM}.paged:PagedLayer.write",
-    "load": "cacheblend.core.load.loader:LayerLoader.layer",
-    "read": "cacheblend.core.load.loader:LayerLoader._read",
+    "load": f"{_LOADER}.layer",
+    "fill": f"{_LOADER}._fill",
+    "read": f"{_LOADER}._read",
+    "select": "cacheblend.core.select.selectors:Hkvd.select",
+    "hand out": "cacheblend.core.fuse.prefill:BlendedPrefill._hand_out",
     "finish": f"{_VLLM}.worker:Worker._finish",
-    "capture": f"{_VLLM}.capture_writer:CaptureWriter.write",
-    "store read": "cacheblend.store.disk.store:DiskStore.read_many",
-    "store find": "cacheblend.store.disk.store:DiskStore.find",
-    "store write": "cacheblend.store.disk.store:DiskStore.write",
-    "store list": "cacheblend.store.disk.store:DiskStore.manifests",
+    "combine": f"{_VLLM}.compat_ranks:TensorParallel.combine",
+    "open capture": f"{_VLLM}.opening:Opener.capture",
+    "gather": f"{_VLLM}.capture_writer:CaptureWriter.gather",
+    "gather heads": f"{_VLLM}.compat_ranks:TensorParallel.gather_heads",
+    "host copy": f"{_VLLM}.capture_writer:CaptureWriter._on_host",
+    "store read": f"{_DISK}.read_many",
+    "store find": f"{_DISK}.find",
+    "store write": f"{_DISK}.write",
+    "store list": f"{_DISK}.manifests",
 }
 """What is wrapped, by the name that a fault gives it."""
 
-IN_WORKERS = tuple(place for place in PLACES if not place.startswith("store"))
-"""Places at which an error is this package's or the device's own, whatever the store does."""
+IN_STORE = ("store read", "store find", "store write", "store list")
+"""Places at which an error is the store's; at the others it is this package's or the device's own."""
 
-AT_ENDS = ("open", "embed", "finish", "capture")
-"""Places that a prompt or a chunk passes once; the others are passed in each layer."""
+OF_CAPTURES = ("open capture", "gather", "gather heads", "host copy", "store write")
+"""Places that only a missed chunk passes."""
+
+OF_RANKS = ("combine", "gather heads")
+"""Places that are passed with several ranks only."""
+
+AT_ENDS = ("open", "embed", "select", "finish", "combine", *OF_CAPTURES, "store find", "store list", "read paged")
+"""Places that a prompt or a chunk passes about once; the others are passed in each layer."""
+
+_THREADS = ("read", "host copy", *IN_STORE)
+"""Places that threads pass; the others count inside of the worker's step only, since vLLM's own forward is no fault."""
 
 _lock = threading.Lock()
 _armed: list[dict[str, Any]] = []
 _fired = 0
 _released = threading.Event()
 _wrapped: set[str] = set()
+_inside = threading.local()
 
 
 def arm(fault: dict[str, Any]) -> None:
@@ -52,8 +73,10 @@ def arm(fault: dict[str, Any]) -> None:
     target = PLACES[fault["place"]]
     with _lock:
         _released.clear()
+        if not _wrapped:
+            _wrap(f"{_VLLM}.worker:Worker.step", _marked)
         if target not in _wrapped:
-            _wrap(fault["place"], target)
+            _wrap(target, partial(_faulty, fault["place"]))
             _wrapped.add(target)
         _armed.append({"after": 0, "times": 1, **fault})
 
@@ -92,11 +115,25 @@ class Faults:
             cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype) * 3)
 
 
-def _wrap(place: str, target: str) -> None:
+def _wrap(target: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     module, path = target.split(":")
     owner, name = path.split(".")
     holder = getattr(importlib.import_module(module), owner)
-    setattr(holder, name, _faulty(place, getattr(holder, name)))
+    setattr(holder, name, wrapper(getattr(holder, name)))
+
+
+def _marked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The worker's step, which tells that this thread is in it."""
+
+    @wraps(step)
+    def call(*args: Any, **options: Any) -> Any:
+        _inside.step = True
+        try:
+            return step(*args, **options)
+        finally:
+            _inside.step = False
+
+    return call
 
 
 def _faulty(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,6 +153,8 @@ def _faulty(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
 def _met(place: str) -> dict[str, Any] | None:
     """The fault that this call meets."""
     global _fired
+    if place not in _THREADS and not getattr(_inside, "step", False):
+        return None
     with _lock:
         for fault in _armed:
             if fault["place"] == place and fault["times"] > 0:

@@ -23,7 +23,7 @@ EQUAL = 8
 _BLOCK_SIZE = 32
 
 
-def stall(model: Path, store: Path, seed: int) -> dict[str, Any]:
+def stall(engine: Engine, seed: int) -> dict[str, Any]:
     """Engine steps of a plain request that decodes while another's reads take `READ_S` a layer, and while they do not.
 
     Both kinds of rounds take equally long, so that their longest steps are of as many.
@@ -31,7 +31,7 @@ def stall(model: Path, store: Path, seed: int) -> dict[str, Any]:
     Returns:
         `stall_ms`: the longest step with slow reads less that without, the median over rounds; `longest_ms` of each.
     """
-    engine, texts = _engine(model, store, 0.15, max_model_len=8192), Texts(seed)
+    texts = Texts(seed)
     _fill(engine, texts)
     _decode_beside(engine, texts, "warm-up", 1.0)
     longest: dict[str, list[float]] = {"fast": [], "slow": []}
@@ -65,13 +65,13 @@ def _decode_beside(engine: Engine, texts: Texts, name: str, seconds: float) -> f
     return 1e3 * longest
 
 
-def lookups(model: Path, store: Path, seed: int) -> dict[str, Any]:
+def lookups(engine: Engine, seed: int) -> dict[str, Any]:
     """Look-ups in the store, from any thread, of a request with `CHUNKS` stored chunks.
 
     Returns:
         `lookups_per_request`: by spans or by content, the larger one; `calls` of each, by method.
     """
-    engine, texts = _engine(model, store, 0.15, max_model_len=4096), Texts(seed, CHUNKS, 80, 100)
+    texts = Texts(seed, CHUNKS, 80, 100)
     _fill(engine, texts)
     calls = {}
     for way in ("spans", "content"):
@@ -118,7 +118,7 @@ def counted_lookups() -> Iterator[Counter[str]]:
             setattr(DiskStore, name, method)
 
 
-def equal(model: Path, store: Path, seed: int) -> dict[str, Any]:
+def equal(engine: Engine, seed: int) -> dict[str, Any]:
     """Row-layers of equal prompts at once, by those of one: `EQUAL` requests, and one request for as many answers.
 
     Counted are the plug-in's row-layers, and those that vLLM computes of a prompt beyond its last block, which plain
@@ -127,7 +127,7 @@ def equal(model: Path, store: Path, seed: int) -> dict[str, Any]:
     Returns:
         `equal_prompts`: the larger one of the two; `row_layers` of each.
     """
-    engine, texts = _engine(model, store, 0.15, max_model_len=2048), Texts(seed, fewest=150, most=200)
+    texts = Texts(seed, fewest=150, most=200)
     _fill(engine, texts)
     found = {
         "one": _row_layers(engine, [_request("one", texts)]),
@@ -174,18 +174,23 @@ def _copies(request: Request, count: int) -> list[Request]:
     return [Request(f"{request.name}-{n}", request.ids, request.spans, request.tokens) for n in range(count)]
 
 
-def _engine(model: Path, store: Path, ratio: float, **options: Any) -> Engine:
-    extra = {"store": f"file://{store}", "recompute_ratio": ratio, "refresh_s": 3600}
-    options = {"enable_prefix_caching": True, "block_size": _BLOCK_SIZE, "num_gpu_blocks_override": 500, **options}
-    return Engine(model, extra, **options)
-
-
 def _fill(engine: Engine, texts: Texts) -> None:
     fill = texts.all_passages()
+    engine.forget()
     engine.ask([Request("fill", fill.ids, fill.spans, 1)])
     engine.settle()
     engine.forget()
 
 
-MEASURES: dict[str, Callable[[Path, Path, int], dict[str, Any]]] = {"stall": stall, "lookups": lookups, "equal": equal}
+MEASURES: dict[str, Callable[[Engine, int], dict[str, Any]]] = {"stall": stall, "lookups": lookups, "equal": equal}
 """The measurements, by the campaign's name."""
+
+
+def run(model: Path, store: Path, seed: int, measures: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Some of the measurements, in one engine; each as ``{name: what it returns}``."""
+    extra = {"store": f"file://{store}", "recompute_ratio": 0.15, "refresh_s": 3600}
+    options: dict[str, Any] = {"block_size": _BLOCK_SIZE, "num_gpu_blocks_override": 500, "max_model_len": 8192}
+    engine = Engine(model, extra, enable_prefix_caching=True, **options)
+    for name in measures:
+        yield {"begin": name}
+        yield {name: MEASURES[name](engine, seed)}

@@ -17,6 +17,8 @@ from typing import Any
 from cacheblend.bench.faults.engine import environment
 from cacheblend.core.errors import InvalidInputError
 
+CHILD = "cacheblend.bench.faults.child"
+
 START_S, PATIENCE_S = 240.0, 120.0
 """Seconds in which a child has to begin its first trial, and to end each."""
 
@@ -78,7 +80,7 @@ def watch(
     label = name.replace(" ", "-")
     for number in range(restarts + 1):
         begun: dict[str, Any] | None = None
-        first = 1 + max((line["begin"] for line in found.lost), default=-1)
+        first = 1 + max((int(line["begin"]) for line in found.lost), default=-1)
         met = found.total("met") if job["campaign"] == "faults" else 0
         one = {**job, "first": first, "count": job.get("count", 0) - met, "folder": f"{job['folder']}-{number}"}
         with _Child(folder / f"{label}-{number}", one) as child:
@@ -95,6 +97,8 @@ def watch(
         if found.is_complete:
             return found
         found.words = child.words()
+        if not restarts:
+            return found
         if begun is None:
             if not found.lines and not found.lost:
                 raise InvalidInputError(f"the engine {name!r} did not start:\n{found.words}")
@@ -123,7 +127,7 @@ class _Child:
         self._out.touch()
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cacheblend.bench.faults.child", str(self._job)],
+                [sys.executable, "-m", CHILD, str(self._job)],
                 env=self._environment,
                 stdout=said,
                 stderr=subprocess.STDOUT,

@@ -50,6 +50,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
         self._check(vllm_config, kv_cache_config)
         self._tokenizer = open_tokenizer(vllm_config)
+        self._sentence_ends: npt.NDArray[np.int64] | None = None
         self.identity = identify(vllm_config, self._tokenizer)
         assert self.identity.folder is not None  # vLLM loads models from folders
         fields = self._config.blend_fields
@@ -97,10 +98,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         )
 
     def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
-        """The tokens that end a sentence, for a selector that asks the question; else None."""
-        if self._tokenizer is None or not self._selector.question_rows:
-            return None
-        return find_sentence_end_ids(self._tokenizer)
+        """The tokens that end a sentence; None without a tokenizer."""
+        if self._tokenizer is not None and self._sentence_ends is None:
+            self._sentence_ends = find_sentence_end_ids(self._tokenizer)
+        return self._sentence_ends
 
     # ---- scheduler --------------------------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
             builder=builder,
-            sentence_end_ids=self._sentence_end_ids(),
+            sentence_end_ids=self._sentence_end_ids,
             name=self.identity.name,
         )
 

@@ -74,8 +74,11 @@ class BlendModel:
             shim.answer = None
 
     def _heads_of_rank(self, kv_heads: int) -> slice | None:
-        """The KV heads of a record that this rank has; None: all of them."""
-        if self.tp_size == 1:
+        """The KV heads of a record that this rank has; None: all, in a process that also looks blocks up.
+
+        A process that does not look them up keeps in memory only what it has read by heads (`TieredStore`).
+        """
+        if self.tp_size == 1 and self._config.parallel_config.distributed_executor_backend in (None, "uni"):
             return None
         first = self.tp_rank * self.total_kv_heads // self.tp_size
         return slice(first, first + kv_heads)

@@ -18,8 +18,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from cacheblend.core.fuse.batching import PrefillBatcher
@@ -34,7 +32,7 @@ from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, Ste
 from cacheblend.engines.vllm.layers import join
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.opening import Opener
+from cacheblend.engines.vllm.opening import Opener, SentenceEnds, no_sentence_ends
 from cacheblend.engines.vllm.ranks import Group, RankFailedError, Ranks
 from cacheblend.engines.vllm.tasks import LATE, READY, WAITING, Readiness, Task
 from cacheblend.store import KVStore
@@ -42,7 +40,7 @@ from cacheblend.store import KVStore
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
 READ_TIMEOUT_S = 10.0
 WRITER_S = 0.01  # that an idle step waits for the chunk being written, so that an idle engine does not spin
-SLOW_STORE, OTHER_RANK, UNREADABLE = "slow store", "another rank failed", "store"
+SLOW_STORE, OTHER_RANK, UNREADABLE, RESET = "slow store", "another rank failed", "store", "cache reset"
 logger = logging.getLogger("cacheblend.vllm")
 
 
@@ -58,7 +56,7 @@ class Worker:
         budget: row-layers computed in an engine step, up to a tile more; `IDLE_TIMES` as many if vLLM computes nothing.
         tile_rows: rows that go through a layer at once.
         builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend with torch.
-        sentence_end_ids: see `PrefillOptions`.
+        sentence_end_ids: see `PrefillOptions`; asked for when a selector needs them.
         name: of the model, for people.
         read_timeout_s: vLLM computes a prompt of which the store has not given the next layer for so long.
         group: the ranks that compute together; None: vLLM's tensor-parallel group.
@@ -75,20 +73,20 @@ class Worker:
         budget: int,
         tile_rows: int,
         builder: Any = None,
-        sentence_end_ids: npt.NDArray[np.int64] | None = None,
+        sentence_end_ids: SentenceEnds = no_sentence_ends,
         name: str = "",
         read_timeout_s: float = READ_TIMEOUT_S,
         group: Group | None = None,
     ) -> None:
         self._model, self._budget, self._block_size = model, budget, block_size
         self._ranks = Ranks(TensorParallel() if group is None else group)
-        options = PrefillOptions(tile_rows=tile_rows, sentence_end_ids=sentence_end_ids)
         self._opener = Opener(
             model,
             store,
             planner.codec,
             block_size=block_size,
-            options=options,
+            options=PrefillOptions(tile_rows=tile_rows),
+            sentence_end_ids=sentence_end_ids,
             builder=builder,
             ranks=self._ranks,
         )
@@ -171,8 +169,8 @@ class Worker:
     def _take(self, jobs: StepJobs) -> None:
         for request_id in jobs.dropped:
             self._drop(request_id)
-        if jobs.drops_captures:
-            self._drop_captures()
+        if jobs.is_reset:
+            self._reset()
         for blend in self._arrived:
             self._blends.add(Task(blend))
         self._arrived = list(jobs.blend)
@@ -193,10 +191,11 @@ class Worker:
                 self._provided.add(request_id)
                 return
 
-    def _drop_captures(self) -> None:
-        for task in self._captures:
-            self._forget(task)
-            self._capture_writer.count_done()
+    def _reset(self) -> None:
+        """Gives up everything that has not been finished."""
+        for task in [*self._blends, *(Task(job) for job in self._arrived), *self._captures]:
+            self._give_up(task, RESET)
+        self._arrived.clear()
         self._capture_writer.drop()
 
     def _choose(self) -> list[Task]:

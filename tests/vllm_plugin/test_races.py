@@ -1,0 +1,16 @@
+"""Plain and blended requests that share a front and arrive in the same engine step, in every order."""
+
+import json
+
+from cacheblend.bench.vllm_faults import Settings, run
+from vllm_running import needs_vllm
+
+
+@needs_vllm
+def test_no_plain_request_is_answered_otherwise_than_without_the_plugin() -> None:
+    """Prompts in pieces; and beside a connector that loads within the step, where vLLM delivers jobs before the forward
+    that computes the shared front."""
+    found = run(Settings(tried=80, seed=5, only=("pollution",), engines=("pieces", "two connectors")))
+    figures, words = found["figures"], json.dumps(found["campaigns"], indent=1)
+    assert figures["pollution_tried"] >= 160
+    assert (figures["polluted"], figures["wrong"], figures["ended"], figures["hung"]) == (0, 0, 0, 0), words
