@@ -31,7 +31,6 @@ def main() -> None:
 
     llm = LLM(
         model=arguments.model,
-        disable_hybrid_kv_cache_manager=True,
         kv_transfer_config={
             "kv_connector": "CacheBlendConnector",
             "kv_connector_module_path": "cacheblend.engines.vllm",

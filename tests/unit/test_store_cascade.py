@@ -9,7 +9,8 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
-from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined import CascadeStore, ThrottledStore, TieredStore
+from cacheblend.store.speed import named_tiers
 from store_blocks import holds, make_block, make_manifest
 
 
@@ -105,6 +106,61 @@ def test_manifests_and_pins_are_in_all_and_found_in_any(tmp_path: Path) -> None:
         assert store.stats().blocks == 1
         assert store.pinned() == {block.name}
         assert len(store.stats().tiers) == 2
+
+
+def kinds_of(store: KVStore, *seeds: int) -> list[str]:
+    return [entry.tier if entry else "" for entry in store.find([make_block(seed).name for seed in seeds])]
+
+
+def test_two_disks_have_names_of_their_own(tmp_path: Path) -> None:
+    url = ", ".join(f"file://{tmp_path}/{name}" for name in ("near", "middle", "far"))
+    for seed, name in enumerate(("near", "middle", "far"), start=1):
+        with DiskStore(tmp_path / name) as part:
+            part.write(make_block(seed))
+    for given, memory in ((url, ()), (f"memory://?max_bytes=1MiB, {url}", ("memory",))):
+        with open_store(given) as store:
+            assert store.tier_names == (*memory, "disk", "disk-2", "disk-3")
+            assert kinds_of(store, 1, 2, 3, 4) == ["disk", "disk-2", "disk-3", ""]
+            assert list(named_tiers(store)) == list(store.tier_names)
+            for name, part in named_tiers(store).items():
+                assert name == "memory" or part.find([make_block(int(f"0{name[5:]}") or 1).name]) != [None]
+    with open_store(url) as store:
+        assert [part.tier for part in store.stats().tiers] == ["disk", "disk-2", "disk-3"]
+
+
+def test_stores_of_one_kind_have_the_plain_name(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/a:{tmp_path}/b") as store:
+        assert store.tier_names == ("disk",)
+        store.write(make_block(1))
+        assert kinds_of(store, 1) == ["disk"] and list(named_tiers(store)) == ["disk"]
+    for url, names in (("memory", ("memory",)), (f"file://{tmp_path}/c?ram_bytes=1MiB", ("memory", "disk"))):
+        with open_store(url) as store:
+            assert store.tier_names == names
+
+
+def test_names_of_combined_stores_inside_of_others() -> None:
+    slow = [ThrottledStore(1e12, tier=tier) for tier in ("s3", "a-b", "s3", "a-b", "x-2")]
+    inner = [TieredStore(MemoryStore(), CascadeStore(part)) for part in (slow[:2], slow[2:])]
+    for seed, part in enumerate(slow):
+        part.write(make_block(seed))
+    with CascadeStore(inner) as store:
+        assert store.tier_names == ("memory", "s3", "a-b", "memory-2", "s3-2", "a-b-2", "x-2")
+        assert kinds_of(store, *range(5)) == ["s3", "a-b", "s3-2", "a-b-2", "x-2"]
+        for layer in range(3):
+            store.read(make_block(2).name, layer)
+        assert kinds_of(store, 2) in (["memory-2"], ["memory"])  # the nearest gets a copy of it in the background
+        assert set(named_tiers(store)) == set(store.tier_names)
+
+
+def test_any_nesting_gives_each_tier_a_name() -> None:
+    def slow(*tiers: str) -> list[KVStore]:
+        return [ThrottledStore(1e12, tier=tier) for tier in tiers]
+
+    inner = CascadeStore(slow("d", "d", "d-3"))
+    with CascadeStore([*slow("d-2"), inner, *slow("d"), CascadeStore(slow("d", "e"))]) as store:
+        assert inner.tier_names == ("d", "d-2", "d-3")
+        assert store.tier_names == ("d-2", "d", "d-3", "d-4", "d-5", "d-6", "e")
+        assert len(named_tiers(store)) == 7
 
 
 def test_urls_with_commas(tmp_path: Path) -> None:

@@ -5,12 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import block_name, root_name
+from cacheblend.core.naming import as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.matching import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.engines.vllm.chunks import find_chunks
+from cacheblend.core.select.selectors import Head, Hkvd
+from cacheblend.engines.settings import Settings
+from cacheblend.engines.vllm.chunks import named_chunks, with_matches
+from cacheblend.engines.vllm.options import RequestOptions, read_options
 
 END = 9
 PROMPT = [5, 6, END, 7, END, 8, 8]
@@ -30,6 +34,15 @@ def index_of(*chunks: list[int]) -> ChunkIndex:
         name = block_name(root, ids)
         index.add([ChunkManifest(name, root, ids[:0], ids, (name,), label="a title")])
     return index
+
+
+def find_chunks(
+    ids: list[int], params: Any = None, *, chunk_end_token_id: int | None = None, index: ChunkIndex | None = None
+) -> Prompt:
+    """By the first way that applies, as the scheduler side does."""
+    tokens = as_token_ids(ids)
+    found = named_chunks(tokens, read_options(params, len(tokens)).spans, chunk_end_token_id)
+    return with_matches(tokens, index or index_of()) if found is None else found
 
 
 def test_a_prompt_that_nobody_knows_is_text() -> None:
@@ -85,3 +98,15 @@ def test_spans_that_cannot_be_meant_are_refused(params: dict[str, Any], message:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="empty"):
         find_chunks([])
+
+
+def test_the_settings_of_a_request() -> None:
+    assert read_options(None, 7) == read_options({"other": 1}, 7) == read_options({"cacheblend": {}}, 7)
+    settings = Settings(BlendConfig(check_layers=(2,)))
+    default = read_options(None, 7)
+    assert default == RequestOptions() and not default.sets_selection
+    assert default.selector_of(settings) == settings.selector()
+    given = read_options({"cacheblend": {"mode": "prefix", "recompute_ratio": 1, "selector": "head"}}, 7)
+    assert (given.mode, given.selector_of(settings), given.sets_selection) == ("prefix", Head(1.0), True)
+    ratio = read_options({"cacheblend": {"recompute_ratio": 0.3}}, 7)
+    assert ratio.selector_of(settings) == Hkvd((2,), (0.3,))

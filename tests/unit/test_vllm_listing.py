@@ -3,21 +3,34 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
+import numpy as np
 import pytest
 
 from cacheblend.core.errors import StoreError
+from cacheblend.core.naming import BlockName, as_token_ids, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.matching import ChunkIndex
-from cacheblend.engines.vllm.listing import ChunkListing
-from cacheblend.store import MemoryStore, open_store
-from store_blocks import make_block, make_manifest
+from cacheblend.engines.vllm.listing import ChunkListing, ListChanges
+from cacheblend.store import KVStore, MemoryStore, open_store
+from store_blocks import ROOT, make_block, make_manifest
 
 
 def manifests(count: int) -> list[ChunkManifest]:
     return [make_manifest(make_block(seed), token_count=80 + seed) for seed in range(count)]
+
+
+def open_listing(store: KVStore, refresh_s: float) -> ChunkListing:
+    return ChunkListing(store, as_token_ids([1]), 64, refresh_s, keeps_changes=True)
+
+
+def found(listing: ChunkListing, root: BlockName = ROOT) -> set[BlockName]:
+    """The chunks that prompts of this root find."""
+    longest = as_token_ids(np.arange(100) % 977)
+    listing.match(root, longest)
+    return set(listing._indexes[root].chunk_ids)
 
 
 def refreshed(listing: ChunkListing, is_done: Callable[[], bool]) -> None:
@@ -35,41 +48,85 @@ def resolve_settings(folder: Path) -> None:
 
 
 def test_what_others_list_and_take_off_is_carried_over() -> None:
-    store, index = MemoryStore(1 << 20), ChunkIndex(64)
+    store = MemoryStore(1 << 20)
     first, second, third = manifests(3)
-    listing = ChunkListing(store, index, lambda m: m.chunk_id != third.chunk_id, refresh_s=0)
+    third = replace(third, anchor_ids=as_token_ids([2]))
+    listing = open_listing(store, refresh_s=0)
+    assert not listing.refresh()
     store.put_manifest(first)
     store.put_manifest(third)
-    listing.refresh()
-    assert index.chunk_ids == [first.chunk_id]
-    index.add([second])  # captured here, not listed yet
+    listing.update()
+    assert found(listing) == {first.chunk_id}  # the other has another anchor
+    listing.add([second])  # captured here
+    store.put_manifest(second)
     store.delete_manifest(first.chunk_id)
-    listing.refresh()
-    assert index.chunk_ids == [second.chunk_id]
+    listing.update()
+    assert found(listing) == {second.chunk_id}
+    changes = listing.take_changes()
+    assert [m.chunk_id for m in changes.added] == [first.chunk_id, second.chunk_id]
+    assert [m.chunk_id for m in changes.removed] == [first.chunk_id]
+    assert listing.take_changes() == ListChanges()
     listing.close()
 
 
-def test_a_list_is_read_beside_its_owner_but_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, index, let_go = MemoryStore(1 << 20), ChunkIndex(64), Event()
+def test_each_root_finds_its_own_chunks() -> None:
+    store = MemoryStore(1 << 20)
+    chunks = manifests(40)
+    roots = [root_name("model", "float32", salt=str(number)) for number in range(4)]
+    chunks = [replace(chunk, root=roots[number % 4]) for number, chunk in enumerate(chunks)]
+    listing = open_listing(store, refresh_s=0)
+    for at in range(0, 40, 10):
+        for chunk in chunks[at : at + 10]:
+            store.put_manifest(chunk)
+        listing.update()
+        for root in roots:
+            assert found(listing, root) == {c.chunk_id for c in chunks[: at + 10] if c.root == root}
+        assert found(listing, root_name("another", "float32")) == set()
+
+
+def test_the_list_is_read_in_a_thread_and_no_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, let_go = MemoryStore(1 << 20), Event()
     first, second = manifests(2)
     store.put_manifest(first)
-    listing = ChunkListing(store, index, lambda m: True, refresh_s=1e-9)
-    listing.refresh()
-    assert first.chunk_id in index
-    store.put_manifest(second)
     read = store.manifests
-    monkeypatch.setattr(store, "manifests", lambda: let_go.wait(10) and read())
-    listing.refresh()
-    assert second.chunk_id not in index  # and it came back at once
+    monkeypatch.setattr(store, "manifests", lambda: let_go.wait(30) and read())
+    listing = open_listing(store, refresh_s=1e-9)
+    assert not listing.refresh()  # and it came back at once
     let_go.set()
-    refreshed(listing, lambda: second.chunk_id in index)
+    listing.update()
+    assert listing.refresh()
+    assert found(listing) == {first.chunk_id}
+    refreshed(listing, lambda: listing._reading is None or listing._reading.done())
+    let_go.clear()
+    store.put_manifest(second)
+    assert listing.refresh()  # the old list serves while the new one is read
+    assert found(listing) == {first.chunk_id}
+    let_go.set()
+    refreshed(listing, lambda: second.chunk_id in found(listing))
     listing.close()
 
 
-def test_a_list_that_cannot_be_read_raises_the_first_time_and_is_logged_later(
+def test_a_chunk_that_is_captured_while_the_list_is_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(1 << 20)
+    first, second = manifests(2)
+    store.put_manifest(first)
+    listing = open_listing(store, refresh_s=0)
+    read = store.manifests
+
+    def manifests_then_captured() -> list[ChunkManifest]:
+        before = read()
+        listing.add([second])
+        return before
+
+    monkeypatch.setattr(store, "manifests", manifests_then_captured)
+    listing.update()
+    assert found(listing) == {first.chunk_id, second.chunk_id}
+
+
+def test_a_list_that_cannot_be_read_raises_until_it_is_there_and_is_logged_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, index = MemoryStore(1 << 20), ChunkIndex(64)
+    store = MemoryStore(1 << 20)
     (first,) = manifests(1)
     store.put_manifest(first)
     read, fails = store.manifests, True
@@ -80,15 +137,15 @@ def test_a_list_that_cannot_be_read_raises_the_first_time_and_is_logged_later(
         return read()
 
     monkeypatch.setattr(store, "manifests", manifests_or_not)
-    listing = ChunkListing(store, index, lambda m: True, refresh_s=1e-9)
+    listing = open_listing(store, refresh_s=1e-9)
     with pytest.raises(StoreError, match="gone"):
-        listing.refresh()
+        listing.update()
     fails = False
-    listing.refresh()
-    assert first.chunk_id in index
+    refreshed(listing, lambda: first.chunk_id in found(listing))
     fails = True
     refreshed(listing, lambda: "gone" in caplog.text)
-    assert first.chunk_id in index
+    assert listing.refresh()
+    assert found(listing) == {first.chunk_id}
     listing.close()
 
 
@@ -98,16 +155,15 @@ def test_a_folder_that_did_not_change_is_not_listed_again(tmp_path: Path, monkey
         store.put_manifest(first)
         assert store.listing_stamp() is None  # a change may still come unseen
         resolve_settings(tmp_path)
-        index = ChunkIndex(64)
-        listing = ChunkListing(store, index, lambda m: True, refresh_s=0)
-        listing.refresh()
+        listing = open_listing(store, refresh_s=0)
+        listing.update()
         read = store.manifests
         monkeypatch.setattr(store, "manifests", lambda: pytest.fail("was listed again"))
-        listing.refresh()
+        listing.update()
         monkeypatch.setattr(store, "manifests", read)
         store.put_manifest(second)
-        listing.refresh()
-        assert len(index) == 2
+        listing.update()
+        assert len(found(listing)) == 2
         resolve_settings(tmp_path)
         before = store.listing_stamp()
         store.delete_manifest(first.chunk_id)

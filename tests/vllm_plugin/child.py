@@ -25,7 +25,6 @@ def main(path: Path) -> None:
         "skip_tokenizer_init": True,
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
-        "disable_hybrid_kv_cache_manager": True,
     }
     options |= job["engine"]
     if job["extra"] is not None:
@@ -34,7 +33,7 @@ def main(path: Path) -> None:
             "kv_connector_module_path": MODULE,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": job["extra"],
+            "kv_connector_extra_config": {"controller": False} | job["extra"],  # it decides by times
         }
     llm = LLM(model=job["model"], **options)
     answers = [step(llm, each) for each in job["steps"]]

@@ -1,6 +1,5 @@
 """The scheduler side alone: what is claimed, named and captured, with stand-ins for vLLM's requests."""
 
-import hashlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,70 +7,18 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_requests import CHUNK, SIZE, Request, captured, claim, failed, scheduling, start
 from vllm_running import needs_vllm
 
 pytestmark = needs_vllm
-
-SIZE = 16
-CHUNK = list(range(100, 200))
-
-
-class Request(SimpleNamespace):
-    """A request with vLLM's way of hashing blocks: each with the hash in front of it, the first with the salt."""
-
-    def __init__(self, ids: list[int], spans: Any = None, name: str = "r", **fields: Any) -> None:
-        params = None if spans is None else {"cacheblend": {"chunks": spans}}
-        super().__init__(
-            request_id=name,
-            prompt_token_ids=ids,
-            num_tokens=len(ids),
-            kv_transfer_params=params,
-            sampling_params=SimpleNamespace(prompt_logprobs=None),
-            lora_request=None,
-            num_preemptions=0,
-            num_output_tokens=0,
-            cache_salt=None,
-            block_hashes=[],
-        )
-        self.__dict__.update(fields)
-        self.update_block_hashes()
-
-    def update_block_hashes(self) -> None:
-        for at in range(len(self.block_hashes) * SIZE, self.num_tokens - SIZE + 1, SIZE):
-            front = self.block_hashes[-1] if self.block_hashes else b""
-            salt = (self.cache_salt or "") if at == 0 else ""
-            ids = self.prompt_token_ids[at : at + SIZE]
-            self.block_hashes.append(hashlib.sha256(front + salt.encode() + repr(ids).encode()).digest())
-
-
-def scheduling(held: list[list[int]], **config: Any) -> Any:
-    from cacheblend.core.load.capture import ChunkJob, manifest_of
-    from cacheblend.core.naming import as_token_ids, root_name
-    from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
-    from cacheblend.core.plan.planner import Anchor, Planner
-    from cacheblend.core.select.selectors import Hkvd
-    from cacheblend.engines.vllm.config import ConnectorConfig
-    from cacheblend.engines.vllm.scheduling import Scheduling
-    from cacheblend.store import MemoryStore
-
-    planner = Planner(root_name("model", "float32"), Anchor(), 256)
-    store = MemoryStore(1 << 20)
-    for ids in held:
-        job = ChunkJob((), as_token_ids(ids))
-        manifest = manifest_of(job, planner, "")
-        records, layout = [torch.zeros(1, 2, len(ids), 4)], KVLayout((LayerShape(1, 4),), torch.float32)
-        store.write(Block(manifest.chunk_id, planner.root, job.token_ids, records, layout))
-        store.put_manifest(manifest)
-    settings = ConnectorConfig(**config)
-    return Scheduling(settings, settings.blend, Hkvd(), planner, store, SIZE)
 
 
 def test_a_stored_passage_is_found_claimed_and_given_to_the_workers() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8])
     side.on_new(request)
-    assert side.claim(request, 0) == 141
-    assert side.claim(request, 32) == 109
+    assert claim(side, request, 0) == 141
+    assert claim(side, request, 32) == 109
     side.allocated(request, [3, 4, 5], 109)
     (job,) = side.take_jobs().blend
     assert (job.request_id, job.local_tokens, job.block_ids) == ("r", 32, [3, 4, 5])
@@ -84,11 +31,11 @@ def test_nothing_is_claimed_where_nothing_is_loaded() -> None:
     plain, covered = Request(list(range(300, 400))), Request([*CHUNK, *range(40)], name="covered")
     for request in (plain, covered):
         side.on_new(request)
-    assert side.claim(plain, 0) == 0
-    assert side.claim(covered, 112) == 0  # vLLM holds all of the passage
-    assert side.claim(covered, 96) == 0  # of what is left too little is held
-    assert side.claim(covered, 80) == 59
-    assert side.claim(Request([1, 2], name="unknown"), 0) == 0
+    assert claim(side, plain, 0) == 0
+    assert claim(side, covered, 112) == 0  # vLLM holds all of the passage
+    assert claim(side, covered, 96) == 0  # of what is left too little is held
+    assert claim(side, covered, 80) == 59
+    assert claim(side, Request([1, 2], name="unknown"), 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -107,16 +54,16 @@ def test_what_needs_more_than_ids_is_left_to_vllm(fields: dict[str, Any]) -> Non
     request = Request([*range(40), *CHUNK, 7, 8], **fields)
     names = list(request.block_hashes)
     side.on_new(request)
-    assert side.claim(request, 0) == 0
+    assert claim(side, request, 0) == 0
     assert request.block_hashes == names
 
 
 def test_only_blocks_from_the_first_passage_on_get_other_names() -> None:
     side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, 7, 8]
     plain = list(Request(ids).block_hashes)
-    one, two = Request(ids), Request(ids)
+    one, two = Request(ids), Request(ids, name="two")
     for request in (one, two):
-        side.on_new(request)
+        start(side, request)
     assert one.block_hashes[:2] == plain[:2]
     assert not set(one.block_hashes[2:]) & set(plain)
     assert one.block_hashes == two.block_hashes
@@ -127,20 +74,36 @@ def test_a_request_whose_hits_are_all_exact_keeps_its_names() -> None:
     side, ids = scheduling([CHUNK]), [*CHUNK, *range(40)]
     request = Request(ids)
     side.on_new(request)
-    assert side.claim(request, 0) == 139
+    assert claim(side, request, 0) == 139
     assert request.block_hashes == Request(ids).block_hashes
 
 
-def test_names_differ_by_what_the_blocks_hold() -> None:
-    from cacheblend.core.select.selectors import Hkvd
-    from cacheblend.engines.vllm.scheduling import Scheduling
-
+def test_names_differ_by_settings_and_tenant() -> None:
     side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, 7, 8]
-    other = Scheduling(side._config, side._blend, Hkvd((1,), (0.5,)), side._planner, side._store, SIZE)
-    one, two = Request(ids), Request(ids)
-    side.on_new(one)
-    other.on_new(two)
-    assert not set(one.block_hashes[2:]) & set(two.block_hashes)
+    ratio = {"kv_transfer_params": {"cacheblend": {"recompute_ratio": 0.5}}}
+    selector = {"kv_transfer_params": {"cacheblend": {"selector": "random"}}}
+    same = {"kv_transfer_params": {"cacheblend": {"recompute_ratio": 0.15, "mode": "blend"}}}
+    found = []
+    for number, fields in enumerate(({}, ratio, selector, same)):
+        request = Request(ids, name=str(number), **fields)
+        start(side, request)
+        found.append(set(request.block_hashes[2:]))
+    plain, half, other, again = found
+    assert plain == again
+    assert not plain & half and not plain & other and not half & other
+    tenant = scheduling([CHUNK], side._finder._store, "acme")
+    request = Request(ids, name="tenant", cache_salt="acme")
+    assert start(tenant, request) == 141
+    assert not plain & set(request.block_hashes)
+
+
+def test_a_request_of_one_tenant_finds_nothing_of_another() -> None:
+    side = scheduling([CHUNK], salt="acme")
+    for number, salt in enumerate((None, "", "other", "acme ", "\ud800")):
+        spans = [None, [[40, 140]]][number % 2]
+        request = Request([*range(40), *CHUNK, 7, 8], spans, name=str(number), cache_salt=salt)
+        assert start(side, request) == 0
+    assert start(side, Request([*range(40), *CHUNK, 7, 8], name="own", cache_salt="acme")) == 141
 
 
 @pytest.mark.parametrize("tokens", [5, 20], ids=["no full block", "the passage begins behind the last full block"])
@@ -162,7 +125,7 @@ def test_a_missed_passage_is_captured_once_after_the_first_token() -> None:
     requests = [Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], name) for name in ("a", "b")]
     for request in requests:
         side.on_new(request)
-        assert side.claim(request, 0) == 0
+        assert claim(side, request, 0) == 0
         side.allocated(request, [1], 0)
     assert side.take_jobs().capture == []
     requests[0].num_output_tokens = 1
@@ -171,21 +134,21 @@ def test_a_missed_passage_is_captured_once_after_the_first_token() -> None:
     assert side.is_capturing
     side.finished(requests[1])
     assert side.take_jobs().capture == []
-    side.reported(1)
+    side.reported(captured(1))
     assert not side.is_capturing
 
 
 def test_the_captures_that_wait_are_bounded_and_counted() -> None:
     side = scheduling([], blend_fields={"capture_queue": 1})
     request = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]])
-    side.on_new(request)
+    start(side, request)
     side.allocated(request, [1], 0)
     side.finished(request)
     assert len(side.take_jobs().capture) == 1
-    assert side.counts.take().data == {"fallbacks": {"capture queue full": 1}}
-    side.reported(1)
+    assert side.counts.take().data["fallbacks"] == {"capture queue full": 1}
+    side.reported(captured(1))
     again = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]], "again")
-    side.on_new(again)
+    start(side, again)
     side.allocated(again, [1], 0)
     side.finished(again)
     assert len(side.take_jobs().capture) == 1  # the queue has capacity again
@@ -195,10 +158,11 @@ def test_what_the_workers_could_not_provide_is_not_given_to_them_again() -> None
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8])
     side.on_new(request)
-    side.allocated(request, [1], side.claim(request, 0))
-    assert side.claim(request, 0) == 0
+    side.allocated(request, [1], claim(side, request, 0))
+    assert claim(side, request, 0) == 0
+    side.reported(failed(request))
     request.num_preemptions = 1
-    assert side.claim(request, 0) == 141
+    assert claim(side, request, 0) == 141
 
 
 def test_what_vllm_holds_exactly_stays_plain_also_after_a_preemption() -> None:
@@ -207,10 +171,10 @@ def test_what_vllm_holds_exactly_stays_plain_also_after_a_preemption() -> None:
     side.pool = SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes)
     request = Request(ids)
     side.on_new(request)
-    assert side.claim(request, 144) == 0
+    assert claim(side, request, 144) == 0
     assert request.block_hashes == plain.block_hashes
     request.num_preemptions = 1
-    assert side.claim(request, 0) == 0
+    assert claim(side, request, 0) == 0
 
 
 def test_a_prompt_of_which_little_is_stored_is_left_to_vllm() -> None:
@@ -218,9 +182,9 @@ def test_a_prompt_of_which_little_is_stored_is_left_to_vllm() -> None:
     little, much = Request([*range(1000, 1400), *CHUNK, 7]), Request([*range(1000, 1200), *CHUNK, 7], name="much")
     for request in (little, much):
         side.on_new(request)
-    assert side.claim(little, 0) == 0
+    assert claim(side, little, 0) == 0
     assert little.block_hashes == Request([*range(1000, 1400), *CHUNK, 7]).block_hashes
-    assert side.claim(much, 0) == 300
+    assert claim(side, much, 0) == 300
 
 
 def test_few_prompts_are_outstanding_at_a_time() -> None:
@@ -229,12 +193,14 @@ def test_few_prompts_are_outstanding_at_a_time() -> None:
     side = scheduling([CHUNK])
     requests = [Request([*range(40), *CHUNK, 7, 8], name=str(i)) for i in range(MOST_OUTSTANDING + 1)]
     for request in requests:
-        side.on_new(request)
+        request.prompt_token_ids = [int(request.request_id) + 1000, *request.prompt_token_ids[1:]]
+        request.block_hashes.clear()
+        request.update_block_hashes()
     for request in requests[:-1]:
-        side.allocated(request, [1], side.claim(request, 0))
-    assert side.claim(requests[-1], 0) is None
+        side.allocated(request, [1], start(side, request))
+    assert start(side, requests[-1]) is None
     side.provided(["0"])
-    assert side.claim(requests[-1], 0) == 141
+    assert claim(side, requests[-1], 0) == 141
 
 
 @pytest.mark.parametrize("params", ["x", 3, ["cacheblend"]])
@@ -242,14 +208,14 @@ def test_parameters_of_another_kind_disable_blending_only(params: Any) -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8], kv_transfer_params=params)
     side.on_new(request)
-    assert side.claim(request, 0) == 0
+    assert claim(side, request, 0) == 0
 
 
 def test_wrong_spans_disable_blending_only() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8], [[5, 4000]])
     side.on_new(request)
-    assert side.claim(request, 0) == 0
+    assert claim(side, request, 0) == 0
     assert side.counts.take().data == {"fallbacks": {"bad spans": 1}}
 
 
@@ -257,7 +223,7 @@ def test_a_passage_that_ends_the_prompt_gives_its_last_token_to_vllm() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK])
     side.on_new(request)
-    assert side.claim(request, 0) == 139
+    assert claim(side, request, 0) == 139
     side.allocated(request, [1], 139)
     assert np.array_equal(side.take_jobs().blend[0].plan.prompt.token_ids, request.prompt_token_ids[:-1])
 
@@ -265,18 +231,16 @@ def test_a_passage_that_ends_the_prompt_gives_its_last_token_to_vllm() -> None:
 def test_a_request_that_ends_early_is_dropped() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8])
-    side.on_new(request)
-    side.allocated(request, [1], 141)
+    side.allocated(request, [1], start(side, request))
     side.finished(request)
     assert side.take_jobs().dropped == ["r"]
-    assert side.claim(request, 0) == 0
+    assert claim(side, request, 0) == 0
 
 
 def test_a_request_that_ends_after_its_prompt_is_not_dropped() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8])
-    side.on_new(request)
-    side.allocated(request, [1], 141)
+    side.allocated(request, [1], start(side, request))
     side.provided(["r"])
     side.finished(request)
     assert side.take_jobs().dropped == []

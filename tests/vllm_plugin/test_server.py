@@ -29,6 +29,7 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         "recompute_ratio": 1.0,
         "min_match_tokens": 64,
         "refresh_s": 0,
+        "controller": False,  # it decides by times
     }
     settings = ServerSettings(models["llama"], extra, 2048, BATCHED, "float32", ("--enforce-eager",))
     with serving(settings) as running:
@@ -73,6 +74,8 @@ def test_spans_contents_and_plain_requests_answer_alike_at_ratio_one(server: Ser
         plain = tokens(server, one.ids, [])
         assert server.counted("requests") == before
         assert tokens(server, one.ids, one.spans) == plain
+        spans = [[start + 1, stop + 1] for start, stop in one.spans]
+        assert tokens(server, [20, *one.ids], spans) == tokens(server, [20, *one.ids], [])
         assert tokens(server, [21, *one.ids]) == tokens(server, [21, *one.ids], [])  # found by content
     assert server.counted("requests") >= 2 * len(asked)
 
@@ -181,3 +184,69 @@ def test_clients_that_go_away_and_many_at_once_harm_nobody(server: Server, asked
     for thread in threads:
         thread.join()
     assert found == plain
+
+
+def told(answer: dict[str, Any]) -> dict[str, Any]:
+    """What an answer says of its request."""
+    found: dict[str, Any] = answer["kv_transfer_params"]["cacheblend"]
+    return found
+
+
+def test_an_answer_says_what_was_reused_and_why_not(server: Server, asked: list[Asked]) -> None:
+    one = asked[0]
+    fronts = iter(range(40, 60))
+    situations: list[tuple[dict[str, Any], bool, str]] = [
+        ({"prompt": [next(fronts), *one.ids]}, True, ""),
+        ({"prompt": [next(fronts)] * 100}, False, "nothing stored"),
+        ({"prompt": [next(fronts), *one.ids], **options(mode="full")}, False, "mode full"),
+        ({"prompt": [next(fronts), *one.ids], **options(chunks=[[3, 1]])}, False, "bad parameters: chunk 0 is [3, 1]"),
+        ({"prompt": [next(fronts), *one.ids], **options(speed=3)}, False, "bad parameters: kv_transfer_params"),
+        ({"prompt": [next(fronts), *one.ids], "prompt_logprobs": 1}, False, "prompt log-probabilities"),
+        ({"prompt": [next(fronts), *one.ids], "cache_salt": "nobody"}, False, "nothing stored"),
+    ]
+    for fields, blended, reason in situations:
+        status, answer = post(server, **fields)
+        assert status == 200
+        found = told(answer)
+        assert (found["blended"], found["reason"][: len(reason)]) == (blended, reason), fields
+        assert bool(reason) == (found["reason"] != "")
+        assert (sum(found["hit_tokens"].values()) > 0) == blended
+        assert (0 < found["prefill_share"] <= 1.2) == blended
+        assert (found["row_layers"] > 0) == blended
+    tokens(server, one.ids[:20], [])
+    for reason in ("nothing stored", "mode full", "bad parameters", "prompt log-probabilities"):
+        assert any(f'reason="{reason}"' in key for key in server.counters() if "not_blended" in key), reason
+
+
+def options(**fields: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": {"cacheblend": fields}}
+
+
+def test_a_request_chooses_ratio_and_selector_and_shares_blocks_only_with_its_like(
+    server: Server, asked: list[Asked]
+) -> None:
+    ids, shares = [61, *asked[1].ids], []
+    for number, fields in enumerate(({"recompute_ratio": 0.0}, {"recompute_ratio": 0.3}, {"selector": "none"})):
+        status, answer = post(server, prompt=ids, **options(**fields))
+        assert status == 200
+        assert told(answer)["hit_tokens"].get("vllm", 0) == 0, number  # nothing of the others is found
+        shares.append(told(answer)["recomputed_tokens"])
+    loaded = sum(stop - start for start, stop in asked[1].spans)
+    assert shares[0] == shares[2] == 0
+    assert 0.2 * loaded < shares[1] < 0.4 * loaded
+    at_one = tokens(server, ids)  # the server's own ratio
+    assert at_one == tokens(server, ids, [])
+
+
+def test_tenants_share_nothing(server: Server, asked: list[Asked]) -> None:
+    texts = Texts(35)
+    passage = texts.ids(200)
+    ids = [*texts.ids(9), *passage, *texts.ids(9)]
+    before = server.counted("captured_tokens")
+    post(server, prompt=ids, cache_salt="acme", **options(chunks=[[9, 209]]))
+    server.wait_for_captures(int(before) + 200, pause=0)
+    guesses: list[tuple[dict[str, Any], bool]] = [({}, False), ({"cache_salt": "other"}, False)]
+    for fields, blended in [*guesses, ({"cache_salt": "acme"}, True)]:
+        status, answer = post(server, prompt=[*texts.ids(11), *passage, *texts.ids(7)], **fields)
+        assert status == 200
+        assert told(answer)["blended"] == blended, fields

@@ -212,30 +212,14 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
         InvalidInputError: vLLM is not installed here, or the server ended; with the end of its output.
     """
     check_installed()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # As `vllm serve` does, which asks for the package's version by a name that the CPU build does not have.
-    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
-    arguments += ["--served-model-name", NAME, "--port", str(port)]
-    arguments += ["--host", "127.0.0.1", "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
-    arguments += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens), "--enable-prefix-caching"]
-    arguments += ["--disable-hybrid-kv-cache-manager", *settings.options]
-    if settings.extra is not None:
-        config = {
-            "kv_connector": "CacheBlendConnector",
-            "kv_connector_module_path": "cacheblend.engines.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings.extra,
-        }
-        arguments += ["--kv-transfer-config", json.dumps(config)]
-    environment = os.environ | ({} if torch.cuda.is_available() else {**_CPU, **os.environ})
+    port = free_port()
     with tempfile.TemporaryFile("w+") as words:
-        process = subprocess.Popen(arguments, env=environment, stdout=words, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command_of(settings, port), env=environment(), stdout=words, stderr=subprocess.STDOUT
+        )
         try:
             server = Server(f"http://127.0.0.1:{port}")
-            _wait(process, server, words)
+            wait_for(process, server, words)
             yield server
         finally:
             process.terminate()
@@ -246,7 +230,48 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
                 process.wait()
 
 
-def _wait(process: "subprocess.Popen[Any]", server: Server, words: Any) -> None:
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """Environment variables of a server: this process's, and on a machine without a GPU what vLLM needs there."""
+    return {**os.environ} if torch.cuda.is_available() else {**_CPU, **os.environ}
+
+
+def command_of(settings: ServerSettings, port: int) -> list[str]:
+    """The command that starts a server."""
+    # As `vllm serve` does, which asks for the package's version by a name that the CPU build does not have.
+    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(settings.model)]
+    arguments += ["--served-model-name", NAME, "--port", str(port)]
+    arguments += ["--host", "127.0.0.1", "--dtype", settings.dtype, "--max-model-len", str(settings.max_model_len)]
+    arguments += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens), "--enable-prefix-caching"]
+    arguments += settings.options
+    if settings.extra is not None:
+        config = {
+            "kv_connector": "CacheBlendConnector",
+            "kv_connector_module_path": "cacheblend.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": settings.extra,
+        }
+        arguments += ["--kv-transfer-config", json.dumps(config)]
+    return arguments
+
+
+def wait_for(process: "subprocess.Popen[Any]", server: Server, words: Any) -> None:
+    """Returns when a server that was started answers.
+
+    Args:
+        process: the server's.
+        server: at its address.
+        words: the file that its output goes to.
+
+    Raises:
+        InvalidInputError: it ended, or took too long; with the end of its output.
+    """
     end = time.monotonic() + START_S
     while True:
         try:

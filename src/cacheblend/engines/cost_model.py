@@ -67,12 +67,17 @@ def _content(path: str | Path) -> dict[str, Any]:
 
 def controller_of(cost_model: CostModel, config: BlendConfig, layout: KVLayout) -> Controller:
     """The controller of an engine with these settings; `layout` is that of the stored chunks."""
+    return make_controller(cost_model, config, len(layout.layers), layout.block_bytes(_TOKENS) / _TOKENS)
+
+
+def make_controller(cost_model: CostModel, config: BlendConfig, layers: int, bytes_per_token: float) -> Controller:
+    """The same, by the model's layers and the bytes of a stored token over all of them."""
     selector = config.make_selector()
     early = selector.at_start or not selector.check_layers
     return Controller(
         cost_model,
-        layers=len(layout.layers),
-        bytes_per_token=layout.block_bytes(_TOKENS) / _TOKENS,
+        layers=layers,
+        bytes_per_token=bytes_per_token,
         floor=floor_of(config),
         check_layer=None if early else first_reused_layer(selector),
     )

@@ -28,7 +28,7 @@ class StoreStats:
     """A store's state, and its counters since it was opened in this process.
 
     Attributes:
-        tier: ``"memory"``, ``"disk"``, ``"redis"``, ``"s3"`` or ``"tiered"``.
+        tier: ``"memory"``, ``"disk"``, ``"redis"``, ``"s3"`` (see `KVStore.tier_names`) or ``"tiered"``.
         blocks: blocks held.
         bytes: bytes they take (file sizes on disk).
         max_bytes: the bound; None where the store is unbounded.
@@ -89,6 +89,15 @@ class KVStore(BlockSource):
         block at once, and reading it then fails with `BlockLostError`. Never raises for a damaged or vanished
         block, nor for a store that does not answer.
         """
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """The tiers that entries of this store name, fastest first, each once.
+
+        The second one of a kind is ``"disk-2"``, the third ``"disk-3"``: devices of one kind differ in speed. The names
+        depend only on the order of the stores, so they are the same in every process that opens the same URL.
+        """
+        return (self.stats().tier,)
 
     @property
     def is_reachable(self) -> bool:

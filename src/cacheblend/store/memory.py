@@ -8,17 +8,17 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from cacheblend.core.errors import BlockLostError, StoreFullError
-from cacheblend.core.naming import BlockName, TokenIds
-from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, KVLayout
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest
 from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
 from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
+from cacheblend.store.held import Held, heads_key, owned
 
 
 def default_memory_bytes() -> int:
@@ -27,24 +27,12 @@ def default_memory_bytes() -> int:
     return min(4 << 30, physical // 4)
 
 
-@dataclass(slots=True)
-class _Held:
-    """A block in memory; `records[i]` is None until layer i has been offered."""
-
-    token_ids: TokenIds
-    parent: BlockName
-    layout: KVLayout
-    records: list[torch.Tensor | None]
-    nbytes: int = 0
-    missing: int = 0
-    used: float = 0.0
-
-
 class MemoryStore(KVStore):
     """Blocks in memory, at most `max_bytes` of records.
 
-    Besides whole blocks (`write`) it accepts single layers (`offer`), which is how a tiered store fills it. A block is
-    found once all its layers are there.
+    Besides whole blocks (`write`) it accepts single layers (`offer`) and some heads of single layers (`offer_heads`),
+    which is how a tiered store fills it. A block is found once all its layers are there with all heads. The bound and
+    the policy count all of it.
 
     Args:
         max_bytes: bound on the records' bytes; 4 GiB by default, or a quarter of the machine's memory where
@@ -59,10 +47,11 @@ class MemoryStore(KVStore):
     def __init__(self, max_bytes: int | None = None, *, eviction: str = "lru", ttl: float | None = None) -> None:
         self.max_bytes = default_memory_bytes() if max_bytes is None else check_max_bytes(max_bytes)
         self._lock = threading.RLock()
-        self._held: dict[BlockName, _Held] = {}
+        self._held: dict[BlockName, Held] = {}
         self._eviction = eviction_of(eviction)
         self._expiry = Expiry(ttl)
         self._bytes = 0
+        self._holds_heads = False
         self._pinned: set[BlockName] = set()
         self._manifests: dict[BlockName, ChunkManifest] = {}
         self._finds = FindCounter()
@@ -70,6 +59,11 @@ class MemoryStore(KVStore):
         self._evicted_since_check = 0  # blocks, since empty chunks were last removed
 
     # ---- blocks -----------------------------------------------------------------------------------------
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return ("memory",)
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. Of one call's blocks the first are evicted last."""
@@ -139,8 +133,8 @@ class MemoryStore(KVStore):
                     f"block {block.name.hex()} needs {need} bytes; the memory store is bounded to "
                     f"{self.max_bytes} bytes and the blocks it holds are pinned: raise max_bytes or unpin blocks"
                 )
-            records: list[torch.Tensor | None] = list(_own(block.records))
-            self._held[block.name] = _Held(block.token_ids, block.parent, block.layout, records, need)
+            records: list[torch.Tensor | None] = list(owned(block.records))
+            self._held[block.name] = Held(block.token_ids, block.parent, block.layout, records, need)
             self._mark_used(block.name)
             self._bytes += need
             return True
@@ -157,7 +151,7 @@ class MemoryStore(KVStore):
                 return False
             if held is None:
                 layers = len(entry.layout.layers)
-                held = _Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
+                held = Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
                 self._held[name] = held
                 self._mark_used(name)
             if not self._evict_for(record.nbytes, keep=name):
@@ -169,12 +163,46 @@ class MemoryStore(KVStore):
             self._bytes += record.nbytes
             return True
 
+    def offer_heads(self, name: BlockName, layer: int, start: int, record: torch.Tensor) -> bool:
+        """Keeps a layer's record of some heads, `start` the first of them; False if it does not fit or is held already.
+
+        Only `peek_heads` of the same heads gives it: a block of which some heads are held is not found.
+        """
+        key = heads_key(name, start, start + record.shape[0])
+        with self._lock:
+            held = self._held.get(key)
+            if record.nbytes > self.max_bytes or (held is not None and held.record(layer) is not None):
+                return False
+            if held is None:
+                self._holds_heads = True
+                held = self._held[key] = Held.of_heads(record.dtype)
+            self._mark_used(key)
+            if not self._evict_for(record.nbytes, keep=key):
+                self._drop(key)
+                return False
+            held.records += [None] * (layer + 1 - len(held.records))
+            (held.records[layer],) = owned([record])
+            held.nbytes += record.nbytes
+            self._bytes += record.nbytes
+            return True
+
+    def peek_heads(self, name: BlockName, layer: int, start: int, stop: int) -> torch.Tensor | None:
+        """The record of heads [start, stop) that was offered, None if it is not here. Marks it as used."""
+        key = heads_key(name, start, stop)
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                return None
+            self._mark_used(key)
+            return held.record(layer)
+
     def delete(self, name: BlockName) -> bool:
         """See `KVStore.delete`."""
         with self._lock:
             self._pinned.discard(name)
             whole = self._entry(name) is not None
-            self._drop(name)
+            for key in [key for key in self._held if key.startswith(name)] if self._holds_heads else [name]:
+                self._drop(key)
             return whole
 
     def _drop(self, name: BlockName) -> int:
@@ -192,7 +220,7 @@ class MemoryStore(KVStore):
         tokens = len(held.token_ids)
         self._eviction.used(name, tokens / max(1, held.layout.block_bytes(tokens)))
 
-    def _has_expired(self, name: BlockName, held: _Held) -> bool:
+    def _has_expired(self, name: BlockName, held: Held) -> bool:
         return held.used < self._expiry.since(time.monotonic()) and name not in self._pinned
 
     def _remove_expired(self) -> None:
@@ -315,12 +343,3 @@ class MemoryStore(KVStore):
             self._pinned.clear()
             self._manifests.clear()
             self._bytes = 0
-
-
-def _own(records: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The records, copied where keeping them would keep a larger tensor alive than they need."""
-    records = [record.contiguous() for record in records]
-    storages = {record.untyped_storage().data_ptr(): record.untyped_storage().nbytes() for record in records}
-    if sum(storages.values()) > sum(record.nbytes for record in records) * 9 // 8:
-        return [record.clone() for record in records]
-    return records

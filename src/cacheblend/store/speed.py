@@ -27,11 +27,16 @@ def tiers_of(store: KVStore) -> list[KVStore]:
     return [part for each in store.members for part in tiers_of(each)] if isinstance(store, CascadeStore) else [store]
 
 
+def named_tiers(store: KVStore) -> dict[str, KVStore]:
+    """The tiers of `tiers_of`, under the names that entries of the whole store give them."""
+    return dict(zip(store.tier_names, tiers_of(store), strict=True))
+
+
 def measure(store: KVStore, layout: KVLayout, *, block_tokens: int = 256, rounds: int = 3) -> tuple[str, TierSpeed]:
-    """The tier's name and speed. Writes random blocks under unique names, reads them uncached and removes them.
+    """The tier's own name and its speed. Writes random blocks under unique names, reads them uncached and removes them.
 
     Args:
-        store: one tier; see `tiers_of`.
+        store: one tier; see `named_tiers`, which has the name that it has beside others of its kind.
         layout: layout of the records.
         block_tokens: tokens of a block.
         rounds: number of measurements, of which the median counts.

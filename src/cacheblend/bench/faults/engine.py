@@ -87,7 +87,6 @@ class Engine:
             "skip_tokenizer_init": True,
             "disable_log_stats": False,
             "distributed_executor_backend": "uni",
-            "disable_hybrid_kv_cache_manager": True,
             "worker_extension_cls": _EXTENSION,
         }
         ranks = options.get("tensor_parallel_size", 1)

@@ -87,10 +87,11 @@ class _Trial:
 
     def play(self, *, on_step: Callable[[int], None] | None = None) -> dict[str, Answer]:
         """Steps until all requests have ended; `on_step` is called in front of each step with its number."""
+        started, step = time.monotonic(), 0
         for request in self.requests:
             self.engine.add(request)
+        self.longest_step_s = time.monotonic() - started  # of the engine's thread, to vLLM's other requests
         answers: dict[str, Answer] = {}
-        started, step = time.monotonic(), 0
         while self.engine.is_busy:
             if on_step is not None:
                 on_step(step)
@@ -147,8 +148,9 @@ def _ask_for_new_passage(trial: _Trial) -> None:
 
 
 def _slow(trial: _Trial) -> dict[str, Answer]:
-    """Reads of the store that take a while."""
-    fault = {"place": "store read", "times": trial.rng.randint(1, 8), "sleep_s": trial.rng.uniform(0.02, 0.3)}
+    """Reads or look-ups that take a while."""
+    place = trial.rng.choice(["store read", "store read", "store find"])
+    fault = {"place": place, "times": trial.rng.randint(1, 8), "sleep_s": trial.rng.uniform(0.02, 0.3)}
     trial.what = str(fault)
     trial.engine.arm(fault)
     answers = trial.play()
@@ -157,8 +159,9 @@ def _slow(trial: _Trial) -> dict[str, Answer]:
 
 
 def _hang(trial: _Trial) -> dict[str, Answer]:
-    """Reads of the store that do not come back, until the requests are aborted, or after that."""
-    fault = {"place": "store read", "times": 64, "sleep_s": HANGS_S, "until_disarmed": True}
+    """Reads or look-ups that do not come back until the requests have been aborted, or for a while."""
+    place = trial.rng.choice(["store read", "store find"])
+    fault = {"place": place, "times": 64, "sleep_s": HANGS_S, "until_disarmed": True}
     leaves, started = trial.rng.random() < 0.5, time.monotonic()
     trial.what = f"{fault}, {'aborted' if leaves else 'released'}"
     trial.engine.arm(fault)

@@ -24,6 +24,7 @@ _WEIGHT = 0.2  # of a new observation in the running averages
 _FARTHEST = 8.0  # factor by which a learnt value may differ from the cost model's
 _FORGOTTEN = 0.02  # share that is forgotten, each request, of what was learnt of a tier that is not read
 _CHECK = 0.3  # of a layer's cost: norm and projections of a check
+_FASTEST = 1e-2  # of the speed that is assumed of a tier of which nothing is known
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,16 @@ class Controller:
         self._overhead = cost_model.overhead
 
     @property
+    def floor(self) -> float:
+        """The least ratio."""
+        return self._floor
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return self._layers
+
+    @property
     def cost_model(self) -> CostModel:
         """The initial cost model with the corrections learnt so far."""
         prefills = tuple((tokens, seconds * self._pace) for tokens, seconds in self._measured.prefill_s)
@@ -124,7 +135,7 @@ class Controller:
         self.observe(decision, compute_s, {tier: (read_s[tier], expected[tier]) for tier in read_s.keys() & expected})
 
     def observe(self, decision: Decision, compute_s: float | None, read_s: Mapping[str, tuple[float, float]]) -> None:
-        """Learns from a pass.
+        """Learns from a pass. Of a tier that was not measured, the first pass tells all; later ones correct it.
 
         Args:
             decision: for the pass.
@@ -142,7 +153,9 @@ class Controller:
         for tier, (taken, expected) in read_s.items():
             if expected > 0:
                 factor = min(max(taken / expected, 0.25), 4.0)
-                self._slower[tier] = self._slower.get(tier, 1.0) * (1 + _WEIGHT * (factor - 1))
+                learnt = self._slower.get(tier, 1.0) * (1 + _WEIGHT * (factor - 1))
+                is_first = tier not in self._measured.tiers and tier not in self._slower
+                self._slower[tier] = max(taken / expected, _FASTEST) if is_first else learnt
 
     def load_s(self, spans: Sequence[Span]) -> dict[str, float]:
         """Expected seconds to load these spans, by tier."""

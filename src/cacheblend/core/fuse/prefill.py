@@ -228,7 +228,7 @@ class BlendedPrefill:
             self._finish_all_but_last_row(layer, kv)
         for tile in rows.tiles(self._options.tile_rows):
             attend = self._fuse_and_attend(layer, kv, rows.positions(tile))
-            rows.hidden[tile] = yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index[tile], attend)
+            rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index[tile], attend)))
         self._computed.row_layers += len(rows)
         self._layer += 1
         self._hand_out(layer, kv)

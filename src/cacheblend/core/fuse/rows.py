@@ -100,6 +100,14 @@ class ActiveRows:
             sentences=None if cues.sentences is None else cues.sentences[rows],
         )
 
+    def put(self, tile: slice, output: torch.Tensor) -> None:
+        """Replaces the hidden state of a tile, [n, width]; no copy where the layer has worked in place."""
+        place = self.hidden[tile]
+        if output.shape == self.hidden.shape:
+            self.hidden = output
+        elif output.data_ptr() != place.data_ptr():
+            place.copy_(output)
+
     def keep(self, selected: torch.Tensor) -> None:
         """Drops the candidates that are not selected, boolean [candidates]; all other rows stay active."""
         active = ~self._is_candidate

@@ -33,7 +33,7 @@ class LayerRunner(Protocol):
         ...
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The layer's output for these rows, [n, width]; calls `attend` once."""
+        """The layer's output for these rows, [n, width]; calls `attend` once. `hidden` may be overwritten."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

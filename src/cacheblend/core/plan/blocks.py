@@ -95,7 +95,8 @@ class BlockEntry:
     Attributes:
         token_ids: the ids stored with the block; a caller that looks a block up must compare them to its own.
         layout: shapes and dtype of the records.
-        tier: where its records would be read from, ``"memory"``, ``"disk"``, ``"redis"`` or ``"s3"``.
+        tier: where its records would be read from, ``"memory"``, ``"disk"``, ``"redis"`` or ``"s3"``; of a
+            store's two disks the second is ``"disk-2"``.
         parent: name of the preceding block, for copies of the block.
     """
 

@@ -76,6 +76,13 @@ class ChunkIndex:
         """Ids of the chunks that can be found."""
         return list(self._numbers)
 
+    def copy(self) -> "ChunkIndex":
+        """An index of the same chunks that can be changed while this one is used."""
+        copied = ChunkIndex(self._min_tokens)
+        copied._chunks, copied._numbers = list(self._chunks), dict(self._numbers)
+        copied._old, copied._new = self._old, self._new
+        return copied
+
     def add(self, chunks: Iterable[ChunkManifest]) -> None:
         """Adds chunks; known chunks and chunks of fewer than `min_tokens` are ignored."""
         first = len(self._chunks)

@@ -195,6 +195,24 @@ class BlendPlan:
             spans.append(span)
         return replace(self, spans=tuple(spans))
 
+    def exact_only(self) -> "BlendPlan":
+        """The plan that loads nothing but the exact prefix; what it computes instead does not count as missed."""
+        left_out = {span.name for span in self.spans if span.source is Source.LOADED}
+        spans = [
+            replace(span, source=Source.MISS, tier="") if span.source is Source.LOADED else span for span in self.spans
+        ]
+        return replace(self, spans=tuple(spans), left_out=self.left_out | left_out)
+
+    def without_last_row(self) -> "BlendPlan":
+        """The plan of the prompt without its last token, which an engine computes itself; at least two tokens."""
+        *spans, last = self.spans
+        if len(last) > 1:
+            spans.append(replace(last, stop=last.stop - 1, record_tokens=last.record_tokens or len(last)))
+        *segments, end = self.prompt.segments
+        if len(end) > 1:
+            segments.append(replace(end, token_ids=end.token_ids[:-1]))
+        return replace(self, prompt=Prompt(tuple(segments)), spans=tuple(spans))
+
     def leaving_out(self, names: frozenset[BlockName]) -> "BlendPlan":
         """The plan that computes these stored blocks instead of loading them; they do not count as missed."""
         return replace(self.without(names), left_out=names)

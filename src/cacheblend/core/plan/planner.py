@@ -1,9 +1,10 @@
 """The planner: names a prompt's blocks, looks them up, and decides where each row's KV comes from.
 
-Looks every block up once, and compares token ids before it counts a hit.
+Looks all blocks up in one call, and compares token ids before it counts a hit. A second call is made only for a run of
+a chunk that was stored with another block size than was guessed (`runs`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from cacheblend.core.plan.blocks import BlockEntry, BlockSource
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 from cacheblend.core.plan.prompt import Prompt, Segment
+from cacheblend.core.plan.runs import guessed_size, held_size
 
 AnchorRule = Literal["none", "bos", "system"]
 
@@ -97,17 +99,16 @@ class Planner:
         return Planner(root, anchor, block_size, codec, exact)
 
     def plan(self, prompt: Prompt, source: BlockSource) -> BlendPlan:
-        """Looks every block up once and decides each row's source.
+        """Looks all blocks up and decides each row's source.
 
-        A hit counts only if the token ids stored with the block equal the prompt's.
+        A hit counts only if the token ids stored with the block equal the prompt's. `source.find` is called once; twice
+        if a run's chunk was stored with another block size than its length suggests.
         """
         prompt = cut_bos(prompt, self.anchor.bos_id)
         anchor_segments = self.anchor.segments(prompt)
         anchor_name = self.chain_of(anchor_segments)
         anchor_ids = join_ids(anchor_segments)
-        blocks = self._blocks(prompt, anchor_name, len(anchor_ids), source)
-        wanted = list({name: None for span, _, chain in blocks for name in (chain, span.name)})
-        entries = dict(zip(wanted, source.find(wanted), strict=True))
+        blocks, entries = self._look_up(prompt, anchor_name, len(anchor_ids), source)
 
         spans, in_prefix, above = [], True, self._prompts_root
         for span, tokens, chain in blocks:
@@ -135,15 +136,34 @@ class Planner:
             name = ([name, *chain_names(name, split_blocks(tokens, self.block_size))])[-1]
         return name
 
-    def _blocks(
+    def _look_up(
         self, prompt: Prompt, anchor_name: BlockName, anchor_length: int, source: BlockSource
-    ) -> list[tuple[Span, TokenIds, BlockName]]:
-        """Every block's span as if nothing were stored, its tokens, and its name in the prompt's own chain."""
+    ) -> tuple[list["_Placed"], dict[BlockName, BlockEntry | None]]:
+        """The prompt's blocks (see `_blocks`), and the entries of all their names."""
+        runs = {s.found_in.chunk_id: s.found_in for s in prompt.segments if s.found_in is not None}
+        sizes = {chunk_id: guessed_size(chunk, self.block_size) for chunk_id, chunk in runs.items()}
+        blocks = self._blocks(prompt, anchor_name, anchor_length, sizes)
+        # All blocks of a run's chunk, also those beside the run: any of them tells the block size.
+        beside = dict.fromkeys(name for chunk in runs.values() for name in chunk.block_names)
+        wanted = list(_names(blocks) | beside)
+        entries = dict(zip(wanted, source.find(wanted), strict=True))
+
+        held = {chunk_id: held_size(chunk, entries) or sizes[chunk_id] for chunk_id, chunk in runs.items()}
+        if held != sizes:
+            blocks = self._blocks(prompt, anchor_name, anchor_length, held)
+            missing = [name for name in _names(blocks) if name not in entries]
+            entries.update(zip(missing, source.find(missing) if missing else (), strict=True))
+        return blocks, entries
+
+    def _blocks(
+        self, prompt: Prompt, anchor_name: BlockName, anchor_length: int, sizes: Mapping[BlockName, int]
+    ) -> list["_Placed"]:
+        """Every block's span as if nothing were stored; `sizes`: block sizes of the runs' chunks, by id."""
         first_chunk = next((i for i, s in enumerate(prompt.segments) if s.is_chunk), 0)
         blocks, position, chain = [], 0, self._prompts_root
         for index, segment in enumerate(prompt.segments):
             offset, parent = 0, anchor_name
-            for piece in self._pieces(segment, anchor_length, position, source):
+            for piece in self._pieces(segment, anchor_length, position, sizes):
                 tokens = piece.token_ids
                 above, chain = chain, block_name(chain, tokens)
                 if piece.name is not None:
@@ -162,11 +182,13 @@ class Planner:
                     chunk_offset=offset,
                     record_start=piece.record_start,
                 )
-                blocks.append((span, tokens, chain))
+                blocks.append(_Placed(span, tokens, chain))
                 parent, offset, position = name, offset + len(tokens), position + len(tokens)
         return blocks
 
-    def _pieces(self, segment: Segment, anchor_length: int, position: int, source: BlockSource) -> Iterator["_Piece"]:
+    def _pieces(
+        self, segment: Segment, anchor_length: int, position: int, sizes: Mapping[BlockName, int]
+    ) -> Iterator["_Piece"]:
         """A segment cut into blocks; a run of a stored chunk is cut where that chunk's blocks end."""
         chunk = segment.found_in
         if chunk is None:
@@ -175,16 +197,23 @@ class Planner:
                 yield _Piece(tokens, start)
                 start += len(tokens)
             return
-        held = [len(entry.token_ids) for entry in source.find(chunk.block_names) if entry is not None]
-        size = max(held, default=self.block_size)  # the last block may be shorter
+        size = sizes[chunk.chunk_id]
         stop = segment.offset + len(segment)
         for number, name in enumerate(chunk.block_names):
             first, last = max(segment.offset, number * size), min(stop, (number + 1) * size)
             if number == len(chunk.block_names) - 1:
-                last = stop  # also where no block is held, so that the size is a guess
+                last = stop  # also where no size fits
             if first < last:
                 stored_start = len(chunk.anchor_ids) + first
                 yield _Piece(chunk.token_ids[first:last], stored_start, name, first - number * size)
+
+
+class _Placed(NamedTuple):
+    """A block of the prompt: its span, its tokens, and its name in the prompt's own chain."""
+
+    span: Span
+    token_ids: TokenIds
+    chain: BlockName
 
 
 class _Piece(NamedTuple):
@@ -194,6 +223,11 @@ class _Piece(NamedTuple):
     stored_start: int
     name: BlockName | None = None
     record_start: int = 0
+
+
+def _names(blocks: Sequence[_Placed]) -> dict[BlockName, None]:
+    """Both names of each block, each once, in order."""
+    return dict.fromkeys(name for block in blocks for name in (block.chain, block.span.name))
 
 
 def _holds(entry: BlockEntry | None, tokens: TokenIds) -> bool:

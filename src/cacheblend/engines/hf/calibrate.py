@@ -10,7 +10,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.cost_model import controller_of
 from cacheblend.engines.hf.engine import BlendEngine
-from cacheblend.store.speed import measure, tiers_of
+from cacheblend.store.speed import measure, named_tiers
 
 LENGTHS = (256, 1024, 4096)
 _CHUNK = 256
@@ -41,10 +41,8 @@ def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: 
         prefills.append((tokens, _seconds(engine, prompt, rounds)))
     cost_model = CostModel(tuple(prefills))
     tiers: dict[str, TierSpeed] = {}
-    for store in tiers_of(engine.store):
-        tier, speed = measure(store, engine.stored_layout, rounds=rounds)
-        if tier not in tiers or speed.bytes_per_s < tiers[tier].bytes_per_s:  # of two disks, the slower one counts
-            tiers[tier] = speed
+    for name, store in named_tiers(engine.store).items():
+        _, tiers[name] = measure(store, engine.stored_layout, rounds=rounds)
     return replace(cost_model, tiers=tiers, overhead=_overhead(engine, cost_model, rng, fitting[-1], rounds))
 
 

@@ -138,6 +138,8 @@ def controller_for(config: BlendConfig, fingerprint: str, stored: KVLayout, devi
 
 def plan_in_mode(plan: BlendPlan, mode: Mode) -> BlendPlan:
     """The plan without the blocks that the mode does not use."""
-    unused = {"full": (Source.PREFIX, Source.LOADED), "prefix": (Source.LOADED,)}.get(mode, ())
-    names = frozenset(span.name for span in plan.spans if span.source in unused)
-    return plan.leaving_out(names) if names else plan
+    if mode == "prefix":
+        return plan.exact_only()
+    if mode == "full":
+        return plan.leaving_out(frozenset(s.name for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)))
+    return plan

@@ -1,86 +1,112 @@
 """The scheduler's queue of missed chunks: waits for their request's first token, bounds and deduplicates them.
 
-    add_missed -> waiting (until the request has a token, or ended) -> take: sent to the workers -> finish: listed
+    add_missed -> waiting (until the request has a token, or ended) -> take: sent to the workers -> finish
 
-Knows requests by their id and number of tokens. Does not know plans, nor how the workers compute chunks.
+Only so many tokens are with the workers at a time, since each holds its KV until it is stored. Knows requests by their
+id and number of tokens. Does not know plans or the store, nor how the workers compute chunks.
 """
 
+import time
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from cacheblend.core.errors import StoreError
-from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.load.capture import manifest_of
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.planner import Planner
-from cacheblend.engines.keeper import ChunkKeeper
+from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
+
+_REMEMBERED = 1024  # finished chunks that requests which missed them meanwhile do not queue again
 
 
 class CaptureQueue:
     """Missed chunks of one engine, from the request that missed them until the workers have stored them.
 
     Args:
-        keeper: tells which chunks the store holds.
-        planner: names chunks.
         limit: chunks that may be queued or computed at once; more are dropped and counted.
+        most_tokens: of anchors and chunks that the workers have at once; a longer chunk is dropped and counted. 0:
+            unbounded.
         counts: gets the dropped chunks.
     """
 
-    def __init__(self, keeper: ChunkKeeper, planner: Planner, limit: int, counts: Counts) -> None:
-        self._keeper, self._planner, self._limit, self._counts = keeper, planner, limit, counts
-        self._waiting: dict[str, tuple[Any, Sequence[ChunkJob]]] = {}
-        self._queued: list[ChunkJob] = []
-        self._unfinished: dict[BlockName, ChunkManifest] = {}  # queued and sent, in the order of sending
-        self._sent = self._finished = 0
+    def __init__(self, limit: int, most_tokens: int, counts: Counts) -> None:
+        self._limit, self._most_tokens, self._counts = limit, most_tokens, counts
+        self._waiting: dict[str, tuple[Any, Sequence[CaptureJob], float]] = {}
+        self._queued: deque[tuple[BlockName, CaptureJob]] = deque()
+        self._sent: OrderedDict[BlockName, CaptureJob] = OrderedDict()  # with the workers, in the order of sending
+        self._sent_tokens = self._finished = 0
+        self._unfinished: set[BlockName] = set()  # queued and sent
+        self._finished_at: OrderedDict[BlockName, float] = OrderedDict()
 
     @property
     def is_busy(self) -> bool:
         """Chunks are queued, or the workers compute some."""
-        return self._sent > self._finished or bool(self._queued)
+        return bool(self._sent or self._queued)
 
-    def add_missed(self, request: Any, jobs: Sequence[ChunkJob]) -> None:
-        """Chunks to be captured once vLLM's request has its first token, so that they do not delay it."""
-        self._waiting[request.request_id] = (request, jobs)
+    def add_missed(self, request: Any, jobs: Sequence[CaptureJob], missed_at: float) -> None:
+        """Chunks to be captured once vLLM's request has its first token, so that they do not delay it.
+
+        Args:
+            request: vLLM's.
+            jobs: the chunks.
+            missed_at: when the store was asked for them, by `time.monotonic`.
+        """
+        self._waiting[request.request_id] = (request, jobs, missed_at)
 
     def end_request(self, request_id: str) -> None:
         """Queues what a request that ended has missed."""
-        _, jobs = self._waiting.pop(request_id, (None, ()))
-        self._add(jobs)
+        _, jobs, missed_at = self._waiting.pop(request_id, (None, (), 0.0))
+        for job in jobs:
+            self._add(job, missed_at)
 
-    def take(self) -> list[ChunkJob]:
+    def take(self) -> list[CaptureJob]:
         """Chunks to be sent to the workers in this step."""
-        started = [name for name, (request, _) in self._waiting.items() if request.num_output_tokens > 0]
+        started = [name for name, (request, *_) in self._waiting.items() if request.num_output_tokens > 0]
         for request_id in started:
             self.end_request(request_id)
-        jobs, self._queued = self._queued, []
-        self._sent += len(jobs)
+        jobs = []
+        while self._queued and self._has_capacity(self._queued[0][1]):
+            chunk_id, job = self._queued.popleft()
+            self._sent[chunk_id] = job
+            self._sent_tokens += len(job.chunk)
+            jobs.append(job)
         return jobs
 
-    def finish(self, finished: int) -> list[ChunkManifest]:
-        """Takes the workers' count of chunks that need no more work; returns those of the new ones that are stored.
+    def finish(self, finished: int) -> list[CaptureJob]:
+        """Takes the workers' count of chunks that need no more work; returns the new ones, stored or not.
 
         Args:
             finished: since the start, in the order of sending.
         """
-        done = list(self._unfinished)[: finished - self._finished]
-        found = [self._unfinished.pop(chunk_id) for chunk_id in done]
+        found = []
+        for _ in range(finished - self._finished):
+            chunk_id, job = self._sent.popitem(last=False)
+            self._sent_tokens -= len(job.chunk)
+            self._unfinished.discard(chunk_id)
+            self._finished_at[chunk_id] = time.monotonic()
+            found.append(job)
         self._finished = max(self._finished, finished)
-        return [manifest for manifest in found if self._is_held(manifest)]
+        while len(self._finished_at) > _REMEMBERED:
+            self._finished_at.popitem(last=False)
+        return found
 
-    def _add(self, jobs: Sequence[ChunkJob]) -> None:
-        for job in jobs:
-            manifest = manifest_of(job, self._planner, "")
-            if manifest.chunk_id in self._unfinished or self._is_held(manifest):
-                continue
-            if len(self._unfinished) >= self._limit:
-                self._counts.add_fallback("capture queue full")
-                continue
-            self._unfinished[manifest.chunk_id] = manifest
-            self._queued.append(job)
+    def clear(self) -> None:
+        """Drops what has not been sent to the workers."""
+        self._unfinished.difference_update(chunk_id for chunk_id, _ in self._queued)
+        self._waiting.clear()
+        self._queued.clear()
 
-    def _is_held(self, manifest: ChunkManifest) -> bool:
-        try:
-            return self._keeper.is_held(manifest)
-        except (StoreError, OSError):
-            return True  # nothing can be stored there now
+    def _has_capacity(self, job: CaptureJob) -> bool:
+        return not self._most_tokens or self._sent_tokens + len(job.chunk) <= self._most_tokens
+
+    def _add(self, job: CaptureJob, missed_at: float) -> None:
+        chunk_id = manifest_of(job.chunk, job.planner, "").chunk_id
+        if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:
+            return  # another request missed it as well
+        if self._most_tokens and len(job.chunk) > self._most_tokens:
+            self._counts.add_fallback("capture too large")
+        elif len(self._unfinished) >= self._limit:
+            self._counts.add_fallback("capture queue full")
+        else:
+            self._unfinished.add(chunk_id)
+            self._queued.append((chunk_id, job))

@@ -7,52 +7,37 @@
 Knows token ids. Does not know vLLM.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import TokenIds, as_token_ids
+from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan.matching import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
-
-KEY = "cacheblend"
-"""The key of this project's object in a request's `kv_transfer_params`."""
 
 Span = tuple[int, int]
 """[start, stop) of a prompt's tokens."""
 
 
-def request_spans(params: Mapping[str, Any] | None, tokens: int) -> list[Span] | None:
-    """The spans that a client names: ``{"cacheblend": {"chunks": [[start, stop], ...]}}``.
+def read_spans(given: Any, tokens: int) -> list[Span]:
+    """The spans that a client names: ``[[start, stop], ...]``.
 
     Args:
-        params: the request's `kv_transfer_params`.
-        tokens: the length of its prompt.
+        given: what the client sent.
+        tokens: the length of the prompt.
 
     Returns:
-        Spans in ascending order, without overlap; None if the client names none.
+        Spans in ascending order, without overlap.
 
     Raises:
-        InvalidInputError: the parameters have another form, or a span is wrong; the message names it.
+        InvalidInputError: another form, or a span is wrong; the message names it.
     """
-    if params is not None and not isinstance(params, Mapping):
-        raise InvalidInputError(f"kv_transfer_params must be an object, got {params!r}")
-    mine = (params or {}).get(KEY)
-    if mine is None:
-        return None
-    if not isinstance(mine, Mapping):
-        raise InvalidInputError(f'kv_transfer_params["{KEY}"] must be an object, got {mine!r}')
-    unknown = sorted(set(mine) - {"chunks"})
-    if unknown:
-        raise InvalidInputError(f'kv_transfer_params["{KEY}"] has the unknown key {unknown[0]!r}; it has chunks')
-    if "chunks" not in mine:
-        return None
-    if not isinstance(mine["chunks"], list | tuple):
-        raise InvalidInputError(f"chunks must be a list of [start, stop], got {mine['chunks']!r}")
-    spans = [_span(each, number, tokens) for number, each in enumerate(mine["chunks"])]
+    if not isinstance(given, list | tuple):
+        raise InvalidInputError(f"chunks must be a list of [start, stop], got {given!r}")
+    spans = [_span(each, number, tokens) for number, each in enumerate(given)]
     for first, second in pairwise(spans):
         if second[0] < first[1]:
             raise InvalidInputError(
@@ -99,28 +84,16 @@ def with_matches(token_ids: TokenIds, index: ChunkIndex) -> Prompt:
     return Prompt.of([*segments, text(token_ids[at:])])
 
 
-def find_chunks(
-    token_ids: Sequence[int],
-    params: Mapping[str, Any] | None = None,
-    *,
-    chunk_end_token_id: int | None = None,
-    index: ChunkIndex | None = None,
-) -> Prompt:
-    """A request's prompt, cut into chunks and text.
+def named_chunks(
+    token_ids: TokenIds, spans: Sequence[Span] | None = None, chunk_end_token_id: int | None = None
+) -> Prompt | None:
+    """The prompt cut by the first two ways; None where neither applies, and contents decide.
 
     Args:
-        token_ids: of the prompt.
-        params: the request's `kv_transfer_params`.
+        token_ids: of the prompt, at least one.
+        spans: that the client names; None: it names none.
         chunk_end_token_id: see `ConnectorConfig`.
-        index: the store's chunks; None: contents are not matched.
-
-    Raises:
-        InvalidInputError: the client's spans are wrong, or the prompt is empty.
     """
-    ids = as_token_ids(token_ids)
-    spans = request_spans(params, len(ids))
     if spans is None and chunk_end_token_id is not None:
-        spans = ended_spans(ids, chunk_end_token_id) or None
-    if spans is not None:
-        return with_spans(ids, spans)
-    return Prompt.of([text(ids)]) if index is None else with_matches(ids, index)
+        spans = ended_spans(token_ids, chunk_end_token_id) or None
+    return None if spans is None else with_spans(token_ids, spans)

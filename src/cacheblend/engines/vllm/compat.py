@@ -1,17 +1,12 @@
-"""Every use of vLLM's internals, in one place; no other module but `compat_ranks` imports them.
+"""Every use of vLLM's internals, but for the loaded model's (`compat_model`) and the ranks' (`compat_ranks`).
 
-`versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
+No other module imports them. `versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
 """
 
 import hashlib
-import importlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -24,11 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.forward_context import ForwardContext, override_forward_context
 
-from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.layers.attention import AttentionSpec
-from cacheblend.core.load.rope import KeyRotation
+from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
 
 __all__ = [
     "ARCHITECTURES",
@@ -51,134 +43,8 @@ ARCHITECTURES = (
 )
 """Architectures that can be blended: decoders whose layers are called with (positions, hidden, residual)."""
 
-# ---- the model ----------------------------------------------------------------------------------------------
-
-_loaded: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-def recording(architecture: str) -> type[nn.Module]:
-    """vLLM's class of that name, which also remembers its instances: vLLM does not pass a connector the model."""
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
-
-    module, name = _TEXT_GENERATION_MODELS[architecture]
-    base = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
-
-    def remember(self: nn.Module, *, vllm_config: VllmConfig, prefix: str = "", **options: Any) -> None:
-        base.__init__(self, vllm_config=vllm_config, prefix=prefix, **options)
-        _loaded.add(self)
-
-    made: type[nn.Module] = type(architecture, (base,), {"__init__": remember, "__module__": base.__module__})
-    return made
-
-
-def attention_layers(config: VllmConfig) -> dict[str, Any]:
-    """vLLM's attention modules by name, in the order of the layers."""
-    context = config.compilation_config.static_forward_context
-    return {name: layer for name, layer in context.items() if hasattr(layer, "impl") and hasattr(layer, "kv_cache")}
-
-
-def model_of(attention: nn.Module) -> nn.Module:
-    """The loaded model that holds this attention module.
-
-    Raises:
-        ModelNotBlendableError: it was not loaded through this package's plug-in.
-    """
-    for model in list(_loaded):
-        if any(module is attention for module in model.modules()):
-            return model
-    raise ModelNotBlendableError(
-        f"this model is not among the blendable architectures ({', '.join(ARCHITECTURES)}), or vLLM did not load the "
-        "plug-in 'cacheblend' (is VLLM_PLUGINS set, and does it leave it out?)"
-    )
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers, in order."""
-    inner: Any = model.model
-    return list(inner.layers)[inner.start_layer : inner.end_layer]
-
-
-def embed(model: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
-    """[n, width] input of the first layer."""
-    named: Any = getattr(model, "embed_input_ids", None) or model.get_input_embeddings
-    hidden: torch.Tensor = named(token_ids)
-    return hidden
-
-
-def attention_spec(layer: Any) -> AttentionSpec:
-    """Scaling, window, cap and sinks of an attention module.
-
-    Raises:
-        ModelNotBlendableError: its attention has features that blending does not support.
-    """
-    impl = layer.impl
-    if getattr(impl, "alibi_slopes", None) is not None:
-        raise ModelNotBlendableError(f"{layer.layer_name} attends with ALiBi slopes, which blending does not support")
-    return AttentionSpec(
-        scaling=float(impl.scale),
-        window=getattr(layer, "sliding_window", None),
-        softcap=getattr(impl, "logits_soft_cap", None) or None,
-        sinks=getattr(impl, "sinks", None),
-    )
-
-
-def candidate_rotations(layers: Sequence[nn.Module]) -> list[KeyRotation]:
-    """Rotations that may apply to the layers' keys, as their rotary modules compute them; the caller tests them."""
-    found: list[KeyRotation] = []
-    for rotary in {id(m): m for layer in layers for m in layer.modules() if hasattr(m, "cos_sin_cache")}.values():
-        module: Any = rotary
-        for argument, divisor in ((module.base, 1.0), *_scalings(module)):
-            try:
-                frequencies = module._compute_inv_freq(argument).detach().cpu().double() / divisor
-            except (AttributeError, TypeError, ValueError):
-                continue
-            found.append(KeyRotation(frequencies, "half" if module.is_neox_style else "interleaved"))
-    return found
-
-
-def _scalings(rotary: Any) -> Iterator[tuple[float, float]]:
-    """(argument of `_compute_inv_freq`, divisor) of scaled rotations: YaRN takes the factor, linear scaling divides."""
-    factors = [getattr(rotary, "scaling_factor", None), *getattr(rotary, "scaling_factors", [])]
-    for factor in factors:
-        if isinstance(factor, int | float):
-            yield float(factor), 1.0
-            yield rotary.base, float(factor)
-
-
-class AttentionShim:
-    """Replaces an attention module in vLLM's look-up, and passes its queries, keys and values to `answer`."""
-
-    def __init__(self, real: Any) -> None:
-        self.kv_cache, self.layer_name = real.kv_cache, real.layer_name
-        self.impl = self
-        self.answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-
-    def do_kv_cache_update(self, *_: Any) -> None:
-        """Does nothing: the blended prefill writes fresh KV itself."""
-
-    def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
-    ) -> torch.Tensor:
-        """Attention of [n, heads, head_dim] each; writes to `output` as vLLM's implementations do."""
-        if self.answer is None:
-            raise RuntimeError(f"{self.layer_name} was called outside of a layer runner")
-        output: torch.Tensor = options["output"]
-        output.copy_(self.answer(query, key, value).view_as(output))
-        return output
-
-
-@contextmanager
-def shimmed(config: VllmConfig, shims: Mapping[str, AttentionShim]) -> Iterator[None]:
-    """Inside, vLLM's layers use these shims for their attention, and run without torch.compile."""
-    layers = {**config.compilation_config.static_forward_context, **shims}
-    context = ForwardContext(
-        no_compile_layers=layers,
-        attn_metadata=dict.fromkeys(layers),
-        slot_mapping={},
-        skip_compiled=True,
-    )
-    with override_forward_context(context):
-        yield
+EVENT_MEDIUM = "CACHEBLEND"
+"""The medium of the events about chunks in the store."""
 
 
 def connector_of_worker() -> Any:
@@ -250,37 +116,105 @@ def attend_paged(
 # ---- requests -----------------------------------------------------------------------------------------------
 
 
-def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> None:
-    """Renames a request's blocks from `first_token` on, so that no plain request finds them.
+def unsuited(request: Any) -> str:
+    """Why vLLM must compute a request: ids do not determine its KV, or it needs all rows' outputs; empty: suited."""
+    sampling = request.sampling_params
+    reasons = {
+        "prompt embeddings": getattr(request, "prompt_embeds", None) is not None,
+        "prompt too short": not request.prompt_token_ids or len(request.prompt_token_ids) < 2,
+        "pooling": sampling is None,
+        "prompt log-probabilities": sampling is not None and sampling.prompt_logprobs is not None,
+        "image": bool(getattr(request, "mm_features", None)),
+        "LoRA": request.lora_request is not None,
+        "asked not to read caches": bool(getattr(request, "skip_reading_prefix_cache", False)),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
-    Blocks that lie wholly in front of that token keep their names, and are shared with plain requests.
+
+def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> int:
+    """Renames a request's blocks from that of `first_token` on, so that no plain request finds them.
+
+    Returns:
+        Leading tokens whose blocks keep their names, and are shared with plain requests.
     """
     hashes = request.block_hashes
     kept = first_token // block_size
     if kept < len(hashes) == request.num_tokens // block_size:
         plain = hashes[kept]
         del hashes[kept:]
-        hashes.append(type(plain)(hashlib.sha256(salt + bytes(plain)).digest()[: len(plain)]))
+        hashes.append(_salted(plain, salt))
     else:  # that block is not full yet, or a hash covers another span than a block: salt all of them
+        kept = 0
         request.cache_salt = f"{request.cache_salt or ''}{salt.hex()}"
         hashes.clear()
     request.update_block_hashes()
+    return kept * block_size
+
+
+def holds_salted(pool: Any, request: Any, first_token: int, block_size: int, salt: bytes) -> bool:
+    """Whether vLLM's prefix cache holds the first block that `salt_from` would rename."""
+    kept = first_token // block_size
+    if pool is None or not kept < len(request.block_hashes) == request.num_tokens // block_size:
+        return False
+    return bool(pool.get_cached_block(_salted(request.block_hashes[kept], salt), [0]))
+
+
+def _salted(name: bytes, salt: bytes) -> bytes:
+    return type(name)(hashlib.sha256(salt + bytes(name)).digest()[: len(name)])
 
 
 def cached_tokens(pool: Any, request: Any, block_size: int) -> int:
     """Leading tokens of a request's prompt that vLLM's own prefix cache holds.
+
+    vLLM computes at least the last token, so that a block which holds it does not count.
 
     Args:
         pool: vLLM's block pool; None: not known, and counted as empty.
         request: vLLM's.
         block_size: of the paged cache.
     """
+    most = (request.num_tokens - 1) // block_size
     blocks = 0
-    for name in request.block_hashes if pool is not None else ():
+    for name in request.block_hashes[:most] if pool is not None else ():
         if not pool.get_cached_block(name, [0]):
             break
         blocks += 1
     return blocks * block_size
+
+
+def stored_event(chunk: ChunkManifest, block_size: int) -> Any:
+    """vLLM's event that a chunk's blocks are in the store; their names are the store's."""
+    from vllm.distributed.kv_events import BlockStored
+
+    return BlockStored(
+        block_hashes=list(chunk.block_names),
+        parent_block_hash=None,
+        token_ids=chunk.token_ids.tolist(),
+        block_size=block_size,
+        lora_id=None,
+        medium=EVENT_MEDIUM,
+        lora_name=None,
+    )
+
+
+def removed_event(chunk: ChunkManifest) -> Any:
+    """vLLM's event that a chunk was taken off the store's list."""
+    from vllm.distributed.kv_events import BlockRemoved
+
+    return BlockRemoved(block_hashes=list(chunk.block_names), medium=EVENT_MEDIUM)
+
+
+def kv_layout(config: VllmConfig, codec: str = "raw") -> KVLayout:
+    """The layout of the model's KV cache, of all heads."""
+    model = config.model_config
+    shape = LayerShape(int(model.get_total_num_kv_heads()), int(model.get_head_size()))
+    return KVLayout((shape,) * int(model.get_num_layers(config.parallel_config)), model.dtype, codec)
+
+
+def publishes_events(config: VllmConfig) -> bool:
+    """Whether the engine publishes events of its KV cache."""
+    events = config.kv_events_config
+    return bool(events is not None and events.enable_kv_cache_events)
 
 
 # ---- tensor parallelism -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.matching import SHORTEST
 
-_NOT_HERE = ("tile_rows", "read_ahead", "capture_batch_tokens", "cost_model")
+_NOT_HERE = ("tile_rows", "read_ahead", "capture_batch_tokens")
 """Fields of `BlendConfig` that users do not set here: the connector takes vLLM's own limits."""
 
 _UCM_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
@@ -35,8 +35,12 @@ class ConnectorConfig:
         min_reused_share: a prompt of which a smaller share is stored is left to vLLM, whose own prefill is faster then.
         budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: as many as a
             full step of the scheduler, `max_num_batched_tokens` rows through all layers.
+        lookup_timeout_s: a request whose chunks the store has not looked up after so many seconds is left to vLLM.
+        capture_bytes: KV of chunks that are being captured and not stored yet, at most.
         refresh_s: seconds after which the store's list of chunks is read again, since others may write to it; 0: for
             each request, which waits for it.
+        controller: leave out stored blocks that take longer to load than to compute, and recompute more where loading
+            takes longer anyway, by the times observed (and by `cost_model`, to begin with); false: load all.
         allow_untested_version: start on a version of vLLM that was not tested (`versions.TESTED`), with a warning.
     """
 
@@ -47,7 +51,10 @@ class ConnectorConfig:
     min_match_tokens: int = 64
     min_reused_share: float = 0.25
     budget_row_layers: int | None = None
+    lookup_timeout_s: float = 1.0
+    capture_bytes: int = 2 << 30
     refresh_s: float = 5.0
+    controller: bool = True
     allow_untested_version: bool = False
 
     @property
@@ -60,21 +67,29 @@ class ConnectorConfig:
             raise InvalidInputError(
                 'anchor "system": chunks are found by content, whatever the system prompt; use "bos" or "none"'
             )
-        whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1}
+        whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1, "capture_bytes": 1}
         for name, least in whole.items():
             value = getattr(self, name)
-            if value is None and name != "min_match_tokens":
+            if value is None and name in ("chunk_end_token_id", "budget_row_layers"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
         share = self.min_reused_share
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
             raise InvalidInputError(f"min_reused_share must be in 0..1, got {share!r}")
-        for name in ("match_content", "allow_untested_version"):
+        for name in ("match_content", "controller", "allow_untested_version"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        cost_model = self.blend.cost_model
+        if cost_model is not None and not isinstance(cost_model, str):
+            raise InvalidInputError(f"cost_model must be a file's path, got {cost_model!r}")
+        if cost_model is not None and not self.controller:
+            raise InvalidInputError(f"cost_model {cost_model!r} is for the controller, and controller is false")
         if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s < 0:
             raise InvalidInputError(f"refresh_s must be a number of seconds, 0 or more, got {self.refresh_s!r}")
+        timeout = self.lookup_timeout_s
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or timeout <= 0:
+            raise InvalidInputError(f"lookup_timeout_s must be a number of seconds above 0, got {timeout!r}")
         if not isinstance(self.store, str) or not self.store:
             raise InvalidInputError(f'store must be a URL such as "file:///var/cache/cacheblend", got {self.store!r}')
 

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import InvalidInputError
@@ -9,11 +10,13 @@ from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.tokens import find_sentence_end_ids
 from cacheblend.engines.vllm import compat, versions
 from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.controlling import LoadControl, open_load_control
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.scheduling import Scheduling
+from cacheblend.engines.vllm.tenants import TenantPlanners
 from cacheblend.engines.vllm.worker import Worker
 from cacheblend.store import KVStore, open_store
 
@@ -48,11 +51,21 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         self._block_size = int(vllm_config.cache_config.block_size)
         self._store = shared_store(self._config.store, vllm_config)
         self._kv_caches = kv_cache_config
+        self._publishes_events = compat.publishes_events(vllm_config)
         self._scheduling: Scheduling | None = None
         self._worker: Worker | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
+            # What cannot be blended is computed; vLLM reads this after it has made the connector, and would fail it.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduling = Scheduling(
-                self._config, self._settings.config, self._selector, self._planner, self._store, self._block_size
+                self._config,
+                self._settings,
+                TenantPlanners(self.identity, self._settings.config),
+                self._store,
+                self._block_size,
+                control=self._open_control() if self._config.controller else None,
+                bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
+                keeps_events=self._publishes_events,
             )
 
     def _check(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> None:
@@ -64,6 +77,16 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
         if refused:
             raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
+
+    def _open_control(self) -> LoadControl:
+        config, layout = self._settings.config, compat.kv_layout(self._vllm_config, self._settings.config.codec)
+        return open_load_control(
+            config,
+            fingerprint=self.identity.fingerprint,
+            device=str(self._vllm_config.device_config.device_type),
+            layers=len(layout.layers),
+            bytes_per_token=layout.block_bytes(config.block_size) / config.block_size,
+        )
 
     def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
         """The tokens that end a sentence, for a selector that asks the question; else None."""
@@ -96,20 +119,29 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         return self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `Scheduling.finished`; vLLM may free the request's blocks at once."""
-        self._scheduler.finished(request)
-        return False, None
+        """See `Scheduling.finished`; vLLM may free the request's blocks at once, and adds the second to its answer."""
+        told = self._scheduler.finished(request)
+        return False, None if told is None else dict(told)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Receives what the workers finished."""
         self._scheduler.provided(connector_output.finished_recving or ())
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(report, StepReport):
-            self._scheduler.reported(report.captured)
+            self._scheduler.reported(report)
 
     def has_pending_push_work(self) -> bool:
         """Keeps vLLM stepping while chunks are captured, even when there are no requests."""
         return self._scheduling is not None and self._scheduling.is_capturing
+
+    def take_events(self) -> Iterable[Any]:
+        """See `Scheduling.take_events`."""
+        return self._scheduler.take_events() if self._publishes_events else ()
+
+    def reset_cache(self) -> bool:
+        """See `Scheduling.reset`; vLLM calls it when its weights have changed."""
+        self._scheduler.reset()
+        return True
 
     @property
     def _scheduler(self) -> Scheduling:

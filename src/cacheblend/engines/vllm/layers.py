@@ -47,8 +47,9 @@ class _ProjectedError(Exception):
 class VllmLayerRunner:
     """The layer runner of one prompt: row i is the token `token_ids[i]` at `positions[i]`.
 
-    vLLM's layers return two tensors, the last layer's output and the residual sum of all before it. The hidden state
-    here is the two concatenated, [n, 2 * width].
+    vLLM's layers pass on two tensors, a layer's output and the residual sum of all before it, since a kernel adds them
+    and normalises in one go. The hidden state here is their sum, half as large, which every layer takes as the first
+    one does: without a residual. In bf16 the norm then reads the rounded sum.
 
     Args:
         model: whose layers are run.
@@ -64,12 +65,11 @@ class VllmLayerRunner:
         return len(self.model.layers)
 
     def embed(self) -> torch.Tensor:
-        """[rows, 2 * width]; the residual sum starts as zeros."""
-        added = self.model.embed(self.token_ids)
-        return torch.cat([added, torch.zeros_like(added)], dim=1)
+        """[rows, width]."""
+        return self.model.embed(self.token_ids)
 
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [kv_heads, n, head_dim], by the layer's norm and projections only."""
+        """Keys and values [kv_heads, n, head_dim], by the layer's norm and projections; `hidden` stays as it is."""
 
         def stop(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             raise _ProjectedError(_heads_first(keys), _heads_first(values))
@@ -81,13 +81,14 @@ class VllmLayerRunner:
         raise RuntimeError(f"layer {layer} finished without attention")
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The layer's output [n, 2 * width]."""
+        """The layer's output [n, width], written over `hidden` where vLLM's kernels work in place."""
         spec = self.model.specs[layer]
 
         def answer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             return attend(_heads_first(query), _heads_first(keys), _heads_first(values), spec)
 
-        return self._run(layer, hidden, rows, answer)
+        out, residual = self._run(layer, hidden, rows, answer)
+        return residual.add_(out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Empty: vLLM computes the prompt's last token itself."""
@@ -99,12 +100,10 @@ class VllmLayerRunner:
         hidden: torch.Tensor,
         rows: torch.Tensor,
         answer: AttentionAnswer,
-    ) -> torch.Tensor:
-        # Copies, since vLLM's kernels may write to their inputs.
-        added, total = (part.clone(memory_format=torch.contiguous_format) for part in hidden.chunk(2, dim=1))
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with self.model.answering(layer, answer):
-            out = self.model.layers[layer](self.positions[rows], added, total if layer else None)
-        return torch.cat(out, dim=1)
+            out: tuple[torch.Tensor, torch.Tensor] = self.model.layers[layer](self.positions[rows], hidden, None)
+        return out
 
 
 def join(calls: Sequence[LayerRows]) -> VllmLayerRunner:

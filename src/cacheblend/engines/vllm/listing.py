@@ -1,89 +1,166 @@
-"""Keeps an index of chunks up to date with a store that others may write to; reads the store's list in a thread."""
+"""The chunks that a store lists, by tenant and content, kept up to date with a store that others write to.
+
+    refresh (scheduler)   starts a reading in a thread when one is due; never waits
+    update (a look-up)    waits until the list has been read
+    match                 the stored chunks in a prompt of one root
+
+A reading changes a copy of the index, which then replaces the old one, so that `match` never waits for a reading. Knows
+stores and manifests. Does not know requests.
+"""
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.naming import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.engines.vllm.chunks import with_matches
 from cacheblend.store import KVStore
+
+MOST_INDEXES = 256
+"""Tenants whose chunks are indexed at a time; the index of another one is made again when it is needed."""
 
 logger = logging.getLogger("cacheblend.vllm")
 
 
 @dataclass
-class _Changes:
-    """What changed between two readings of the list."""
+class ListChanges:
+    """Chunks that were listed and taken off since they were last asked for."""
 
     added: list[ChunkManifest] = field(default_factory=list)
-    removed: set[BlockName] = field(default_factory=set)
+    removed: list[ChunkManifest] = field(default_factory=list)
 
 
 class ChunkListing:
-    """Copies a store's list of chunks to an index.
+    """An index of a store's chunks for each root. May be used from any thread.
 
     Args:
         store: its list is read.
-        index: is updated, only by the thread that calls `refresh`.
-        is_wanted: whether prompts of this engine can use a chunk.
-        refresh_s: the list is read again after so many seconds; 0: at each call, which then waits for it.
+        anchor_ids: chunks with another anchor are of no use and left out.
+        min_tokens: shorter runs are not matched.
+        refresh_s: the list is read again after so many seconds; 0: for each request, which waits for it.
+        keeps_changes: `take_changes` will be called.
     """
 
     def __init__(
-        self, store: KVStore, index: ChunkIndex, is_wanted: Callable[[ChunkManifest], bool], refresh_s: float
+        self,
+        store: KVStore,
+        anchor_ids: TokenIds,
+        min_tokens: int,
+        refresh_s: float,
+        *,
+        keeps_changes: bool = False,
     ) -> None:
-        self._store, self._index, self._is_wanted, self._refresh_s = store, index, is_wanted, refresh_s
-        self._listed: set[BlockName] = set()
+        self._store, self._anchor, self._min_tokens = store, anchor_ids.tolist(), min_tokens
+        self._refresh_s, self._keeps_changes = refresh_s, keeps_changes
+        self._listed: dict[BlockName, ChunkManifest] = {}
+        self._indexes: OrderedDict[BlockName, ChunkIndex] = OrderedDict()
+        self._changes = ListChanges()
         self._stamp: Hashable | None = None
+        self._is_read = False
+        self._lock = threading.RLock()  # of everything above; held for changes, never while the store is asked
+        self._pool = DaemonPool(1, "cacheblend-listing")
+        self._reading: Future[None] | None = None
         self._read_at = float("-inf")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-listing")
-        self._reading: Future[_Changes] | None = None
-        self._is_first = True
         if refresh_s:
             self._start_reading()
 
-    def refresh(self) -> None:
-        """Applies the last reading to the index, and starts a new one if it is due.
-
-        Waits for the reading the first time only (and always, if `refresh_s` is 0): a long list takes seconds to read.
-
-        Raises:
-            StoreError: the list cannot be read, and this call waits for it. Otherwise the error is logged and
-                the index stays as it is.
-        """
-        waits = self._is_first or self._refresh_s == 0
+    def refresh(self) -> bool:
+        """Starts a reading if one is due. True: the list is as new as it has to be; False: `update` first."""
+        if self._refresh_s == 0:
+            return False
+        if self._reading is not None and self._reading.done():
+            reading, self._reading = self._reading, None
+            if reading.exception() is not None:
+                logger.warning("the store's list of chunks cannot be read: %s", reading.exception())
         if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
             self._start_reading()
-        if self._reading is None or not (waits or self._reading.done()):
-            return
-        reading, self._reading = self._reading, None
-        try:
-            changes = reading.result()
-        except Exception as error:
-            if waits:
-                raise
-            logger.warning("the store's list of chunks cannot be read: %s", error)
-            return
-        self._is_first = False
-        self._index.remove(changes.removed)
-        self._index.add(changes.added)
+        return self._is_read
+
+    def update(self) -> None:
+        """Returns when the list has been read: at least once, or after this call if `refresh_s` is 0.
+
+        Raises:
+            StoreError: the list cannot be read.
+        """
+        reading = self._reading
+        if self._refresh_s and reading is not None:
+            reading.result()
+        elif self._refresh_s == 0 or not self._is_read:
+            self._read()
+
+    def match(self, root: BlockName, token_ids: TokenIds) -> Prompt:
+        """A prompt cut at the chunks of this root that it contains."""
+        return with_matches(token_ids, self._index(root))
+
+    def has_index(self, root: BlockName) -> bool:
+        """`match` need not make an index first."""
+        return root in self._indexes
+
+    def add(self, chunks: Sequence[ChunkManifest]) -> None:
+        """Adds chunks that were stored here, before the store's list is read again."""
+        with self._lock:
+            new = [chunk for chunk in chunks if chunk.chunk_id not in self._listed and self._is_wanted(chunk)]
+            self._listed |= {chunk.chunk_id: chunk for chunk in new}
+            self._apply(ListChanges(added=new))
+
+    def take_changes(self) -> ListChanges:
+        """What was listed and taken off since the last call; nothing unless `keeps_changes`."""
+        with self._lock:
+            changes, self._changes = self._changes, ListChanges()
+            return changes
 
     def close(self) -> None:
-        """Waits for a reading that has started."""
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        """Waits for nothing."""
+        self._pool.close()
 
     def _start_reading(self) -> None:
         self._read_at = time.monotonic()
-        self._reading = self._reader.submit(self._read)
+        self._reading = self._pool.submit(self._read)
 
-    def _read(self) -> _Changes:
+    def _read(self) -> None:
         stamp = self._store.listing_stamp()
-        if stamp is not None and stamp == self._stamp:
-            return _Changes()
-        wanted = {m.chunk_id: m for m in self._store.manifests() if self._is_wanted(m)}
-        changes = _Changes([m for name, m in wanted.items() if name not in self._listed], self._listed - set(wanted))
-        self._listed, self._stamp = set(wanted), stamp
-        return changes
+        if stamp is None or stamp != self._stamp:
+            before = set(self._listed)  # a chunk added meanwhile may be missing in what is read
+            found = {m.chunk_id: m for m in self._store.manifests() if self._is_wanted(m)}
+            with self._lock:
+                added = [chunk for name, chunk in found.items() if name not in self._listed]
+                removed = [chunk for name, chunk in self._listed.items() if name in before and name not in found]
+                for chunk in removed:
+                    del self._listed[chunk.chunk_id]
+                self._listed |= {chunk.chunk_id: chunk for chunk in added}
+                self._apply(ListChanges(added, removed))
+                self._stamp = stamp
+        self._is_read = True
+
+    def _is_wanted(self, chunk: ChunkManifest) -> bool:
+        return bool(chunk.anchor_ids.tolist() == self._anchor)
+
+    def _apply(self, changes: ListChanges) -> None:
+        for root in {chunk.root for chunk in (*changes.added, *changes.removed)} & self._indexes.keys():
+            index = self._indexes[root].copy()
+            index.remove(chunk.chunk_id for chunk in changes.removed if chunk.root == root)
+            index.add(chunk for chunk in changes.added if chunk.root == root)
+            self._indexes[root] = index
+        if self._keeps_changes:
+            self._changes.added += changes.added
+            self._changes.removed += changes.removed
+
+    def _index(self, root: BlockName) -> ChunkIndex:
+        index = self._indexes.get(root)
+        if index is not None:
+            return index
+        with self._lock:
+            index = ChunkIndex(self._min_tokens)
+            index.add(chunk for chunk in self._listed.values() if chunk.root == root)
+            self._indexes[root] = index
+            while len(self._indexes) > MOST_INDEXES:
+                self._indexes.popitem(last=False)
+            return index

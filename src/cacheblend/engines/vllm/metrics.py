@@ -9,7 +9,7 @@ from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
 from cacheblend.engines.vllm.jobs import BlendOutcome
 
-HIT_TOKENS, FALLBACKS = "hit_tokens", "fallbacks"
+HIT_TOKENS, FALLBACKS, NOT_BLENDED = "hit_tokens", "fallbacks", "not_blended"
 
 
 class Counts:
@@ -33,6 +33,10 @@ class Counts:
     def add_fallback(self, reason: str) -> None:
         """Counts stored KV that was computed instead of reused, or not stored."""
         self.add_by(FALLBACKS, reason, 1)
+
+    def add_not_blended(self, reason: str) -> None:
+        """Counts a request that vLLM computed."""
+        self.add_by(NOT_BLENDED, reason, 1)
 
     def add_blend(self, outcome: BlendOutcome, result: PrefillResult) -> None:
         """Counts a prompt that was provided."""
@@ -102,6 +106,7 @@ _PLAIN = {
 }
 _LABELLED = {
     HIT_TOKENS: ("source", "Tokens of blended prompts whose KV was reused."),
+    NOT_BLENDED: ("reason", "Requests that vLLM computed, by why they were not blended."),
     FALLBACKS: ("reason", "Times that stored KV could not be reused or missed chunks could not be stored."),
 }
 

@@ -13,7 +13,7 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.layers.attention import attend_rows
 from cacheblend.core.load.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
-from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm import compat, compat_model
 from cacheblend.engines.vllm.layers import AttentionAnswer, VllmLayerRunner
 
 _PROBE_ROWS, _PROBE_SHIFT = 8, 37
@@ -33,17 +33,17 @@ class BlendModel:
 
     def __init__(self, config: compat.VllmConfig) -> None:
         self._config = config
-        self.attention = list(compat.attention_layers(config).values())
-        model = compat.model_of(self.attention[0])
+        self.attention = list(compat_model.attention_layers(config).values())
+        model = compat_model.model_of(self.attention[0])
         self._model = model
-        self.layers = compat.decoder_layers(model)
+        self.layers = compat_model.decoder_layers(model)
         if len(self.layers) != len(self.attention):
             raise ModelNotBlendableError(
                 f"{type(model).__name__} has {len(self.layers)} decoder layers and {len(self.attention)} attention "
                 "modules; blending needs one attention module in each layer"
             )
-        self._shims = {layer.layer_name: compat.AttentionShim(layer) for layer in self.attention}
-        self.specs = [compat.attention_spec(layer) for layer in self.attention]
+        self._shims = {layer.layer_name: compat_model.AttentionShim(layer) for layer in self.attention}
+        self.specs = [compat_model.attention_spec(layer) for layer in self.attention]
         self.device = next(model.parameters()).device
         self.dtype = config.model_config.dtype
         shapes = [LayerShape(int(layer.num_kv_heads), int(layer.head_size)) for layer in self.attention]
@@ -58,7 +58,7 @@ class BlendModel:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n, width] input of the first layer."""
-        return compat.embed(self._model, token_ids)
+        return compat_model.embed(self._model, token_ids)
 
     @contextmanager
     def answering(self, layer: int, answer: AttentionAnswer) -> Iterator[None]:
@@ -66,7 +66,7 @@ class BlendModel:
         shim = self._shims[self.attention[layer].layer_name]
         shim.answer = answer
         try:
-            with compat.shimmed(self._config, self._shims):
+            with compat_model.shimmed(self._config, self._shims):
                 yield
         finally:
             shim.answer = None
@@ -81,24 +81,31 @@ class BlendModel:
     # ---- checks -----------------------------------------------------------------------------------------
 
     def _check_layers(self) -> None:
-        """Checks that layers run one by one have the same keys as in the model's own forward."""
+        """Checks that each layer, called by itself with its input of the model's own forward, has the same keys and the
+        same output, but for rounding."""
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
         positions = torch.arange(_PROBE_ROWS, device=self.device)
-        plain = self._plain_keys(ids, positions)
-        runner, rows = VllmLayerRunner(self, ids, positions), torch.arange(_PROBE_ROWS, device=self.device)
-        hidden = runner.embed()
-        for layer in range(len(self.layers)):
-            keys, _ = runner.project(layer, hidden, rows)
-            if not torch.allclose(keys.float(), plain[layer].float(), rtol=1e-3, atol=_TOLERANCE[self.dtype]):
-                raise ModelNotBlendableError(
-                    f"layer {layer} of {type(self._model).__name__}, called by itself, computes other keys than in the "
-                    "model's own forward"
-                )
-            hidden = runner.run(layer, hidden, rows, lambda q, k, v, spec: attend_rows(q, k, v, positions, spec))
+        inputs, plain = self._own_forward(ids, positions)
+        runner = VllmLayerRunner(self, ids, positions)
+        inputs[0] = runner.embed()
+        for layer, hidden in enumerate(inputs):
+            keys, _ = runner.project(layer, hidden, positions)
+            self._check_same(layer, "keys", keys, plain[layer])
+            if layer + 1 < len(inputs):
+                out = runner.run(layer, hidden, positions, lambda q, k, v, spec: attend_rows(q, k, v, positions, spec))
+                self._check_same(layer, "hidden states", out, inputs[layer + 1])
 
-    def _plain_keys(self, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
-        """[kv_heads, n, head_dim] of each layer in the model's own forward."""
+    def _check_same(self, layer: int, what: str, alone: torch.Tensor, plain: torch.Tensor) -> None:
+        error = (alone.float() - plain.float()).norm()
+        if not error <= _TOLERANCE[self.dtype] * plain.float().norm():
+            raise ModelNotBlendableError(
+                f"layer {layer} of {type(self._model).__name__}, called by itself, computes other {what} than in the "
+                "model's own forward"
+            )
+
+    def _own_forward(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """In the model's own forward: each layer's input [n, width], and its keys [kv_heads, n, head_dim]."""
         seen: list[torch.Tensor] = []
 
         def answer_of(index: int) -> AttentionAnswer:
@@ -112,17 +119,17 @@ class BlendModel:
         for index, layer in enumerate(self.attention):
             self._shims[layer.layer_name].answer = answer_of(index)
         try:
-            with compat.shimmed(self._config, self._shims):
+            with compat_model.shimmed(self._config, self._shims), compat_model.recording_inputs(self.layers) as inputs:
                 model: Any = self._model
                 model(ids, positions, None, None)
         finally:
             for shim in self._shims.values():
                 shim.answer = None
-        return seen
+        return inputs, seen
 
     def _find_rotations(self) -> list[KeyRotation | None]:
         """The rotation of each layer's keys, found by shifting positions and trying the model's own frequencies."""
-        candidates = compat.candidate_rotations(self.layers)
+        candidates = compat_model.candidate_rotations(self.layers)
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
         rows = torch.arange(_PROBE_ROWS, device=self.device)

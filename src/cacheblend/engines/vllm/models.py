@@ -6,7 +6,8 @@ from typing import Any
 
 @cache
 def __getattr__(name: str) -> Any:
-    from cacheblend.engines.vllm.compat import ARCHITECTURES, recording
+    from cacheblend.engines.vllm.compat import ARCHITECTURES
+    from cacheblend.engines.vllm.compat_model import recording
 
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

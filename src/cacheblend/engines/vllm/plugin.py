@@ -2,7 +2,7 @@
 
 
 def register() -> None:
-    """Registers classes that are vLLM's own and also remember the loaded model (`compat.recording`). Idempotent."""
+    """Registers classes that are vLLM's own and also remember the loaded model. Idempotent."""
     from vllm import ModelRegistry
 
     from cacheblend.engines.vllm.compat import ARCHITECTURES

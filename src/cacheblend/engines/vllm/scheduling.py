@@ -1,81 +1,53 @@
 """The scheduler side: finds a request's chunks, plans it, claims its tokens, and makes jobs for the workers.
 
-    on_new      ids -> prompt -> plan; if blended, its blocks get names that plain requests do not find
-    claim       all tokens but the last, if the store holds some beyond those that vLLM has cached
+    on_new      ids and options -> a look-up in a thread: chunks, plan, what to load
+    claim       the look-up is over: blended blocks get names that plain requests do not find;
+                all tokens but the last, if the store holds some beyond those that vLLM has cached.
+                "Ask again" while the look-up goes on, or while another request makes the same blocks
     allocated   -> a job for the workers; missed chunks -> the capture queue
-    finished    -> a job that is not complete is dropped
+    finished    -> a job that is not complete is dropped; the client is told what became of its request
 
-vLLM itself computes the last token, and a request that has nothing to load.
+vLLM itself computes the last token, and a request that has nothing to load. No step waits for the store. An error in
+one request disables blending for this request only.
 """
 
-import hashlib
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, StoreError
-from cacheblend.core.load.capture import ChunkJob
-from cacheblend.core.naming import join_ids
-from cacheblend.core.plan.matching import ChunkIndex
-from cacheblend.core.plan.plan import BlendPlan, Source
-from cacheblend.core.plan.planner import Planner
-from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
-from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.keeper import ChunkKeeper
+from cacheblend.core.naming import as_token_ids
+from cacheblend.engines.settings import Settings
 from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.block_names import ComingBlocks, rename_blocks
 from cacheblend.engines.vllm.capture_queue import CaptureQueue
-from cacheblend.engines.vllm.chunks import find_chunks
 from cacheblend.engines.vllm.config import ConnectorConfig
-from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, StepJobs
-from cacheblend.engines.vllm.listing import ChunkListing
+from cacheblend.engines.vllm.controlling import LoadControl
+from cacheblend.engines.vllm.finding import ChunkFinder
+from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
+from cacheblend.engines.vllm.lookups import LookUp
 from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.options import read_options
+from cacheblend.engines.vllm.tenants import TenantPlanners
+from cacheblend.engines.vllm.tracking import (
+    HELD_BY_VLLM,
+    LITTLE_STORED,
+    NOTHING_STORED,
+    RESET,
+    SHARED,
+    SLOW_STORE,
+    SLOWER_TO_LOAD,
+    Tracked,
+)
 from cacheblend.store import KVStore
 
 MOST_OUTSTANDING = 8
 """Requests that hold blocks while the workers fill them: more would take memory without being faster."""
 
-VERSION = 1
-"""Of the KV in blended blocks, part of their names: another version must not find them."""
+IDLE_WAIT_S = 0.002
+"""How long a step without work waits for a look-up to end."""
 
 logger = logging.getLogger("cacheblend.vllm")
-
-
-@dataclass
-class _Known:
-    """A request that has chunks.
-
-    Attributes:
-        plan: of its prompt without the last token.
-        missed: chunks that the store lacks, to be captured after the request.
-        is_plain: vLLM computes it, whatever is held; its blocks have plain names, so blended KV must not be written to
-            them.
-        tried: how often it had been preempted when its prompt was last given to the workers; -1: never given.
-    """
-
-    plan: BlendPlan
-    missed: list[ChunkJob] = field(default_factory=list)
-    is_plain: bool = False
-    tried: int = -1
-
-    @property
-    def held(self) -> int:
-        """Tokens up to and including the last one that the store holds; 0: none."""
-        return max((span.stop for span in self.plan.spans if span.source in _HELD), default=0)
-
-    @property
-    def is_blended(self) -> bool:
-        """Some loaded KV is not exact in this prompt."""
-        return any(span.source is Source.LOADED for span in self.plan.spans)
-
-    def reused_share(self, start: int) -> float:
-        """The share of the tokens from `start` on that the store holds."""
-        held = sum(max(0, span.stop - max(span.start, start)) for span in self.plan.spans if span.source in _HELD)
-        return held / max(1, len(self.plan) - start)
-
-
-_HELD = (Source.PREFIX, Source.LOADED)
 
 
 class Scheduling:
@@ -83,33 +55,38 @@ class Scheduling:
 
     Args:
         config: the connector's.
-        blend: how prompts are blended.
-        selector: which loaded rows are recomputed; part of the blended blocks' names.
-        planner: plans prompts.
+        settings: how prompts are blended.
+        planners: of the engine's tenants.
         store: where chunks are found.
         block_size: of the paged cache, in tokens.
+        control: decides what is loaded; None: all that is stored.
+        bytes_per_token: of a chunk's KV while it is captured.
+        keeps_events: `take_events` will be called.
     """
 
     def __init__(
         self,
         config: ConnectorConfig,
-        blend: BlendConfig,
-        selector: Selector,
-        planner: Planner,
+        settings: Settings,
+        planners: TenantPlanners,
         store: KVStore,
         block_size: int,
+        *,
+        control: LoadControl | None = None,
+        bytes_per_token: int = 0,
+        keeps_events: bool = False,
     ) -> None:
-        self._config, self._blend, self._planner, self._selector = config, blend, planner, selector
-        self._store, self._block_size = store, block_size
-        described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}"
-        self._salt = hashlib.sha256(described.encode()).digest()
-        self._index = ChunkIndex(config.min_match_tokens) if config.match_content else None
-        self._listing = self._open_listing(config.refresh_s)
-        self._known: dict[str, _Known] = {}
+        self._config, self._settings, self._planners = config, settings, planners
+        self._block_size, self._control = block_size, control
+        self._finder = ChunkFinder(config, settings, planners, store, control, keeps_events=keeps_events)
+        self._requests: dict[str, Tracked] = {}
         self._outstanding: set[str] = set()
+        self._coming = ComingBlocks()
         self._jobs = StepJobs()
         self.counts = Counts()
-        self._captures = CaptureQueue(ChunkKeeper(store), planner, blend.capture_queue, self.counts)
+        self._captures = CaptureQueue(
+            settings.config.capture_queue, config.capture_bytes // max(1, bytes_per_token), self.counts
+        )
         self.pool: Any = None
         """vLLM's block pool; None until the connector is given it."""
 
@@ -118,143 +95,195 @@ class Scheduling:
         """Chunks are being computed for the store, or queued for that."""
         return self._captures.is_busy
 
+    # ---- a request comes --------------------------------------------------------------------------------
+
     def on_new(self, request: Any) -> None:
-        """A request came. Wrong spans, or a store that fails, disable blending for this request only."""
-        if not self._is_blendable(request):
+        """A request came: starts its look-up. Raises nothing."""
+        tracked = self._requests[request.request_id] = Tracked()
+        reason = compat.unsuited(request)
+        if reason:
+            tracked.leave(reason)
             return
-        known = self._find(request)
-        if known is None:
+        self._guarded(request, tracked, self._start)
+
+    def _start(self, request: Any, tracked: Tracked) -> None:
+        tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids))
+        if tracked.options.mode == "full":
+            tracked.leave("mode full")
             return
-        cached = compat.cached_tokens(self.pool, request, self._block_size)
-        known.is_plain = cached >= known.held or known.reused_share(0) < self._config.min_reused_share
-        self._known[request.request_id] = known
-        if known.is_blended and not known.is_plain:
-            first = next(span.start for span in known.plan.spans if span.source in (Source.LOADED, Source.MISS))
-            compat.salt_from(request, first, self._block_size, self._salt)
+        started = self._finder.start(as_token_ids(request.prompt_token_ids), tracked.options, request.cache_salt)
+        if isinstance(started, LookUp):
+            tracked.lookup = started
+            return
+        if started == SLOW_STORE:
+            self.counts.add_fallback(SLOW_STORE)
+        tracked.leave(started)
+
+    # ---- vLLM schedules it ------------------------------------------------------------------------------
 
     def claim(self, request: Any, num_computed_tokens: int) -> int | None:
         """How many tokens after those that vLLM has cached the workers will provide; None: ask again later."""
-        known = self._known.get(request.request_id)
-        if known is None or known.is_plain or known.tried == request.num_preemptions:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
             return 0
-        share = known.reused_share(num_computed_tokens)
-        if num_computed_tokens >= known.held or share < self._config.min_reused_share:
-            return 0  # the rest is plain text or missed: vLLM prefills it itself
-        if len(self._outstanding) >= MOST_OUTSTANDING:
+        if tracked.lookup is not None:
+            if not tracked.lookup.is_over:
+                return None
+            self._guarded(request, tracked, self._settle)
+            if tracked.found and compat.cached_tokens(self.pool, request, self._block_size) > num_computed_tokens:
+                return None  # under its blocks' new names vLLM holds more
+        if tracked.found is None or tracked.tried == request.num_preemptions:
+            return 0
+        if tracked.waits_for is not None and tracked.waits_for in self._coming:
             return None
-        return len(known.plan) - num_computed_tokens
+        claimed = self._claimed(tracked, num_computed_tokens)
+        if not claimed:
+            return 0
+        tracked.waits_for = self._leader(request, claimed, num_computed_tokens)
+        if tracked.waits_for is not None or len(self._outstanding) >= MOST_OUTSTANDING:
+            return None
+        return claimed
+
+    def _settle(self, request: Any, tracked: Tracked) -> None:
+        """The look-up is over: decides whether the request is blended, and renames its blocks if so."""
+        assert tracked.lookup is not None
+        lookup, tracked.lookup = tracked.lookup, None
+        found = lookup.result()
+        if found is None:
+            tracked.leave(NOTHING_STORED)
+            return
+        tracked.missed = (found.missed, found.missed_at)
+        cached = compat.cached_tokens(self.pool, request, self._block_size)
+        if not found.held:
+            tracked.leave(SLOWER_TO_LOAD if found.is_slow else NOTHING_STORED)
+        elif cached and found.held - cached < self._block_size:  # vLLM computes less than a block as fast, and exactly
+            tracked.leave(HELD_BY_VLLM)
+        elif found.reused_share(0) < self._config.min_reused_share:
+            tracked.leave(LITTLE_STORED)
+        else:
+            tracked.found = found
+            if found.is_blended:
+                tracked.plain_tokens = rename_blocks(request, found.plan, found.salt, self.pool, self._block_size)
+
+    def _claimed(self, tracked: Tracked, start: int) -> int:
+        """The tokens after the first `start` that the workers provide; 0: vLLM computes the rest."""
+        found = tracked.found
+        assert found is not None
+        claimed = len(found.plan) - start
+        tracked.held_by_vllm = start
+        held_blended = found.is_blended and start > tracked.plain_tokens
+        is_tail = held_blended and claimed < self._block_size
+        if start >= found.held or is_tail or not tracked.may_be_provided_from(start):
+            tracked.reason = SHARED if held_blended else HELD_BY_VLLM
+            return 0
+        if found.reused_share(start) < self._config.min_reused_share:
+            tracked.reason = SHARED if held_blended else LITTLE_STORED
+            return 0  # the rest is plain text or missed
+        return claimed
+
+    def _leader(self, request: Any, claimed: int, start: int) -> str | None:
+        """The request that makes most of the blocks which this one needs, and which it then shares."""
+        fewest = max(1, claimed // self._block_size // 2)
+        return self._coming.leader(request.block_hashes, start // self._block_size, fewest)
 
     def allocated(self, request: Any, block_ids: list[int], claimed: int) -> None:
-        """A request got its blocks: for the first time, or after a preemption."""
-        known = self._known.get(request.request_id)
-        if known is None:
+        """A request got its blocks: for the first time, after a preemption, or when its prompt has been provided."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
             return
-        if claimed:
-            known.tried = request.num_preemptions
+        if claimed and tracked.found is not None:
+            plan, selector = tracked.found.plan, tracked.found.selector
+            tracked.tried, tracked.outcome, tracked.reason = request.num_preemptions, None, ""
             self._outstanding.add(request.request_id)
-            local = len(known.plan) - claimed
-            self._jobs.blend.append(BlendJob(request.request_id, known.plan, self._selector, local, block_ids))
-        if known.missed:
-            self._captures.add_missed(request, known.missed)
-            known.missed = []
-
-    def provided(self, request_ids: Iterable[str]) -> None:
-        """The workers have provided these requests' prompts."""
-        self._outstanding.difference_update(request_ids)
+            self._coming.add(request.request_id, list(request.block_hashes[: len(plan) // self._block_size]))
+            self._jobs.blend.append(BlendJob(request.request_id, plan, selector, len(plan) - claimed, block_ids))
+        else:
+            self._coming.remove(request.request_id)  # vLLM has cached its blocks before
+        if tracked.missed:
+            self._captures.add_missed(request, *tracked.missed)
+            tracked.missed = None
 
     def take_jobs(self, *, is_idle: bool = False) -> StepJobs:
-        """New jobs since the last call; chunks are captured once their request has its first token."""
+        """New jobs since the last call; chunks are captured once their request has its first token.
+
+        Args:
+            is_idle: see `StepJobs`.
+        """
         jobs, self._jobs = self._jobs, StepJobs()
-        jobs.capture = [CaptureJob(job, self._planner) for job in self._captures.take()]
-        jobs.is_idle = is_idle
+        jobs.capture, jobs.is_idle = self._captures.take(), is_idle
+        if is_idle and not jobs.blend and not self._outstanding:
+            self._finder.wait(IDLE_WAIT_S)
         return jobs
 
-    def finished(self, request: Any) -> None:
-        """A request ended, or was aborted."""
-        self._known.pop(request.request_id, None)
+    # ---- the workers report -----------------------------------------------------------------------------
+
+    def provided(self, request_ids: Iterable[str]) -> None:
+        """The workers have provided these requests' prompts, or given them up."""
+        self._outstanding.difference_update(request_ids)
+
+    def reported(self, report: StepReport) -> None:
+        """Takes the outcomes of jobs, and adds chunks that were captured and stored to the list."""
+        for request_id, outcome in report.outcomes.items():
+            if outcome.failure:
+                self._coming.remove(request_id)
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.outcome = outcome
+                if self._control is not None and tracked.found is not None:
+                    self._control.learn(tracked.found.plan, outcome)
+        self._finder.list_captured(self._captures.finish(report.captured))
+
+    # ---- a request ends ---------------------------------------------------------------------------------
+
+    def finished(self, request: Any) -> Mapping[str, Any] | None:
+        """A request ended, or was aborted; returns what its client is told."""
+        tracked = self._requests.pop(request.request_id, None)
         if request.request_id in self._outstanding:
             self._jobs.dropped.append(request.request_id)
+        self._coming.remove(request.request_id)
         self._captures.end_request(request.request_id)
+        if tracked is None:
+            return None
+        if tracked.why_not:
+            self.counts.add_not_blended(tracked.why_not)
+        return tracked.answer()
+
+    def reset(self) -> None:
+        """The weights have changed: nothing that was stored, or is being computed, is used from now on."""
+        self._planners.renew()
+        self._captures.clear()
+        self._jobs.drops_captures = True
+        for tracked in self._requests.values():
+            if tracked.tried < 0:
+                tracked.leave(RESET)
+
+    def take_events(self) -> list[Any]:
+        """vLLM's events about chunks that the store has got or lost since the last call."""
+        changes, size = self._finder.take_changes(), self._settings.config.block_size
+        stored = [compat.stored_event(chunk, size) for chunk in changes.added]
+        return stored + [compat.removed_event(chunk) for chunk in changes.removed]
 
     def close(self) -> None:
-        """Ends the thread that reads the store's list."""
-        if self._listing is not None:
-            self._listing.close()
+        """Ends the threads; waits for nothing."""
+        self._finder.close()
 
-    def reported(self, captured: int) -> None:
-        """Takes the workers' count of captured chunks, and adds the stored ones to the index."""
-        stored = self._captures.finish(captured)
-        if self._index is not None and stored:
-            self._index.add(stored)
-
-    # ---- inside -----------------------------------------------------------------------------------------
-
-    def _is_blendable(self, request: Any) -> bool:
-        """False for a request that vLLM must compute: ids do not determine its KV, or it needs all rows' outputs."""
-        sampling = request.sampling_params
-        return bool(
-            request.prompt_token_ids
-            and len(request.prompt_token_ids) > 1
-            and sampling is not None
-            and sampling.prompt_logprobs is None
-            and not getattr(request, "mm_features", None)
-            and getattr(request, "prompt_embeds", None) is None
-            and request.lora_request is None
-            and not getattr(request, "skip_reading_prefix_cache", False)
-        )
-
-    def _find(self, request: Any) -> _Known | None:
-        """The plan of a request with chunks; None where vLLM computes it whole. Raises nothing: an error in one request
-        must not end the engine."""
+    def _guarded(self, request: Any, tracked: Tracked, what: Callable[[Any, Tracked], None]) -> None:
+        """Does something for a request; whatever fails disables blending for this request only."""
+        detail = ""
         try:
-            if self._listing is not None:
-                self._listing.refresh()
-            prompt = find_chunks(
-                request.prompt_token_ids,
-                request.kv_transfer_params,
-                chunk_end_token_id=self._config.chunk_end_token_id,
-                index=self._index,
-            )
-            return self._plan(prompt) if prompt.chunks else None
+            what(request, tracked)
+            return
         except InvalidInputError as error:
-            self.counts.add_fallback("bad spans")
+            reason, detail, label = "bad parameters", str(error), "bad spans"
             logger.warning("request %s is not blended: %s", request.request_id, error)
+        except TimeoutError:
+            reason = label = SLOW_STORE
+            logger.warning("request %s is not blended: the store did not answer in time", request.request_id)
         except (StoreError, OSError) as error:
-            self.counts.add_fallback("store")
+            reason, label = "store", "store"
             logger.warning("request %s is not blended: %s", request.request_id, error)
         except Exception as error:
-            self.counts.add_fallback(type(error).__name__)
+            reason = label = type(error).__name__
             logger.exception("request %s is not blended", request.request_id)
-        return None
-
-    def _plan(self, prompt: Prompt) -> _Known:
-        whole = self._planner.plan(_without_last(prompt), self._store)
-        anchor = tuple(self._planner.anchor.segments(whole.prompt))
-        missed = [ChunkJob(anchor, s.token_ids, s.label) for s in prompt.chunks if s.found_in is None]
-        if not self._blend.capture:
-            missed = []
-        return _Known(whole, missed)
-
-    def _open_listing(self, refresh_s: float) -> ChunkListing | None:
-        if self._index is None:
-            return None
-        root, anchor = self._planner.root, join_ids(self._planner.anchor.segments(None)).tolist()
-        return ChunkListing(
-            self._store, self._index, lambda m: m.root == root and m.anchor_ids.tolist() == anchor, refresh_s
-        )
-
-
-def _without_last(prompt: Prompt) -> Prompt:
-    """The prompt without its last token, which vLLM computes; a chunk stays a chunk unless it loses that token."""
-    *segments, last = prompt.segments
-    if len(last) > 1:
-        rest = last.token_ids[:-1]
-        segments.append(text(rest) if not last.is_chunk else _shorter(last))
-    return Prompt.of(segments)
-
-
-def _shorter(last: Segment) -> Segment:
-    """A chunk at the prompt's end, without its last token: a run of a stored chunk if it was found, else plain text."""
-    if last.found_in is not None:
-        return run_of(last.found_in, last.offset, len(last) - 1)
-    return text(last.token_ids[:-1])
+        self.counts.add_fallback(label)
+        tracked.leave(reason, detail)

@@ -87,7 +87,6 @@ def _open_engine(model: Path, store: str, settings: dict[str, Any], options: dic
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"store": store, "match_content": False, **settings},
         },
-        disable_hybrid_kv_cache_manager=True,
         **options,
     )
 

@@ -3,14 +3,48 @@
 Knows which member answers for a name; does not know how blocks are read or written.
 """
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest
 from cacheblend.store.base import Damage, KVStore, Progress
 
 T = TypeVar("T")
+
+
+class TierNames:
+    """Names that tell the tiers of several stores apart, where some of them are of one kind.
+
+    Args:
+        stores: fastest first.
+
+    Attributes:
+        all: of all stores, in order.
+    """
+
+    def __init__(self, stores: Sequence[KVStore]) -> None:
+        taken: dict[str, None] = {}
+        self._renamed: list[dict[str, str]] = []
+        for store in stores:
+            self._renamed.append({})
+            for name in store.tier_names:
+                kind = re.sub(r"-\d+$", "", name)
+                free = (name, *(f"{kind}-{number}" for number in range(2, len(taken) + 3)))
+                self._renamed[-1][name] = new = next(each for each in free if each not in taken)
+                taken[new] = None
+        self.all = tuple(taken)
+
+    def of(self, number: int, name: str) -> str:
+        """The name of a tier that store `number` itself calls `name`."""
+        return self._renamed[number].get(name, name)
+
+    def entry(self, number: int, entry: BlockEntry) -> BlockEntry:
+        """An entry of store `number`, with this name of its tier."""
+        name = self.of(number, entry.tier)
+        return entry if name == entry.tier else replace(entry, tier=name)
 
 
 class CombinedStore(KVStore):

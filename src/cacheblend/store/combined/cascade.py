@@ -21,7 +21,7 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry
 from cacheblend.store.base import LOGGER_NAME, FindCounter, KVStore, StoreStats, read_all_layers
-from cacheblend.store.combined.base import CombinedStore
+from cacheblend.store.combined.base import CombinedStore, TierNames
 from cacheblend.store.writer import WriteBehind
 
 _MAX_FOUND = 65_536  # blocks of which the store that holds them is remembered
@@ -50,6 +50,12 @@ class CascadeStore(CombinedStore):
         self._gathered: OrderedDict[BlockName, dict[int, torch.Tensor]] = OrderedDict()  # records by layer
         self._gathered_bytes = 0
         self._finds = FindCounter()
+        self._tiers = TierNames(self.members)
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return self._tiers.all
 
     def _ask(self, members: Sequence[KVStore], call: Callable[[KVStore], T]) -> list[T]:
         """The answers of the members that do not fail.
@@ -79,7 +85,7 @@ class CascadeStore(CombinedStore):
             wanted = [name for name in dict.fromkeys(names) if name not in found]
             for name, entry in zip(wanted, store.find(wanted) if wanted else [], strict=True):
                 if entry is not None:
-                    found[name] = (number, entry)
+                    found[name] = (number, self._tiers.entry(number, entry))
         with self._lock:
             for name, where in found.items():
                 self._found[name] = where
@@ -166,8 +172,12 @@ class CascadeStore(CombinedStore):
 
     def stats(self) -> StoreStats:
         """See `KVStore.stats`. State of the farthest store that answers; hits and misses of all together."""
-        parts = tuple(self._ask(self.members, lambda store: store.stats()))
+        parts = tuple(self._ask(self.members, self._stats_of))
         return replace(parts[-1], tier="tiered", hits=self._finds.hits, misses=self._finds.misses, tiers=parts)
+
+    def _stats_of(self, store: KVStore) -> StoreStats:
+        stats = store.stats()
+        return replace(stats, tier=self._tiers.of(self.members.index(store), stats.tier))
 
     def prune(self, max_bytes: int) -> int:
         """See `KVStore.prune`. Each store to `max_bytes`; the bytes freed in the farthest one that answers."""

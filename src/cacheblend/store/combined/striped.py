@@ -40,6 +40,11 @@ class StripedStore(CombinedStore):
         self._labels = [label.encode() for label in stores]
         self._pool = ThreadPoolExecutor(len(stores), thread_name_prefix="cacheblend-stripe")
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`. The first store's: all of them are read side by side, as one device."""
+        return self.members[0].tier_names[:1]
+
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """See `KVStore.held`."""
         return self._by_store(names, lambda store, own: store.held(own))

@@ -39,6 +39,11 @@ class ThrottledStore(MemoryStore):
         self.bytes_per_s, self.latency_s, self._tier = bytes_per_s, latency_s, tier
         self._device, self._free_at = threading.Lock(), 0.0
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return (self._tier,)
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`."""
         return [entry and replace(entry, tier=self._tier) for entry in super().find(names)]

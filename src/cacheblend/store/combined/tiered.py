@@ -16,7 +16,7 @@ from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry
 from cacheblend.store.base import FindCounter, KVStore, StoreStats, read_all_layers
 from cacheblend.store.checks import head_range
-from cacheblend.store.combined.base import CombinedStore
+from cacheblend.store.combined.base import CombinedStore, TierNames
 from cacheblend.store.memory import MemoryStore
 
 _MAX_ENTRIES = 16384  # found blocks whose records are kept in memory when they are read
@@ -28,8 +28,12 @@ class TieredStore(CombinedStore):
     The back holds everything. It decides whether a write succeeds, and which blocks are found, listed and pinned;
     while it does not answer, blocks in memory are found. The front is a cache of the back, evicted by recency alone.
     A whole record that is read from the back, after a `find` of its block, is kept in the front without a copy. A
-    block's layers gather there read by read; its tier is memory once its last layer is there. Reads of some heads are
-    not kept.
+    block's layers gather there read by read; its tier is memory once its last layer is there.
+
+    A tensor-parallel rank reads some heads (``slice(2, 4)``) and finds nothing: another process does. Such records are
+    kept, too, and answer reads of exactly these heads, as a whole record answers any. They do not change a block's
+    tier, which says where this process would read whole records from: the process that plans cannot know what the
+    ranks hold in theirs. There "disk" means: from the disk, or from memory where a rank has read it before.
 
     Args:
         front: memory; with a bound of 0 bytes it holds nothing and every read goes to the back.
@@ -43,6 +47,12 @@ class TieredStore(CombinedStore):
         self._lock = threading.Lock()
         self._entries: OrderedDict[BlockName, BlockEntry] = OrderedDict()
         self._finds = FindCounter()
+        self._tiers = TierNames((front, back))
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return self._tiers.all
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. An entry's tier says where a read would come from."""
@@ -65,30 +75,41 @@ class TieredStore(CombinedStore):
     def _with_tier(self, name: BlockName, far: BlockEntry) -> BlockEntry:
         """The entry, of tier memory if its last layer is there: some selectors never read the first ones."""
         near = self.front.peek(name, len(far.layout.layers) - 1) is not None
-        return replace(far, tier="memory") if near else far
+        return replace(far, tier="memory") if near else self._tiers.entry(1, far)
 
     def read_many(
         self, names: Sequence[BlockName], layer: int, heads: slice | None = None
     ) -> list[torch.Tensor | BlockLostError]:
         """See `KVStore.read_many`. Records that are not in memory are read from the back in one call."""
         found: dict[BlockName, torch.Tensor | BlockLostError] = {}
-        for name in names:
-            record = self.front.peek(name, layer)  # kept from here on: the front may evict it at any time
+        for name in dict.fromkeys(names):
+            record = self._near(name, layer, heads)  # kept from here on: the front may evict it at any time
             if record is not None:
-                found[name] = record if heads is None else record[slice(*head_range(heads, record.shape[0]))]
+                found[name] = record
         far = [name for name in dict.fromkeys(names) if name not in found]
         for name, read in zip(far, self.back.read_many(far, layer, heads), strict=True):
             found[name] = read
             if isinstance(read, torch.Tensor):
-                self._keep(name, layer, read)
+                self._keep(name, layer, heads, read)
         return [found[name] for name in names]
 
-    def _keep(self, name: BlockName, layer: int, record: torch.Tensor) -> None:
-        """Keeps a record in the front if it has all heads."""
+    def _near(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | None:
+        """The record in the front: a part of the whole one, or exactly these heads; None if it is not there."""
+        record = self.front.peek(name, layer)
+        if record is not None:
+            return record if heads is None else record[slice(*head_range(heads, record.shape[0]))]
+        named = _named(heads)
+        return None if named is None else self.front.peek_heads(name, layer, *named)
+
+    def _keep(self, name: BlockName, layer: int, heads: slice | None, record: torch.Tensor) -> None:
+        """Keeps a record in the front: as a whole one if it is known to have all heads, else as these heads."""
         with self._lock:
             entry = self._entries.get(name)
+        named = _named(heads)
         if entry is not None and record.shape[0] == entry.layout.layers[layer].kv_heads:
             self.front.offer(name, entry, layer, record)
+        elif named is not None and named[1] - named[0] == record.shape[0]:
+            self.front.offer_heads(name, layer, named[0], record)
 
     def promote(self, names: Sequence[BlockName]) -> None:
         """See `KVStore.promote`."""
@@ -121,3 +142,11 @@ class TieredStore(CombinedStore):
         """See `KVStore.close`. Closes both."""
         self.front.close()
         super().close()
+
+
+def _named(heads: slice | None) -> tuple[int, int] | None:
+    """The heads [start, stop) that a slice names whatever the number of heads; None for one that depends on it."""
+    if heads is None or heads.step not in (None, 1) or heads.stop is None:
+        return None
+    start = heads.start or 0
+    return (start, heads.stop) if 0 <= start < heads.stop else None

@@ -99,6 +99,11 @@ class DiskStore(KVStore):
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return ("disk",)
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. One stat for a known block; reads the header of others."""
         headers = self._files.find(names)

@@ -5,10 +5,11 @@ Headers are cached. Knows the bytes of blocks; does not know the bound, pins or 
 
 import contextlib
 import logging
+import math
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,21 +58,43 @@ class RemoteBlocks:
         Raises:
             StoreError: the place cannot be asked.
         """
-        with self._lock:
-            known = {name: self._known[name] for name in names if name in self._known}
+        known = self._cached(names)
         missing = list(dict.fromkeys(name for name in names if name not in known))
         if missing:
             with self._breaker.asking():
                 data = self._objects.headers(missing)
-            for name, header in zip(missing, data, strict=True):
-                decoded = None if header is None else self._decoded(name, header, found)
-                if decoded is not None:
-                    known[name] = decoded
-            with self._lock:
-                self._known.update(known)
-                while len(self._known) > _MAX_KNOWN:
-                    self._known.popitem(last=False)
+            known |= self._learnt(dict(zip(missing, data, strict=True)), found)
         return known
+
+    def look_up(self, names: Sequence[BlockName], since: float = -math.inf) -> dict[BlockName, BlockHeader]:
+        """Headers of the blocks that are held and were last used at `since` or later; marks them as used. One call.
+
+        Raises:
+            StoreError: the place cannot be asked.
+        """
+        names = list(dict.fromkeys(names))
+        known = self._cached(names)
+        with self._breaker.asking():
+            data = self._objects.look_up(names, set(names) - set(known), since) if names else []
+        held = dict(zip(names, data, strict=True))
+        learnt = self._learnt({name: header for name, header in held.items() if name not in known})
+        return {name: header for name, header in (known | learnt).items() if held[name] is not None}
+
+    def _cached(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
+        with self._lock:
+            return {name: self._known[name] for name in names if name in self._known}
+
+    def _learnt(
+        self, data: Mapping[BlockName, Bytes | None], found: list[Damage] | None = None
+    ) -> dict[BlockName, BlockHeader]:
+        """Decodes headers and caches them; damage is appended to `found`."""
+        decoded = {name: None if part is None else self._decoded(name, part, found) for name, part in data.items()}
+        learnt = {name: header for name, header in decoded.items() if header is not None}
+        with self._lock:
+            self._known.update(learnt)
+            while len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        return learnt
 
     def read(self, names: Sequence[BlockName], layer: int, heads: slice | None) -> list[torch.Tensor | BlockLostError]:
         """See `KVStore.read_many`. One call for all records."""

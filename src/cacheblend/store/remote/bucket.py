@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -88,34 +89,43 @@ class BucketObjects:
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
-    def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
-        """See `Objects`."""
-        found = self._each(names, lambda name: self._head(_block(name)))
+    def look_up(
+        self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
+    ) -> list[Bytes | None]:
+        """See `Objects`. A request for each block, at the same time; a second one where an unknown header is long."""
+
+        def ask(name: BlockName) -> tuple[float, Bytes] | None:
+            if name in unknown:
+                return self._begin(name)
+            meta = self._head(_block(name))
+            return None if meta is None else (meta["last_modified"].timestamp(), b"")
+
+        asked = self._each(names, ask)
         now = time.time()
+        found: list[Bytes | None] = [None] * len(names)
         with self._lock:
-            there = [
-                meta is not None and max(meta["last_modified"].timestamp(), self._used.get(name, 0.0)) >= since
-                for name, meta in zip(names, found, strict=True)
-            ]
-            for at, (name, held) in reversed(list(enumerate(zip(names, there, strict=True)))):
-                if held:
+            for at, (name, answer) in reversed(list(enumerate(zip(names, asked, strict=True)))):
+                if answer is not None and max(answer[0], self._used.get(name, 0.0)) >= since:
+                    found[at] = answer[1]
                     self._used[name] = now - at * _TICK_S
-        return there
+        return found
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
         """See `Objects`. A second request where the header is long."""
+        begun = self._each(names, self._begin)
+        return [None if begin is None else begin[1] for begin in begun]
 
-        def read(name: BlockName) -> Bytes | None:
-            first = self._range(_block(name), 0, _FIRST_READ)
-            if first is None:
-                return None
-            end = 8 + int.from_bytes(first[:8], "little")
-            if end <= len(first) or len(first) < _FIRST_READ or end > _LONGEST_HEADER:
-                return first[:end]  # complete, or damaged
-            rest = self._range(_block(name), len(first), end)
-            return None if rest is None else bytes(first) + bytes(rest)
-
-        return self._each(names, read)
+    def _begin(self, name: BlockName) -> tuple[float, Bytes] | None:
+        """When a block was written, and its header."""
+        begun = self._first_bytes(_block(name))
+        if begun is None:
+            return None
+        written, first = begun
+        end = 8 + int.from_bytes(first[:8], "little")
+        if end <= len(first) or len(first) < _FIRST_READ or end > _LONGEST_HEADER:
+            return written, first[:end]  # complete, or damaged
+        rest = self._range(_block(name), len(first), end)
+        return None if rest is None else (written, bytes(first) + bytes(rest))
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
         """See `Objects`."""
@@ -201,6 +211,20 @@ class BucketObjects:
 
     def _head(self, path: str) -> Any:
         return self._if_there(lambda: self._obstore.head(self._bucket, path))
+
+    def _first_bytes(self, path: str) -> tuple[float, memoryview] | None:
+        """When an object was written, and its first `_FIRST_READ` bytes or fewer; None where it is missing."""
+
+        def ask() -> tuple[float, memoryview]:
+            got = self._obstore.get(self._bucket, path, options={"range": (0, _FIRST_READ)})
+            return got.meta["last_modified"].timestamp(), memoryview(got.bytes())
+
+        try:
+            return self._if_there(ask)
+        except StoreUnreachableError as error:
+            if "416 Range Not Satisfiable" in str(error.__cause__):
+                return time.time(), memoryview(b"")  # an empty object: damaged
+            raise
 
     def _range(self, path: str, start: int, end: int) -> memoryview | None:
         """Bytes [start, end), fewer or none where the object ends earlier; None where it is missing."""

@@ -11,6 +11,7 @@ at the same time. Every call raises `StoreUnreachableError` where the other side
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
 from cacheblend.core.naming import BlockName
@@ -64,10 +65,16 @@ class Objects(Protocol):
         """The place's name for messages, without passwords."""
         ...
 
-    def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
-        """Whether each block is held and was last used at the time `since` (see `HeldBlock.used`) or later.
+    def look_up(
+        self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
+    ) -> list[Bytes | None]:
+        """Which blocks are held and were last used at the time `since` (see `HeldBlock.used`) or later, and headers.
 
         Marks those blocks as used now; of one call's blocks the first counts as used last.
+
+        Returns:
+            None where a block is not held, or was used before `since`; else its header if `unknown` has the name, and
+            no bytes if it has not.
         """
         ...
 

@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -71,25 +72,38 @@ class RedisObjects:
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
-    def use(self, names: Sequence[BlockName], since: float = -math.inf) -> list[bool]:
-        """See `Objects`. A server without memory left does not record the use, but still answers."""
-        now = time.time()
-        if since > -math.inf:
-            digits = [name.hex() for name in names]
-            times = self._together(lambda pipe: pipe.zmscore(self._key("used"), digits))[0] if names else []
-            fresh = {name for name, when in zip(names, times, strict=True) if when is not None and when >= since}
-        else:
-            fresh = set(names)
-        used = {name.hex(): now - at * _TICK_S for at, name in enumerate(dict.fromkeys(names)) if name in fresh}
+    def look_up(
+        self, names: Sequence[BlockName], unknown: AbstractSet[BlockName] = frozenset(), since: float = -math.inf
+    ) -> list[Bytes | None]:
+        """See `Objects`. One round trip; two with `since`, as only then some blocks must not be marked.
+
+        A server without memory left does not record the use, but still answers.
+        """
+        now, expires = time.time(), since > -math.inf
+        if not names:
+            return []
 
         def ask(pipe: Any) -> None:
             for name in names:
-                pipe.exists(self._piece(name, "h"))
-            if used:
-                pipe.zadd(self._key("used"), used, xx=True)
+                (pipe.get if name in unknown else pipe.exists)(self._piece(name, "h"))
+            if expires:
+                pipe.zmscore(self._key("used"), [name.hex() for name in names])
+            else:
+                mark(pipe, names)
 
-        there = self._together(ask, all_of=len(names))[: len(names)]
-        return [bool(held) and name in fresh for name, held in zip(names, there, strict=True)]
+        def mark(pipe: Any, used: Sequence[BlockName]) -> None:
+            times = {name.hex(): now - at * _TICK_S for at, name in enumerate(dict.fromkeys(used))}
+            pipe.zadd(self._key("used"), times, xx=True)
+
+        *there, last = self._together(ask, all_of=len(names) + expires)
+        found = [_header(answer) for answer in there]
+        if expires:
+            fresh = [when is not None and when >= since for when in last]
+            found = [header if is_fresh else None for header, is_fresh in zip(found, fresh, strict=True)]
+            used = [name for name, is_fresh in zip(names, fresh, strict=True) if is_fresh]
+            if used:
+                self._together(lambda pipe: mark(pipe, used), all_of=0)
+        return found
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
         """See `Objects`."""
@@ -269,6 +283,13 @@ class RedisObjects:
 
     def _piece(self, name: BlockName, piece: str) -> str:
         return f"{self._prefix}:{{{name.hex()}}}:{piece}"
+
+
+def _header(answer: bytes | int | None) -> Bytes | None:
+    """What `look_up` gives for an answer to EXISTS or GET."""
+    if isinstance(answer, int):
+        return b"" if answer else None
+    return answer
 
 
 def _name(digits: bytes) -> BlockName:

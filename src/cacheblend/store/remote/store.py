@@ -60,17 +60,20 @@ class RemoteStore(KVStore):
     # ---- blocks -----------------------------------------------------------------------------------------
 
     @property
+    def tier_names(self) -> tuple[str, ...]:
+        """See `KVStore.tier_names`."""
+        return (self._objects.tier,)
+
+    @property
     def is_reachable(self) -> bool:
         """See `KVStore.is_reachable`."""
         return not self._breaker.is_paused
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """See `KVStore.find`. One round trip for known blocks, two for others."""
+        """See `KVStore.find`. One round trip; with a time to live two, and more if pinned blocks have expired."""
         headers: dict[BlockName, BlockHeader] = {}
         try:
-            with self._breaker.asking():
-                held = self._mark_used(names)
-            headers = self._blocks.headers([name for name, there in zip(names, held, strict=True) if there])
+            headers = self._look_up(names)
         except StoreUnreachableError:
             pass  # the breaker has logged it
         except StoreError as error:
@@ -82,15 +85,16 @@ class RemoteStore(KVStore):
     def _entry(self, header: BlockHeader) -> BlockEntry:
         return replace(header.entry, tier=self._objects.tier)
 
-    def _mark_used(self, names: Sequence[BlockName]) -> list[bool]:
-        """Which blocks are held; marks them as used. An expired block is held only if it is pinned."""
+    def _look_up(self, names: Sequence[BlockName]) -> dict[BlockName, BlockHeader]:
+        """Headers of the blocks that are held; marks them as used. An expired block is held only if it is pinned."""
         since = self._expiry.since(time.time())
-        held = self._objects.use(names, since)
-        gone = [name for name, there in zip(names, held, strict=True) if not there]
-        if since == -math.inf or not gone or not (pinned := self._objects.pinned().intersection(gone)):
+        held = self._blocks.look_up(names, since)
+        gone = [name for name in names if name not in held]
+        if since == -math.inf or not gone:
             return held
-        kept = dict(zip(pinned, self._objects.use(list(pinned)), strict=True))
-        return [there or kept.get(name, False) for name, there in zip(names, held, strict=True)]
+        with self._breaker.asking():
+            pinned = self._objects.pinned().intersection(gone)
+        return held | self._blocks.look_up(list(pinned)) if pinned else held
 
     def read_many(
         self, names: Sequence[BlockName], layer: int, heads: slice | None = None
@@ -103,9 +107,9 @@ class RemoteStore(KVStore):
         self._require_writable()
         check_block(block)
         try:
+            if self._look_up([block.name]):
+                return False
             with self._breaker.asking():
-                if self._mark_used([block.name])[0]:
-                    return False
                 now = time.time()
                 if self._expiry.is_due(now):
                     self._capacity.expire(self._expiry.since(now))

@@ -1,0 +1,174 @@
+"""The loading controller of one engine: what is loaded, and how much is recomputed, by the times that it has observed.
+
+    look-up in a thread   plan ──> decide ──> plan without slow blocks, a higher ratio or none
+    workers' report       plan, outcome ──> learn
+
+The core's controller decides. It needs to know how long computing takes: from a cost model's file, from the workers'
+measurement at the start, or from the first outcome that tells its computing time. Before that everything stored is
+loaded. Tiers are learnt from what reading them took; one that nobody has read counts as fast as memory. A tier that was
+left out is read again some day, as its slowness is forgotten little by little.
+
+Knows plans, outcomes and seconds. Does not know vLLM, stores, or who asks.
+"""
+
+import math
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.cost.controller import Controller, Decision
+from cacheblend.core.cost.cost_model import CostModel
+from cacheblend.core.plan.blocks import KVLayout
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.engines.cost_model import make_controller, read_cost_model
+
+if TYPE_CHECKING:
+    from cacheblend.engines.vllm.jobs import BlendOutcome
+
+RATIO_STEP = 0.05
+"""Ratios above the configured one are multiples of this more, so that blended blocks of few ratios are cached."""
+
+_LENGTHS = (256, 4096)  # tokens between which a prefill's time is a line, where only its pace is known
+_STORED = (Source.PREFIX, Source.LOADED)
+
+
+@dataclass(frozen=True)
+class LoadChoice:
+    """What is loaded for a prompt.
+
+    Attributes:
+        plan: that the workers carry out.
+        ratio: share of the loaded rows to recompute, above the configured one; None: the configured one.
+        decision: the controller's; None: nothing is stored, or it does not know enough to decide.
+        is_all_left_out: something is stored, and computing all of it takes less time than loading any.
+    """
+
+    plan: BlendPlan
+    ratio: float | None = None
+    decision: Decision | None = None
+    is_all_left_out: bool = False
+
+
+def open_load_control(
+    config: BlendConfig, *, fingerprint: str, device: str, layers: int, bytes_per_token: float
+) -> "LoadControl":
+    """The control of an engine, which starts from the cost model that its settings name, if any.
+
+    Args:
+        config: the settings.
+        fingerprint: of the model's weights.
+        device: kind of device, such as ``"cuda"``.
+        layers: of the model.
+        bytes_per_token: of a stored token, over all layers and heads.
+
+    Raises:
+        InvalidInputError: the cost model cannot be read, or was measured on another model, codec or kind of device.
+    """
+    cost_model = None
+    if config.cost_model is not None:
+        stored = KVLayout((), torch.float32, config.codec)  # only the codec is compared
+        cost_model = read_cost_model(config.cost_model, fingerprint, stored, device)
+    return LoadControl(config, layers, bytes_per_token, cost_model)
+
+
+class LoadControl:
+    """Decides what is loaded, and learns. May be used from several threads.
+
+    Args:
+        config: the engine's settings; gives the least ratio.
+        layers: of the model.
+        bytes_per_token: of a stored token, over all layers and heads.
+        cost_model: to start from; None: nothing is known.
+    """
+
+    def __init__(
+        self, config: BlendConfig, layers: int, bytes_per_token: float, cost_model: CostModel | None = None
+    ) -> None:
+        self._config, self._layers, self._bytes_per_token = config, layers, bytes_per_token
+        self._lock = threading.Lock()
+        self._controller = None if cost_model is None else self._open(cost_model)
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """What has been learnt so far; None: how long computing takes is not known."""
+        with self._lock:
+            return None if self._controller is None else self._controller.cost_model
+
+    def decide(self, plan: BlendPlan, *, raises: bool = True, cached_tokens: int = 0) -> LoadChoice:
+        """Which stored blocks of a plan are loaded.
+
+        Args:
+            plan: with everything that is stored.
+            raises: the ratio may be raised; False where the request has a ratio or selector of its own.
+            cached_tokens: leading tokens that vLLM's prefix cache holds, and nothing reads.
+        """
+        asked = _beyond(plan, cached_tokens)
+        with self._lock:
+            controller = self._controller
+            if controller is None or not _reads(asked):
+                return LoadChoice(plan)
+            decision = controller.decide(asked)
+            left = asked.leaving_out(decision.left_out)
+            if not _reads(left):
+                controller.learn(decision, left, None, {})  # no outcome will come: the slowness is forgotten here
+        names = decision.left_out & {span.name for span in plan.spans}
+        if names:
+            plan = replace(plan.leaving_out(names), left_out=plan.left_out | names)
+        ratio = self._rounded(decision, controller.floor) if raises else None
+        return LoadChoice(plan, ratio, decision, is_all_left_out=not _reads(left))
+
+    def learn(self, plan: BlendPlan, outcome: "BlendOutcome") -> None:
+        """Learns from a prompt that was provided; a pass that lost blocks, or gave up, tells nothing.
+
+        Args:
+            plan: that the workers were given.
+            outcome: theirs.
+        """
+        carried_out = _beyond(plan, outcome.hit_tokens.get("vllm", 0))
+        if outcome.failure or sum(outcome.hit_tokens.values()) != sum(carried_out.hit_tokens().values()):
+            return
+        if outcome.compute_s is not None and outcome.row_layers > 0:
+            self.learn_pace(outcome.row_layers, outcome.compute_s)
+        with self._lock:
+            if self._controller is not None:
+                expected = _expectation(self._controller, carried_out, outcome)
+                self._controller.learn(expected, carried_out, outcome.compute_s, outcome.read_s)
+
+    def learn_pace(self, row_layers: int, seconds: float) -> None:
+        """Takes how long so many rows times layers took, if nothing is known of computing yet."""
+        pace = seconds / row_layers * self._layers
+        with self._lock:
+            if self._controller is None and math.isfinite(pace) and pace > 0:
+                self._controller = self._open(CostModel(tuple((tokens, tokens * pace) for tokens in _LENGTHS)))
+
+    def _open(self, cost_model: CostModel) -> Controller:
+        return make_controller(cost_model, self._config, self._layers, self._bytes_per_token)
+
+    @staticmethod
+    def _rounded(decision: Decision, floor: float) -> float | None:
+        """The decision's ratio, down to a step above the floor; None: the floor."""
+        steps = math.floor((decision.ratio - floor) / RATIO_STEP + 1e-9)
+        return round(min(1.0, floor + steps * RATIO_STEP), 6) if steps > 0 and decision.reused else None
+
+
+def _beyond(plan: BlendPlan, cached_tokens: int) -> BlendPlan:
+    """The plan if the first tokens are not read, since vLLM has them."""
+    return plan.with_resident(cached_tokens) if 0 < cached_tokens < len(plan) else plan
+
+
+def _reads(plan: BlendPlan) -> bool:
+    """Whether anything is read from the store."""
+    return any(span.source in _STORED and span.tier for span in plan.spans)
+
+
+def _expectation(controller: Controller, plan: BlendPlan, outcome: "BlendOutcome") -> Decision:
+    """What the controller would have expected of the pass that was carried out, by the rows that it computed."""
+    known = controller.cost_model
+    reused = sum(len(span) for span in plan.spans if span.source is Source.LOADED)
+    full = known.full_s(len(plan))
+    unit = full / len(plan) / controller.layers * (known.overhead if reused else 1.0)
+    compute = known.request_s + unit * outcome.row_layers
+    return Decision(controller.floor, frozenset(), 0.0, compute, compute, full, "carried out", reused)

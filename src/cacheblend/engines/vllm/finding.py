@@ -1,0 +1,151 @@
+"""Finds a request's chunks and plans it: what needs no store at once, the rest in a thread.
+
+    options, token ids -> spans, or runs that the list knows -> look-up: plan, missed chunks, what is loaded
+
+Knows prompts and the store. Does not know vLLM's requests, nor what vLLM's own cache holds.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from cacheblend.core.errors import StoreError
+from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.naming import TokenIds, join_ids
+from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.engines.settings import Settings
+from cacheblend.engines.vllm.block_names import salt_of
+from cacheblend.engines.vllm.chunks import named_chunks
+from cacheblend.engines.vllm.config import ConnectorConfig
+from cacheblend.engines.vllm.controlling import LoadControl
+from cacheblend.engines.vllm.jobs import CaptureJob
+from cacheblend.engines.vllm.listing import ChunkListing, ListChanges
+from cacheblend.engines.vllm.lookups import LookUp, LookUps
+from cacheblend.engines.vllm.options import RequestOptions
+from cacheblend.engines.vllm.tenants import TenantPlanners
+from cacheblend.engines.vllm.tracking import NOTHING_STORED, SLOW_STORE, Found
+from cacheblend.store import KVStore
+
+LONG_PROMPT = 4096
+"""Tokens from which on contents are matched in a thread: that takes milliseconds."""
+
+logger = logging.getLogger("cacheblend.vllm")
+
+
+class ChunkFinder:
+    """Finds the chunks of one engine's requests.
+
+    Args:
+        config: the connector's.
+        settings: how prompts are blended.
+        planners: of the engine's tenants.
+        store: where chunks are found.
+        control: decides what is loaded; None: all that is stored.
+        keeps_events: `take_changes` will be called.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        settings: Settings,
+        planners: TenantPlanners,
+        store: KVStore,
+        control: LoadControl | None,
+        *,
+        keeps_events: bool,
+    ) -> None:
+        self._settings, self._planners, self._store, self._control = settings, planners, store, control
+        self._chunk_end_token_id = config.chunk_end_token_id
+        self._lookups = LookUps[Found | None](config.lookup_timeout_s)
+        self._listing: ChunkListing | None = None
+        if config.match_content:
+            anchor = join_ids(planners.of().anchor.segments(None))
+            self._listing = ChunkListing(
+                store, anchor, config.min_match_tokens, config.refresh_s, keeps_changes=keeps_events
+            )
+
+    def start(self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None) -> LookUp[Found | None] | str:
+        """Starts a request's look-up; or says why there is none.
+
+        Args:
+            token_ids: of its prompt.
+            options: of the request.
+            cache_salt: of its tenant.
+
+        Raises:
+            InvalidInputError: the options cannot be carried out.
+        """
+        options.selector_of(self._settings)  # raises for wrong ones
+        planner = self._planners.of(cache_salt)
+        prompt = named_chunks(token_ids, options.spans, self._chunk_end_token_id)
+        if prompt is None:
+            if self._listing is None:
+                return NOTHING_STORED
+            is_new = self._listing.refresh()
+            if is_new and len(token_ids) < LONG_PROMPT and self._listing.has_index(planner.root):
+                prompt = self._listing.match(planner.root, token_ids)
+        if prompt is not None and not prompt.chunks:
+            return NOTHING_STORED
+        return self._lookups.start(partial(self._look_up, token_ids, prompt, options, planner)) or SLOW_STORE
+
+    def wait(self, seconds: float) -> None:
+        """See `LookUps.wait`."""
+        self._lookups.wait(seconds)
+
+    def list_captured(self, captured: Sequence[CaptureJob]) -> None:
+        """Has those of the captured chunks found by content that the store took; returns at once."""
+        if self._listing is not None and captured:
+            self._lookups.run(partial(self._list, self._listing, captured))
+
+    def take_changes(self) -> ListChanges:
+        """See `ChunkListing.take_changes`."""
+        return ListChanges() if self._listing is None else self._listing.take_changes()
+
+    def close(self) -> None:
+        """Ends the threads; waits for nothing."""
+        self._lookups.close()
+        if self._listing is not None:
+            self._listing.close()
+
+    # ---- in a thread ------------------------------------------------------------------------------------
+
+    def _look_up(
+        self, token_ids: TokenIds, prompt: Prompt | None, options: RequestOptions, planner: Planner
+    ) -> Found | None:
+        """The request's plan; None if it has no chunks."""
+        if prompt is None:
+            assert self._listing is not None
+            self._listing.update()
+            prompt = self._listing.match(planner.root, token_ids)
+            if not prompt.chunks:
+                return None
+        missed_at = time.monotonic()
+        plan = planner.plan(prompt, self._store)
+        missed = plan.missed_chunks() if self._settings.config.capture else []
+        anchor = tuple(planner.anchor.segments(plan.prompt))
+        jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner) for chunk in missed]
+        if options.mode == "prefix":
+            plan = plan.exact_only()
+        return self._decide(plan.without_last_row(), options, planner, jobs, missed_at)
+
+    def _decide(
+        self, plan: BlendPlan, options: RequestOptions, planner: Planner, missed: list[CaptureJob], missed_at: float
+    ) -> Found:
+        """What is loaded of all that is stored, and how much is recomputed."""
+        selector, is_slow = options.selector_of(self._settings), False
+        if self._control is not None:
+            choice = self._control.decide(plan, raises=not options.sets_selection)
+            plan, is_slow = choice.plan, choice.is_all_left_out
+            if choice.ratio is not None:
+                selector = self._settings.selector(choice.ratio)
+        return Found(plan, selector, salt_of(planner, selector), missed, missed_at, is_slow)
+
+    def _list(self, listing: ChunkListing, captured: Sequence[CaptureJob]) -> None:
+        chunks = [manifest_of(job.chunk, job.planner, "") for job in captured]
+        try:
+            listing.add([chunk for chunk in chunks if self._store.has_manifest(chunk.chunk_id)])
+        except (StoreError, OSError) as error:
+            logger.warning("captured chunks are found when the store's list is read again: %s", error)

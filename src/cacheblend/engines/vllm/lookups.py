@@ -1,0 +1,76 @@
+"""Look-ups of requests in the store, in threads: no engine step waits for one. Knows calls and clocks, no requests."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from cacheblend.core.load.threads import DaemonPool
+
+THREADS = 8
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, eq=False)
+class LookUp(Generic[Found]):
+    """A look-up that has begun.
+
+    Attributes:
+        future: its result.
+        deadline: by `time.monotonic`, after which nobody waits for it.
+    """
+
+    future: "Future[Found]"
+    deadline: float
+
+    @property
+    def is_over(self) -> bool:
+        """It has ended, or nobody waits for it any more."""
+        return self.future.done() or time.monotonic() >= self.deadline
+
+    def result(self) -> Found:
+        """What was found.
+
+        Raises:
+            TimeoutError: it did not end in time.
+            Exception: what the look-up raised.
+        """
+        return self.future.result(timeout=0)
+
+
+class LookUps(Generic[Found]):
+    """The look-ups of one engine.
+
+    Args:
+        timeout_s: how long a request waits for one.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._pool = DaemonPool(THREADS, "cacheblend-lookup")
+        self._open: list[LookUp[Found]] = []
+
+    def start(self, find: Callable[[], Found]) -> "LookUp[Found] | None":
+        """Has `find` called in a thread; None if every thread waits for a store that did not answer in time."""
+        self._open = [each for each in self._open if not each.future.done()]
+        if sum(each.is_over for each in self._open) >= THREADS:
+            return None
+        made = LookUp(self._pool.submit(find), time.monotonic() + self._timeout_s)
+        self._open.append(made)
+        return made
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a look-up has ended or after so many seconds; at once if there is none."""
+        pending = [each.future for each in self._open if not each.is_over]
+        if pending:
+            wait(pending, seconds, FIRST_COMPLETED)
+
+    def run(self, call: Callable[[], object]) -> None:
+        """Has something else of the store called in one of the threads; its result is not waited for."""
+        self._pool.submit(call)
+
+    def close(self) -> None:
+        """Waits for nothing."""
+        self._pool.close()

@@ -1,0 +1,123 @@
+"""One request as the scheduler side follows it: what was found, what became of it, and what its client is told.
+
+Knows plans and outcomes. Does not know vLLM's scheduler or the store.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.vllm.block_names import first_loaded
+from cacheblend.engines.vllm.jobs import BlendOutcome, CaptureJob
+from cacheblend.engines.vllm.lookups import LookUp
+from cacheblend.engines.vllm.options import KEY, RequestOptions
+
+NOTHING_STORED = "nothing stored"
+LITTLE_STORED = "below min_reused_share"
+HELD_BY_VLLM = "prefix cache has it"
+SHARED = "prefix cache has it, blended"
+SLOW_STORE = "slow store"
+SLOWER_TO_LOAD = "slower to load than to compute"
+RESET = "cache reset"
+
+_HELD = (Source.PREFIX, Source.LOADED)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a look-up found.
+
+    Attributes:
+        plan: of the prompt without its last token.
+        selector: which loaded rows are recomputed.
+        salt: of the blended blocks' names.
+        missed: chunks that the store lacks, to be captured after the request.
+        missed_at: when the store was asked, by `time.monotonic`.
+        is_slow: something is stored, and loading any of it takes longer than computing it.
+    """
+
+    plan: BlendPlan
+    selector: Selector
+    salt: bytes
+    missed: list[CaptureJob] = field(default_factory=list)
+    missed_at: float = 0.0
+    is_slow: bool = False
+
+    @property
+    def held(self) -> int:
+        """Tokens up to and including the last one that is loaded; 0: none."""
+        return max((span.stop for span in self.plan.spans if span.source in _HELD), default=0)
+
+    @property
+    def is_blended(self) -> bool:
+        """Some loaded KV is not exact in this prompt."""
+        return any(span.source is Source.LOADED for span in self.plan.spans)
+
+    def reused_share(self, start: int) -> float:
+        """The share of the tokens from `start` on that the store holds."""
+        held = sum(max(0, span.stop - max(span.start, start)) for span in self.plan.spans if span.source in _HELD)
+        return held / max(1, len(self.plan) - start)
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A request from its arrival to its end.
+
+    Attributes:
+        options: of this request.
+        lookup: under way; None: it has ended, or there was none.
+        found: what the workers may provide; None: vLLM computes the request.
+        missed: chunks to be captured once the request has its first token, and when the store was asked for them.
+        reason: why vLLM computes the request, one of few; empty: it does not, or this is not known yet.
+        detail: what is wrong, for the client.
+        plain_tokens: leading tokens whose blocks have plain names.
+        waits_for: the request whose blocks it will share; None: it waits for none.
+        tried: how often it had been preempted when its prompt was last given to the workers; -1: never given.
+        held_by_vllm: leading tokens that vLLM's prefix cache held when it was scheduled.
+        outcome: of its last job.
+    """
+
+    options: RequestOptions = field(default_factory=RequestOptions)
+    lookup: LookUp[Found | None] | None = None
+    found: Found | None = None
+    missed: tuple[list[CaptureJob], float] | None = None
+    reason: str = ""
+    detail: str = ""
+    plain_tokens: int = 0
+    waits_for: str | None = None
+    tried: int = -1
+    held_by_vllm: int = 0
+    outcome: BlendOutcome | None = None
+
+    def leave(self, reason: str, detail: str = "") -> None:
+        """vLLM computes the request, for this reason; its blocks keep the names that they have."""
+        self.lookup = self.found = self.waits_for = None
+        self.reason, self.detail = reason, detail
+
+    def may_be_provided_from(self, start: int) -> bool:
+        """Whether no row from `start` on would be blended in a block with a plain name."""
+        assert self.found is not None
+        return start >= self.plain_tokens or first_loaded(self.found.plan) >= self.plain_tokens
+
+    def answer(self) -> dict[str, Any]:
+        """What the answer's `kv_transfer_params` say of this request."""
+        done = self.outcome if self.outcome is not None and not self.outcome.failure else None
+        shared = done is None and self.reason == SHARED
+        return {
+            KEY: {
+                "blended": done is not None or shared,
+                "reason": f"{self.why_not}: {self.detail}" if self.detail else self.why_not,
+                "hit_tokens": dict(done.hit_tokens) if done else ({"vllm": self.held_by_vllm} if shared else {}),
+                "recomputed_tokens": done.recomputed_tokens if done else 0,
+                "row_layers": done.row_layers if done else 0,
+                "prefill_share": round(done.prefill_share, 4) if done else 0.0,
+            }
+        }
+
+    @property
+    def why_not(self) -> str:
+        """Why the workers did not provide the request; empty if they did."""
+        if self.outcome is not None:
+            return self.outcome.failure
+        return self.reason or ("ended before its look-up" if self.lookup else "ended before it was provided")

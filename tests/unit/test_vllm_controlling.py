@@ -1,0 +1,278 @@
+"""The loading controller of a vLLM engine: it starts with nothing, and learns from what its workers report."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.cost.cost_model import CostModel, TierSpeed
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.cost_model import write_cost_model
+from cacheblend.engines.vllm.controlling import RATIO_STEP, LoadChoice, LoadControl, open_load_control
+
+LAYERS, BYTES = 24, 12_288
+CONFIG = BlendConfig()
+PLANNER = Planner(root_name("m", "bfloat16"))
+LAYOUT = KVLayout((LayerShape(1, 1),), torch.bfloat16)
+PACE = 1e-5
+"""Seconds of a row-layer."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """As `jobs.BlendOutcome`, which needs vLLM."""
+
+    failure: str = ""
+    hit_tokens: Mapping[str, int] = field(default_factory=dict)
+    recomputed_tokens: int = 0
+    row_layers: int = 0
+    prefill_share: float = 0.0
+    seconds: float = 0.0
+    compute_s: float | None = None
+    read_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class Holds:
+    def __init__(self, entries: dict[BlockName, BlockEntry]) -> None:
+        self.entries = entries
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        return [self.entries.get(name) for name in names]
+
+    def read_many(self, *_: Any) -> list[Any]:
+        raise AssertionError("a decision reads nothing")
+
+
+def plan_of(tiers: Sequence[str], tokens: int = 512) -> BlendPlan:
+    """Chunks, each in its tier ("" is not stored), behind a system prompt and in front of a question."""
+    segments = [chunk(np.arange(tokens) + 1000 * i) for i in range(1, len(tiers) + 1)]
+    held: dict[BlockName, BlockEntry] = {}
+    for segment, tier in zip(segments, tiers, strict=True):
+        for span in PLANNER.plan(Prompt.of([segment]), Holds({})).spans if tier else ():
+            held[span.name] = BlockEntry(segment.token_ids[span.start : span.stop], LAYOUT, tier)
+    return PLANNER.plan(Prompt.of([text(range(60)), *segments, text(range(70, 102))]), Holds(held))
+
+
+@dataclass
+class World:
+    """Devices as they are: bytes/s and seconds a layer, by tier."""
+
+    speeds: dict[str, TierSpeed]
+    pace: float = PACE
+    is_alone: bool = True
+
+    def run(self, choice: LoadChoice, cached: int = 0) -> Outcome:
+        plan = choice.plan.with_resident(cached) if cached else choice.plan
+        ratio = CONFIG.recompute_ratio if choice.ratio is None else choice.ratio
+        exact = plan.prefix_length
+        reused = sum(len(span) for span in plan.spans if span.source is Source.LOADED)
+        rows = len(plan) - exact
+        row_layers = round(rows + (rows - reused + ratio * reused) * (LAYERS - 1))
+        read: dict[str, float] = {}
+        for tier in {s.tier for s in plan.spans if s.tier and s.source in (Source.PREFIX, Source.LOADED)}:
+            spans = [s for s in plan.spans if s.tier == tier]
+            read[tier] = self.speeds[tier].seconds(len(spans), BYTES * sum(map(len, spans)), LAYERS)
+        hits = plan.hit_tokens()
+        hits = {**hits, "vllm": cached, "prefix": hits["prefix"] - cached}
+        compute = row_layers * self.pace if self.is_alone else None
+        return Outcome(hit_tokens=hits, row_layers=row_layers, compute_s=compute, read_s=read, seconds=1e3)
+
+
+def step(control: LoadControl, world: World, plan: BlendPlan) -> LoadChoice:
+    choice = control.decide(plan)
+    if not choice.is_all_left_out:
+        control.learn(choice.plan, world.run(choice))
+    return choice
+
+
+def tiers_read(choice: LoadChoice) -> set[str]:
+    return {s.tier for s in choice.plan.spans if s.tier and s.source in (Source.PREFIX, Source.LOADED)}
+
+
+def opened(cost_model: CostModel | None = None) -> LoadControl:
+    return LoadControl(CONFIG, LAYERS, BYTES, cost_model)
+
+
+def test_before_anything_was_measured_all_is_loaded() -> None:
+    control, plan = opened(), plan_of(["disk"] * 4)
+    assert control.decide(plan) == LoadChoice(plan)
+    busy = World({"disk": TierSpeed(1.0)}, is_alone=False)
+    for _ in range(5):  # nobody knows how long computing takes
+        assert step(control, busy, plan).plan is plan
+    assert control.cost_model is None
+
+
+def test_a_fast_store_is_loaded_at_the_configured_ratio() -> None:
+    control, world, plan = opened(), World({"disk": TierSpeed(5e9)}), plan_of(["disk"] * 8)
+    for _ in range(50):
+        choice = step(control, world, plan)
+        assert choice.plan is plan and choice.ratio is None and not choice.is_all_left_out
+    known = control.cost_model
+    assert known is not None and known.full_s(4096) * known.overhead == pytest.approx(4096 * LAYERS * PACE, rel=0.1)
+
+
+def test_a_store_slower_than_computing_is_left_out_from_the_second_request_on() -> None:
+    control, world, plan = opened(), World({"disk": TierSpeed(1e6)}), plan_of(["disk"] * 8)
+    assert step(control, world, plan).plan is plan
+    choice = step(control, world, plan)
+    assert choice.is_all_left_out and not tiers_read(choice) and choice.ratio is None
+    assert choice.decision is not None and "computing the whole prompt" in choice.decision.reason
+    assert not choice.plan.missed_chunks()  # what is left out is not stored again
+
+
+def test_a_store_that_was_left_out_is_tried_again_and_used_once_it_is_fast() -> None:
+    control, plan = opened(), plan_of(["disk"] * 8)
+    world = World({"disk": TierSpeed(1e6)})
+    step(control, world, plan)
+    slow = [bool(tiers_read(step(control, world, plan))) for _ in range(1500)]
+    assert 0 < sum(slow) < 75  # tried again now and then
+    world.speeds["disk"] = TierSpeed(5e9)
+    fast = [step(control, world, plan) for _ in range(800)]
+    assert all(choice.plan is plan and choice.ratio is None for choice in fast[-20:])
+
+
+def test_of_two_disks_only_the_slow_one_is_left_out() -> None:
+    control = opened()
+    world = World({"disk": TierSpeed(5e9), "disk-2": TierSpeed(1e6), "memory": TierSpeed(2e10)})
+    plan = plan_of(["disk", "disk-2", "memory", "disk-2", "disk"])
+    assert tiers_read(step(control, world, plan)) == {"disk", "disk-2", "memory"}
+    for _ in range(20):
+        choice = step(control, world, plan)
+        assert tiers_read(choice) == {"disk", "memory"} and not choice.is_all_left_out
+    known = control.cost_model
+    assert known is not None
+
+
+def test_where_loading_takes_longer_anyway_more_is_recomputed_in_few_steps() -> None:
+    known = CostModel(((256, 256 * LAYERS * PACE), (4096, 4096 * LAYERS * PACE)), {"s3": TierSpeed(5e9, 0.02)})
+    control, plan = opened(known), plan_of(["s3"] * 8)
+    assert control.decide(plan, raises=False).ratio is None
+    choice = control.decide(plan)
+    assert choice.ratio is not None and choice.decision is not None and choice.plan is plan
+    assert CONFIG.recompute_ratio < choice.ratio <= choice.decision.ratio < choice.ratio + RATIO_STEP
+    world = World({"s3": TierSpeed(5e9, 0.02)})
+    assert len({step(control, world, plan).ratio for _ in range(40)}) <= 3
+
+
+@given(st.floats(0, 1), st.floats(1e5, 1e10), st.floats(0, 0.2), st.lists(st.sampled_from(["a", "b", ""]), min_size=1))
+@settings(max_examples=80, deadline=None)
+def test_ratios_are_steps_above_the_floor_and_never_below(
+    floor: float, speed: float, latency: float, tiers: list[str]
+) -> None:
+    config = BlendConfig(recompute_ratio=floor)
+    known = CostModel(((256, 0.06), (4096, 1.0)), {"a": TierSpeed(speed, latency), "b": TierSpeed(1e9)})
+    plan = plan_of(tiers[:6], 128)
+    choice = LoadControl(config, LAYERS, BYTES, known).decide(plan)
+    if choice.ratio is not None:
+        steps = (choice.ratio - floor) / RATIO_STEP
+        assert floor < choice.ratio <= 1 and (abs(steps - round(steps)) < 1e-3 or choice.ratio == 1)
+    left = {span.name for span in plan.spans if span.source is Source.LOADED} - {
+        span.name for span in choice.plan.spans if span.source is Source.LOADED
+    }
+    assert left == choice.plan.left_out and len(choice.plan) == len(plan)
+    assert choice.is_all_left_out == (choice.decision is not None and not tiers_read(choice))
+
+
+def test_the_first_measurement_of_computing_is_enough() -> None:
+    control = opened()
+    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
+    known = control.cost_model
+    assert known is not None and known.full_s(2048) == pytest.approx(2048 * LAYERS * PACE)
+    control.learn_pace(1, 1e9)
+    assert control.cost_model == known
+    for nonsense in (0.0, float("inf"), float("nan")):
+        other = opened()
+        other.learn_pace(10, nonsense)
+        assert other.cost_model is None
+
+
+def test_only_tiers_are_learnt_where_others_compute_at_the_same_time() -> None:
+    control, plan = opened(), plan_of(["disk"] * 8)
+    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
+    step(control, World({"disk": TierSpeed(1e6)}, is_alone=False), plan)
+    known = control.cost_model
+    assert known is not None and known.overhead == 1.0
+    assert control.decide(plan).is_all_left_out
+
+
+def test_a_pass_that_failed_or_lost_blocks_tells_nothing() -> None:
+    control, plan = opened(), plan_of(["disk"] * 8)
+    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
+    known = control.cost_model
+    good = World({"disk": TierSpeed(1.0)}).run(LoadChoice(plan))
+    control.learn(plan, replace(good, failure="OSError"))
+    control.learn(plan, replace(good, hit_tokens={"disk": 256}))
+    control.learn(plan, replace(good, hit_tokens={}))
+    assert control.cost_model == known and control.decide(plan).plan is plan
+    control.learn(plan, good)
+    assert control.decide(plan).is_all_left_out
+
+
+def test_what_vllm_holds_already_is_neither_read_nor_learnt() -> None:
+    control, plan = opened(), plan_of(["disk"] * 8)
+    world = World({"disk": TierSpeed(1e9)})
+    for cached in (0, 60, 700, 1000):
+        choice = control.decide(plan, cached_tokens=cached)
+        assert choice.plan is plan
+        control.learn(plan, world.run(choice, cached))
+    known = control.cost_model
+    assert known is not None and known.overhead == pytest.approx(1.0, rel=0.1)
+    assert control.decide(plan, cached_tokens=len(plan) - 20) == LoadChoice(plan)
+    slow = opened(CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(1e5)}))
+    assert slow.decide(plan, cached_tokens=600).is_all_left_out
+
+
+def test_a_plan_of_the_exact_prefix_alone_keeps_what_it_left_out() -> None:
+    plan = plan_of(["disk", "disk"]).exact_only()
+    slow = opened(CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(1e5)}))
+    assert slow.decide(plan) == LoadChoice(plan) and plan.left_out
+
+
+def test_a_cost_models_file_is_where_it_starts(tmp_path: Path) -> None:
+    known = CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(1e5)})
+    layout = KVLayout((LayerShape(1, 1),), torch.bfloat16)
+    write_cost_model(tmp_path / "cost.json", known, "weights", "cpu", layout)
+
+    def start(**changed: Any) -> LoadControl:
+        settings = {"fingerprint": "weights", "device": "cpu", "layers": LAYERS, "bytes_per_token": BYTES} | changed
+        return open_load_control(BlendConfig(cost_model=str(tmp_path / "cost.json")), **settings)  # type: ignore[arg-type]
+
+    assert start().cost_model == known and start().decide(plan_of(["disk"])).is_all_left_out
+    for changed in ({"fingerprint": "others"}, {"device": "cuda"}):
+        with pytest.raises(InvalidInputError, match="was measured"):
+            start(**changed)
+    nothing = open_load_control(CONFIG, fingerprint="", device="cpu", layers=LAYERS, bytes_per_token=BYTES)
+    assert nothing.cost_model is None
+
+
+def test_threads_decide_while_another_learns() -> None:
+    control, world = opened(), World({"a": TierSpeed(1e9), "b": TierSpeed(1e6)})
+    plans = [plan_of(["a", "b"][: 1 + number % 2] * (1 + number % 3), 256) for number in range(6)]
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for number in range(150):
+                step(control, world, plans[(seed + number) % len(plans)])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and control.cost_model is not None
