@@ -116,6 +116,14 @@ def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int,
     assert loader.wait_s > 0
 
 
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_another_thread_fills_buffers_that_were_made_in_inference_mode(inference_mode: bool) -> None:
+    """As in vLLM; torch lets nobody outside of that mode write to them."""
+    plan, source = planned()
+    with torch.inference_mode(inference_mode), LayerLoader(plan, source, LAYOUT, ROTATIONS, overlap=True) as loader:
+        check(plan, source, [loader.layer(i) for i in range(len(LAYOUT.layers))], 0)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_keys_move_in_the_thread_that_has_the_processor_for_it(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: set[bool] = set()

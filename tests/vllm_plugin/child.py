@@ -60,6 +60,8 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
     if "rpc" in what:
         method, *arguments = what["rpc"]
         return llm.collective_rpc(method, args=tuple(arguments))
+    if {"begin", "abort", "until"} & set(what):
+        return one_request(llm.llm_engine, what)
     if "remove" in what:
         shutil.rmtree(what["remove"])
         return None
@@ -72,6 +74,31 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
         found += ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], sampling, salt)
         resolve_settings(llm)
     return found
+
+
+def one_request(engine: Any, what: dict[str, Any]) -> Any:
+    """Begins or aborts a request; or makes steps until it has its answer, or as many as `steps` says.
+
+    Returns:
+        Of the steps: the answer, None if it is not there yet, and how many steps it took.
+    """
+    from vllm import SamplingParams
+
+    if "begin" in what:
+        settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | what.get("sampling", {})
+        extra = {"kv_transfer_params": {"cacheblend": {"chunks": what.get("chunks", [])}}}
+        engine.add_request(
+            what["begin"], {"prompt_token_ids": what["ids"]}, SamplingParams(**settings, extra_args=extra)
+        )
+        return None
+    if "abort" in what:
+        engine.abort_request([what["abort"]])
+        return None
+    for number in range(what.get("steps", 1_000_000)):
+        for output in engine.step():
+            if output.request_id == what["until"] and output.finished:
+                return {"tokens": [list(one.token_ids) for one in output.outputs], "steps": number + 1}
+    return {"tokens": None, "steps": what["steps"]}
 
 
 def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[str, Any], salt: str | None) -> list[Any]:

@@ -4,6 +4,7 @@
 once; `disarm_fault` tells how often each rank raised, and how many calls of the place it saw.
 """
 
+import threading
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.capture_writer import CaptureWriter
-from cacheblend.engines.vllm.compat import AttentionShim
+from cacheblend.engines.vllm.compat import AttentionShim, connector_of_worker
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
 from cacheblend.engines.vllm.layers import VllmLayerRunner
 from cacheblend.engines.vllm.model import BlendModel
@@ -50,6 +51,8 @@ _armed: dict[str, Any] = {}
 _seen = {"calls": 0, "raised": 0}
 _is_in_step = False
 _delay_s = 0.0
+_answers = threading.Event()
+_answers.set()
 
 
 def _hit(place: str) -> None:
@@ -98,6 +101,7 @@ def _step(self: Any, jobs: Any) -> None:
 
 def _read_many(self: Any, *args: Any, **options: Any) -> Any:
     time.sleep(_delay_s)
+    _answers.wait()
     return _real_read(self, *args, **options)
 
 
@@ -115,6 +119,15 @@ class Injecting:
     def disarm_fault(self) -> dict[str, int]:
         _armed.clear()
         return dict(_seen)
+
+    def hang_store(self, is_hanging: bool) -> None:
+        """Reads of the store return no more, or return again."""
+        _answers.clear() if is_hanging else _answers.set()
+
+    def read_timeout(self, seconds: float) -> None:
+        """After so many seconds without a layer vLLM computes a prompt."""
+        worker: Any = connector_of_worker()._worker
+        worker._readiness._timeout_s = seconds
 
     def slow_store(self, seconds: float) -> None:
         """Each read of the store takes so many seconds more."""

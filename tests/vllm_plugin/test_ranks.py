@@ -56,6 +56,7 @@ def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
     for fault in injected:
         steps += [{"rpc": ["arm_fault", *fault]}, ask, {"rpc": ["disarm_fault"]}, ask]
     captures = [(place, rank) for place in CAPTURING for rank in ([0, 1, "all"] if ranks > 1 else [0])]
+    captures = [each for each in captures if each != ("host copy", 1)]  # the first rank copies for all
     for place, rank in captures:
         new = texts.prompt(texts.passages(1))
         asked = {"ask": [new.ids], "chunks": [new.spans]}
@@ -76,6 +77,6 @@ def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
     for capture in captures:
         next(answers)
         failed, seen, missed, found = (next(answers) for _ in range(4))
-        assert sum(one["raised"] for one in seen) > 0 or capture == ("host copy", 1), capture  # rank 0 copies for all
+        assert any(one["raised"] for one in seen), capture
         assert failed[0]["tokens"] == missed[0]["tokens"], capture
         assert missed[0]["cached"] < found[0]["cached"], capture

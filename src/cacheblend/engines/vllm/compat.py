@@ -1,6 +1,7 @@
 """Every use of vLLM's internals, but for the loaded model's (`compat_model`) and the ranks' (`compat_ranks`).
 
-No other module imports them. `versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
+No other module imports them. `versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was
+run on each.
 """
 
 import hashlib

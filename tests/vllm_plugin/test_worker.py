@@ -1,0 +1,255 @@
+"""The worker side alone: which jobs go on in a step, and what is reported of those that cannot, with stand-ins for
+prefills."""
+
+import threading
+import weakref
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_running import needs_vllm
+
+pytestmark = needs_vllm
+
+LAYERS = 4
+
+
+class Prefill:
+    """A stand-in for `BlendedPrefill`: `reads` are the layers whose reads do not end by themselves."""
+
+    def __init__(self, rows: int = 10, fails_at: int = -1, reads: dict[int, Any] | None = None) -> None:
+        self.layer, self.active_rows, self.fails_at = 0, rows, fails_at
+        self.reads = reads or {}
+        self.is_closed = False
+        self.error: type[Exception] = RuntimeError
+
+    @property
+    def done(self) -> bool:
+        return self.layer == LAYERS
+
+    @property
+    def awaited(self) -> Any:
+        read = self.reads.get(self.layer)
+        return None if read is None or read.done() else read
+
+    def next_layer(self) -> Any:
+        held = torch.zeros(8)
+        self.held = weakref.ref(held)
+        if self.layer == self.fails_at:
+            raise self.error("injected")
+        self.layer += 1
+        return
+        yield held
+
+    def result(self) -> Any:
+        report = SimpleNamespace(
+            wait_s=0.0, load_s=0.0, fallbacks=[], recomputed_tokens=3, row_layers=LAYERS * self.active_rows
+        )
+        plan = SimpleNamespace(hit_tokens=lambda: {"prefix": 0, "disk": 7}, __len__=lambda: 10)
+        return SimpleNamespace(report=report, plan=Planned(plan.hit_tokens()), read_s={"disk": 0.25})
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Planned:
+    def __init__(self, hits: dict[str, int]) -> None:
+        self._hits = hits
+
+    def hit_tokens(self) -> dict[str, int]:
+        return self._hits
+
+    def __len__(self) -> int:
+        return 10
+
+
+class Store:
+    """Never takes a block before `gate` is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.writes = 0
+
+    def write(self, block: Any) -> bool:
+        self.writes += 1
+        return self.gate.wait()
+
+    def put_manifest(self, manifest: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def worker() -> Any:
+    from cacheblend.core.plan.blocks import KVLayout, LayerShape
+    from cacheblend.core.select.selectors import Hkvd
+    from cacheblend.engines.vllm import worker as module
+
+    layout = KVLayout((LayerShape(1, 2),) * LAYERS, torch.float32)
+    fields = {"layout": layout, "device": torch.device("cpu"), "tp_size": 1, "tp_rank": 0, "total_kv_heads": 1}
+    attention = [SimpleNamespace()] * LAYERS
+    store, group = Store(), SimpleNamespace(size=1, rank=0)
+    made = module.Worker(
+        SimpleNamespace(**fields, attention=attention),  # type: ignore[arg-type]
+        store,  # type: ignore[arg-type]
+        SimpleNamespace(codec="raw"),  # type: ignore[arg-type]
+        Hkvd(),
+        block_size=4,
+        budget=10_000,
+        tile_rows=100,
+        group=group,  # type: ignore[arg-type]
+    )
+    prefills: dict[Any, Prefill] = {}
+    made._opener.blend = lambda job: prefills[job.request_id]  # type: ignore[method-assign,assignment]
+    made._opener.capture = lambda job, kv: prefills[job.chunk]  # type: ignore[method-assign,assignment]
+    yield SimpleNamespace(side=made, prefills=prefills, store=store)
+    store.gate.set()
+    made.close()
+
+
+def blend(name: str) -> Any:
+    from cacheblend.core.select.selectors import Hkvd
+    from cacheblend.engines.vllm.jobs import BlendJob
+
+    return BlendJob(name, None, Hkvd(), 4, [5, 6, 7])  # type: ignore[arg-type]
+
+
+def jobs(*names: str, **fields: Any) -> Any:
+    from cacheblend.engines.vllm.jobs import StepJobs
+
+    return StepJobs(blend=[blend(name) for name in names], **fields)
+
+
+def captures(*names: str) -> Any:
+    from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs
+
+    return StepJobs(capture=[CaptureJob(name, None) for name in names])  # type: ignore[arg-type]
+
+
+def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any) -> None:
+    one = worker.prefills["one"] = Prefill()
+    worker.side.step(jobs("one"))
+    assert one.layer == 0
+    assert not worker.side.take_provided()
+    worker.side.step(jobs())
+    assert worker.side.take_provided() == {"one"}
+    outcome = worker.side.take_outcomes()["one"]
+    assert (outcome.failure, outcome.row_layers, outcome.hit_tokens) == ("", 40, {"disk": 7})
+    assert outcome.read_s == {"disk": 0.25}
+    assert outcome.compute_s is not None
+    assert 0 < outcome.compute_s <= outcome.seconds
+    assert one.is_closed
+    assert not worker.side.take_failed_blocks()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=["before it begins", "while it waits", "after it ended"])
+def test_a_prompt_that_is_dropped_is_reported_once_and_does_not_go_on(worker: Any, steps: int) -> None:
+    read: Future[None] = Future()
+    one = worker.prefills["one"] = Prefill(reads={2: read})
+    worker.side.step(jobs("one"))
+    for number in range(steps):
+        if number:
+            read.set_result(None)
+        worker.side.step(jobs())
+    assert worker.side.take_provided() == ({"one"} if steps == 2 else set())
+    worker.side.step(jobs(dropped=["one"]))
+    worker.side.step(jobs())
+    assert worker.side.take_provided() == (set() if steps == 2 else {"one"})
+    assert one.layer == [0, 2, LAYERS][steps]
+    assert one.is_closed == (steps > 0)
+
+
+def test_a_prompt_that_waits_for_the_store_is_passed_over(worker: Any) -> None:
+    read: Future[None] = Future()
+    slow, fast = Prefill(reads={1: read}), Prefill()
+    worker.prefills.update(slow=slow, fast=fast, chunk=Prefill())
+    worker.side.step(jobs("slow", "fast"))
+    worker.side.step(captures("chunk"))
+    assert worker.side.take_provided() == {"fast"}
+    assert (slow.layer, worker.prefills["chunk"].layer) == (1, LAYERS)
+    read.set_result(None)
+    worker.side.step(jobs())
+    assert worker.side.take_provided() == {"slow"}
+
+
+def test_an_idle_step_waits_for_a_read(worker: Any) -> None:
+    read: Future[None] = Future()
+    worker.prefills["one"] = Prefill(reads={1: read})
+    worker.side.step(jobs("one"))
+    timer = threading.Timer(0.01, read.set_result, [None])
+    timer.start()
+    while not worker.side.take_provided():
+        worker.side.step(jobs(is_idle=True))
+    timer.join()
+
+
+def test_vllm_computes_a_prompt_whose_layer_does_not_come(worker: Any) -> None:
+    worker.prefills.update(late=Prefill(reads={2: Future()}), fine=Prefill())
+    worker.side._readiness._timeout_s = 0.02
+    worker.side.step(jobs("late", "fine"))
+    while "late" not in (provided := worker.side.take_provided()):
+        worker.side.step(jobs(is_idle=True))
+        assert provided <= {"fine"}
+    outcomes = worker.side.take_outcomes()
+    assert (outcomes["late"].failure, outcomes["fine"].failure) == ("slow store", "")
+    assert worker.side.take_failed_blocks() == {6, 7}  # vLLM's cache held the first one
+    assert worker.prefills["late"].is_closed
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_failure_frees_its_memory_and_costs_one_prompt(worker: Any, error: type[Exception]) -> None:
+    bad, good = Prefill(fails_at=3), Prefill()
+    bad.error = error
+    worker.prefills.update(bad=bad, good=good)
+    worker.side.step(jobs("bad", "good"))
+    worker.side.step(jobs())
+    outcomes = worker.side.take_outcomes()
+    assert {name: one.failure for name, one in outcomes.items()} == {"bad": error.__name__, "good": ""}
+    assert worker.side.take_failed_blocks() == {6, 7}
+    assert bad.held() is None
+    assert bad.is_closed
+
+
+def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
+    from cacheblend.engines.vllm import capture_writer
+
+    worker.prefills.update({name: Prefill() for name in "abcd"})
+    begun = threading.Event()
+
+    def on_host(self: Any, job: Any, kv: Any, computed: Any) -> Any:
+        begun.set()
+        worker.store.gate.wait()
+        raise OSError("gone")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(capture_writer.CaptureWriter, "_on_host", on_host)
+        worker.side.step(captures("a", "b"))
+        begun.wait()  # one is being written, one waits for that
+        worker.side._budget = 1
+        worker.side.step(captures("c", "d"))
+        assert worker.side.captured == 0
+        worker.side.step(jobs(drops_captures=True))
+        assert worker.side.captured == 3
+        worker.store.gate.set()
+        while worker.side.captured < 4:
+            worker.side._capture_writer.wait(1.0)
+    assert worker.prefills["c"].layer < LAYERS
+    assert worker.store.writes == 0
+
+
+def test_closing_does_not_wait_for_a_store_that_hangs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm import capture_writer
+
+    begun = threading.Event()
+    monkeypatch.setattr(capture_writer, "CLOSE_S", 0.01)
+    monkeypatch.setattr(capture_writer.CaptureWriter, "_on_host", lambda *_: begun.set() or worker.store.write(None))
+    worker.prefills.update(chunk=Prefill(), one=Prefill(reads={1: Future()}))
+    worker.side.step(captures("chunk"))
+    begun.wait()
+    worker.side.step(jobs("one"))
+    worker.side.step(jobs())
+    worker.side.close()
+    assert worker.prefills["one"].is_closed
+    assert worker.side.captured == 0
