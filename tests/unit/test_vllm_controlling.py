@@ -124,19 +124,30 @@ def test_a_fast_store_is_loaded_at_the_configured_ratio() -> None:
     assert known is not None and known.full_s(4096) * known.overhead == pytest.approx(4096 * LAYERS * PACE, rel=0.1)
 
 
-def test_a_store_slower_than_computing_is_left_out_from_the_second_request_on() -> None:
+def test_a_store_slower_than_computing_is_left_out_from_the_fourth_request_on() -> None:
     control, world, plan = opened(), World({"disk": TierSpeed(1e6)}), plan_of(["disk"] * 8)
-    assert step(control, world, plan).plan is plan
+    for _ in range(3):
+        assert step(control, world, plan).plan is plan
     choice = step(control, world, plan)
     assert choice.is_all_left_out and not tiers_read(choice) and choice.ratio is None
     assert choice.decision is not None and "computing the whole prompt" in choice.decision.reason
     assert not choice.plan.missed_chunks()  # what is left out is not stored again
 
 
+@pytest.mark.parametrize("slow", range(3))
+def test_one_slow_reading_of_a_new_store_does_not_turn_it_round(slow: int) -> None:
+    """Such as the first, which opens connections."""
+    control, plan = opened(), plan_of(["disk"] * 8)
+    for number in range(20):
+        world = World({"disk": TierSpeed(1e5 if number == slow else 5e9)})
+        assert step(control, world, plan).plan is plan
+
+
 def test_a_store_that_was_left_out_is_tried_again_and_used_once_it_is_fast() -> None:
     control, plan = opened(), plan_of(["disk"] * 8)
     world = World({"disk": TierSpeed(1e6)})
-    step(control, world, plan)
+    for _ in range(3):
+        step(control, world, plan)
     slow = [bool(tiers_read(step(control, world, plan))) for _ in range(1500)]
     assert 0 < sum(slow) < 75  # tried again now and then
     world.speeds["disk"] = TierSpeed(5e9)
@@ -148,7 +159,8 @@ def test_of_two_disks_only_the_slow_one_is_left_out() -> None:
     control = opened()
     world = World({"disk": TierSpeed(5e9), "disk-2": TierSpeed(1e6), "memory": TierSpeed(2e10)})
     plan = plan_of(["disk", "disk-2", "memory", "disk-2", "disk"])
-    assert tiers_read(step(control, world, plan)) == {"disk", "disk-2", "memory"}
+    for _ in range(3):
+        assert tiers_read(step(control, world, plan)) == {"disk", "disk-2", "memory"}
     for _ in range(20):
         choice = step(control, world, plan)
         assert tiers_read(choice) == {"disk", "memory"} and not choice.is_all_left_out
@@ -202,7 +214,8 @@ def test_the_first_measurement_of_computing_is_enough() -> None:
 def test_only_tiers_are_learnt_where_others_compute_at_the_same_time() -> None:
     control, plan = opened(), plan_of(["disk"] * 8)
     control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
-    step(control, World({"disk": TierSpeed(1e6)}, is_alone=False), plan)
+    for _ in range(3):
+        step(control, World({"disk": TierSpeed(1e6)}, is_alone=False), plan)
     known = control.cost_model
     assert known is not None and known.overhead == 1.0
     assert control.decide(plan).is_all_left_out
@@ -213,11 +226,13 @@ def test_a_pass_that_failed_or_lost_blocks_tells_nothing() -> None:
     control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
     known = control.cost_model
     good = World({"disk": TierSpeed(1.0)}).run(LoadChoice(plan))
-    control.learn(plan, replace(good, failure="OSError"))
-    control.learn(plan, replace(good, hit_tokens={"disk": 256}))
-    control.learn(plan, replace(good, hit_tokens={}))
+    for _ in range(3):
+        control.learn(plan, replace(good, failure="OSError"))
+        control.learn(plan, replace(good, hit_tokens={"disk": 256}))
+        control.learn(plan, replace(good, hit_tokens={}))
     assert control.cost_model == known and control.decide(plan).plan is plan
-    control.learn(plan, good)
+    for _ in range(3):
+        control.learn(plan, good)
     assert control.decide(plan).is_all_left_out
 
 

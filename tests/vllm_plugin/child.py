@@ -55,7 +55,7 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
     if "count" in what:
         return counters(llm)
     if "forget" in what:
-        llm.reset_prefix_cache()
+        llm.reset_prefix_cache(reset_connector=what["forget"] == "connector")
         return None
     if "rpc" in what:
         method, *arguments = what["rpc"]

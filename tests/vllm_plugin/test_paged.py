@@ -83,3 +83,46 @@ def test_a_cache_that_changes_numbers_is_refused() -> None:
     paged = PagedLayer(layer_of(scaled, LAYOUTS["kv, blocks, tokens"][1], torch.float32), HEADS, WIDTH, SIZE)
     with pytest.raises(ModelNotBlendableError, match="no-enable-prefix-caching"):
         paged.read([1], 4)
+
+
+class Backend:
+    """Stands in for the paged cache's layers: its kernel answers with zeros, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.kernel_calls, self.written = 0, list[int]()
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        self.written += slots.tolist()
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: Any) -> torch.Tensor:
+        self.kernel_calls += 1
+        return torch.zeros_like(query).transpose(0, 1)
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["products", "kernel"])
+@pytest.mark.parametrize(
+    ("step", "rows", "by_products"), [(2, 300, True), (3, 200, True), (1, 300, False), (2, 100, False)]
+)
+def test_scattered_rows_are_attended_to_by_products_where_they_are_faster(
+    step: int, rows: int, by_products: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend.core.layers.attention import AttentionSpec, attend_rows
+    from cacheblend.core.load.loader import LayerKV
+    from cacheblend.engines.vllm import compat, paged_attention
+
+    monkeypatch.setattr(paged_attention, "multiplies_bf16", lambda dtype: fast)
+    monkeypatch.setattr(compat, "sequences_metadata", lambda *_: object())
+    backend, spec = Backend(), AttentionSpec(0.3)
+    attention = paged_attention.PagedAttention([backend], None, [1, 2], 0, torch.arange(rows))  # type: ignore[list-item]
+    positions = torch.arange(0, rows, step)
+    query = torch.randn(4, len(positions), WIDTH)
+    kv = LayerKV(torch.randn(HEADS, rows, WIDTH), torch.randn(HEADS, rows, WIDTH))
+    out = attention(0, query, kv, positions, spec)
+    assert sorted(backend.written) == list(range(rows))  # whoever attends
+    if fast and by_products:
+        assert backend.kernel_calls == 0
+        assert torch.equal(out, attend_rows(query, kv.keys, kv.values, positions, spec))
+    else:
+        assert backend.kernel_calls == 1
+    attention(0, query, kv, positions, spec)  # what the kernel needs is known now
+    assert (backend.kernel_calls == 0) is (fast and by_products)

@@ -242,6 +242,21 @@ def test_with_torch_compile_on(vllm: Vllm, models: dict[str, Path], tmp_path: Pa
     assert result["metrics"]["vllm:cacheblend_requests"] > 0
 
 
+def test_after_the_connector_is_reset_nothing_old_is_used(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    """As after an update of the weights; what is captured from then on is found again. No flag of vLLM is needed."""
+    texts = Texts(14)
+    asked = texts.prompt(texts.passages(4))
+    ask = {"ask": [asked.ids], "chunks": [asked.spans]}
+    steps: list[dict[str, Any]] = [ask, {"forget": True}, ask, {"count": True}, {"forget": "connector"}]
+    steps += [ask, {"count": True}, {"forget": True}, ask, {"count": True}]
+    result = vllm.run(models["llama"], steps, {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.0})
+    counts = [answer["vllm:cacheblend_requests"] for answer in result["answers"] if isinstance(answer, dict)]
+    assert counts == [1, 1, 2]
+    captured = [answer["vllm:cacheblend_captured_tokens"] for answer in result["answers"] if isinstance(answer, dict)]
+    tokens_stored = sum(stop - start for start, stop in asked.spans)
+    assert captured == [tokens_stored, 2 * tokens_stored, 2 * tokens_stored]
+
+
 @pytest.mark.parametrize(
     ("extra", "engine", "words"),
     [

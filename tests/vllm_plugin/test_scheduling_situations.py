@@ -348,8 +348,8 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> Non
     assert side.finished(waiting)["cacheblend"]["reason"] == "cache reset"
     side.finished(missing)
     jobs = side.take_jobs()
-    assert (jobs.capture, jobs.drops_captures) == ([], True)
-    assert not side.take_jobs().drops_captures
+    assert (jobs.capture, jobs.is_reset) == ([], True)
+    assert not side.take_jobs().is_reset
     assert start(side, Request(PROMPT, name="later")) == 0
     again = Request([1, 2, 3, *OTHER, 4, 5], [[3, 103]], "again")
     start(side, again)

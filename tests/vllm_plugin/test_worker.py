@@ -230,7 +230,7 @@ def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
         worker.side._budget = 1
         worker.side.step(captures("c", "d"))
         assert worker.side.captured == 0
-        worker.side.step(jobs(drops_captures=True))
+        worker.side.step(jobs(is_reset=True))
         assert worker.side.captured == 3
         worker.store.gate.set()
         while worker.side.captured < 4:

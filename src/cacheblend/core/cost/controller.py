@@ -12,6 +12,7 @@ falls below the floor, the share that quality requires (paper, section 5.1).
 Knows plans and seconds; knows neither engines nor stores.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ _WEIGHT = 0.2  # of a new observation in the running averages
 _FARTHEST = 8.0  # factor by which a learnt value may differ from the cost model's
 _FORGOTTEN = 0.02  # share that is forgotten, each request, of what was learnt of a tier that is not read
 _CHECK = 0.3  # of a layer's cost: norm and projections of a check
-_FASTEST = 1e-2  # of the speed that is assumed of a tier of which nothing is known
+_FASTEST = 1e-2  # of the loading time that is assumed of a tier of which nothing is known
+_FIRST = 3  # passes that read such a tier before their median is believed: the first read opens connections
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Controller:
         self._whole = 0.0 if check_layer is None else min(check_layer + _CHECK, layers)
         self._pace = 1.0  # time of full prefills, over the measured
         self._slower: dict[str, float] = {}  # by tier, loading time over the measured
+        self._met: dict[str, list[float]] = {}  # the same of tiers that were not measured, of their first passes
         self._overhead = cost_model.overhead
 
     @property
@@ -135,7 +138,7 @@ class Controller:
         self.observe(decision, compute_s, {tier: (read_s[tier], expected[tier]) for tier in read_s.keys() & expected})
 
     def observe(self, decision: Decision, compute_s: float | None, read_s: Mapping[str, tuple[float, float]]) -> None:
-        """Learns from a pass. Of a tier that was not measured, the first pass tells all; later ones correct it.
+        """Learns from a pass. What the first three passes tell of a tier that was not measured is believed at once.
 
         Args:
             decision: for the pass.
@@ -153,9 +156,17 @@ class Controller:
         for tier, (taken, expected) in read_s.items():
             if expected > 0:
                 factor = min(max(taken / expected, 0.25), 4.0)
-                learnt = self._slower.get(tier, 1.0) * (1 + _WEIGHT * (factor - 1))
-                is_first = tier not in self._measured.tiers and tier not in self._slower
-                self._slower[tier] = max(taken / expected, _FASTEST) if is_first else learnt
+                if tier in self._measured.tiers or tier in self._slower:
+                    self._slower[tier] = self._slower.get(tier, 1.0) * (1 + _WEIGHT * (factor - 1))
+                else:
+                    self._meet(tier, taken / expected)
+
+    def _meet(self, tier: str, slower: float) -> None:
+        """Learns of a tier that was not measured, once it has been read a few times."""
+        seen = self._met.setdefault(tier, [])
+        seen.append(slower)
+        if len(seen) == _FIRST:
+            self._slower[tier] = max(statistics.median(self._met.pop(tier)), _FASTEST)
 
     def load_s(self, spans: Sequence[Span]) -> dict[str, float]:
         """Expected seconds to load these spans, by tier."""

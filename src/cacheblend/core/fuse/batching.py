@@ -98,6 +98,9 @@ class PrefillBatcher(Generic[Job]):
         join: the engine's function that combines rows of several prompts.
         isolate: True: a failed job does not end the others. False: its error is raised at once, as needed with tensor
             parallelism, where all ranks must run the same jobs.
+
+    Attributes:
+        rows: that the last call of `advance` ran through the layer.
     """
 
     def __init__(self, join_layer: int, tile_rows: int, join: Join, *, isolate: bool = True) -> None:
@@ -106,6 +109,8 @@ class PrefillBatcher(Generic[Job]):
         self._join, self._isolate = join, isolate
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
+        self._under_way: tuple[list[Job], _TogetherPass] | None = None
+        self.rows = 0
 
     def __iter__(self) -> Iterator[Job]:
         return iter([*self._running, *self._waiting])
@@ -118,7 +123,10 @@ class PrefillBatcher(Generic[Job]):
         self._waiting.append(job)
 
     def remove(self, job: Job) -> None:
-        """Removes a job that is done or cancelled; no error if it is not there."""
+        """Removes a job that is done or cancelled, in the middle of a layer too; no error if it is not there."""
+        if self._under_way is not None and job in self._under_way[0]:
+            jobs, running = self._under_way
+            running.drop(jobs.index(job))
         if job in self._running:
             self._running.remove(job)
         elif job in self._waiting:
@@ -133,6 +141,11 @@ class PrefillBatcher(Generic[Job]):
         Returns:
             No jobs if none is ready.
         """
+        if self._under_way is not None:
+            left = [job for job in self._under_way[0] if job in self._running]
+            if left:
+                return left
+            self._under_way = None
         ready = [job for job in self._running if is_ready(job)]
         if self._waiting and self._may_join(ready):
             self._running.append(self._waiting.popleft())
@@ -152,13 +165,31 @@ class PrefillBatcher(Generic[Job]):
                 chosen.append(job)
         return chosen
 
-    def advance(self, jobs: Sequence[Job]) -> list[tuple[Job, Exception | None]]:
+    def advance(self, jobs: Sequence[Job], most_rows: int | None = None) -> list[tuple[Job, Exception | None]]:
         """Runs one layer of the jobs that `next` chose; returns each with its error, or None.
 
         If a shared tile fails, all jobs with rows in it fail. The caller must `remove` jobs that are done or failed.
+        Sets `rows`: how many went through the layer in this call.
+
+        Args:
+            jobs: as `next` gave them.
+            most_rows: the layer is left after the tile that reaches so many rows, and goes on in the next call; then
+                nothing is returned, and `next` gives the same jobs again. None: the layer is computed to its end.
         """
-        steps = [job.next_layer() for job in jobs]
-        return list(zip(jobs, run_together(steps, self._join, self._tile_rows, isolate=self._isolate), strict=True))
+        if self._under_way is None:
+            steps = [job.next_layer() for job in jobs]
+            self._under_way = list(jobs), _TogetherPass(steps, self._join, self._tile_rows, isolate=self._isolate)
+        together, running = self._under_way
+        try:
+            self.rows = running.advance(most_rows)
+        except Exception:
+            self._under_way = None
+            raise
+        if not running.done:
+            return []
+        self._under_way = None
+        ended = zip(together, running.errors, strict=True)
+        return [(job, error) for job, error in ended if job in self._running]
 
     def _may_join(self, ready: Sequence[Job]) -> bool:
         """True if all jobs that are ready are at the join layer, with capacity left for one more as large as the
@@ -198,36 +229,69 @@ def run_together(
     Returns:
         The error of each pass, None if it finished the layer.
     """
-    errors: list[Exception | None] = [None] * len(passes)
-    waiting: dict[int, LayerRows] = {}
+    together = _TogetherPass(passes, join, tile_rows, isolate=isolate)
+    together.advance()
+    return together.errors
 
-    def resume(number: int, output: torch.Tensor | None) -> None:
+
+class _TogetherPass:
+    """Several prompts on their way through a layer; see `run_together`. No row has been computed yet.
+
+    Attributes:
+        errors: of each pass, None if it has not failed.
+    """
+
+    def __init__(self, passes: Sequence[LayerSteps], join: Join, tile_rows: int, *, isolate: bool) -> None:
+        self._passes, self._join, self._tile_rows, self._isolate = passes, join, tile_rows, isolate
+        self.errors: list[Exception | None] = [None] * len(passes)
+        self._waiting: dict[int, LayerRows] | None = None  # None: no pass has begun
+
+    @property
+    def done(self) -> bool:
+        """No pass has rows left."""
+        return self._waiting is not None and not self._waiting
+
+    def drop(self, number: int) -> None:
+        """Ends a pass where it is."""
+        self._passes[number].close()
+        if self._waiting is not None:
+            self._waiting.pop(number, None)
+
+    def advance(self, most_rows: int | None = None) -> int:
+        """Runs tiles until no row is left, or so many rows were run; returns how many were."""
+        if self._waiting is None:
+            self._waiting = {}
+            for number in range(len(self._passes)):
+                self._resume(number, None)
+        rows = 0
+        while self._waiting and (most_rows is None or rows < most_rows):
+            together = _as_many_as_fit(self._waiting, self._tile_rows)
+            tile = [self._waiting.pop(number) for number in together]
+            rows += sum(len(call.rows) for call in tile)
+            try:
+                outputs = _run_tile(tile, self._join) if len(tile) > 1 else [tile[0].run()]
+            except Exception as error:
+                if not self._isolate:
+                    raise
+                for number in together:
+                    self._passes[number].close()
+                    self.errors[number] = error
+                continue
+            for number, output in zip(together, outputs, strict=True):
+                self._resume(number, output)
+        return rows
+
+    def _resume(self, number: int, output: torch.Tensor | None) -> None:
+        assert self._waiting is not None
+        steps = self._passes[number]
         try:
-            waiting[number] = next(passes[number]) if output is None else passes[number].send(output)
+            self._waiting[number] = next(steps) if output is None else steps.send(output)
         except StopIteration:
             pass
         except Exception as error:  # affects one prompt only
-            if not isolate:
+            if not self._isolate:
                 raise
-            errors[number] = error
-
-    for number in range(len(passes)):
-        resume(number, None)
-    while waiting:
-        together = _as_many_as_fit(waiting, tile_rows)
-        tile = [waiting.pop(number) for number in together]
-        try:
-            outputs = _run_tile(tile, join) if len(tile) > 1 else [tile[0].run()]
-        except Exception as error:
-            if not isolate:
-                raise
-            for number in together:
-                passes[number].close()
-                errors[number] = error
-            continue
-        for number, output in zip(together, outputs, strict=True):
-            resume(number, output)
-    return errors
+            self.errors[number] = error
 
 
 def _run_tile(tile: Sequence[LayerRows], join: Join) -> Sequence[torch.Tensor]:

@@ -1,7 +1,6 @@
-"""Every use of vLLM's internals, but for the loaded model's (`compat_model`) and the ranks' (`compat_ranks`).
+"""Every use of vLLM's internals; those of the loaded model are in `compat_model`, those of ranks in `compat_ranks`.
 
-No other module imports them. `versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was
-run on each.
+`versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
 """
 
 import hashlib

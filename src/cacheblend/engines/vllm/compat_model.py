@@ -4,17 +4,19 @@ import importlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.layers.attention import AttentionSpec
 from cacheblend.core.load.rope import KeyRotation
 from cacheblend.engines.vllm.compat import ARCHITECTURES
+from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.workspace import ModelSizes, gib, workspace_of
 
 _loaded: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -29,9 +31,73 @@ def recording(architecture: str) -> type[nn.Module]:
     def remember(self: nn.Module, *, vllm_config: VllmConfig, prefix: str = "", **options: Any) -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix, **options)
         _loaded.add(self)
+        _reserve(self, vllm_config)
 
     made: type[nn.Module] = type(architecture, (base,), {"__init__": remember, "__module__": base.__module__})
     return made
+
+
+_reserved: "weakref.WeakKeyDictionary[nn.Module, torch.Tensor]" = weakref.WeakKeyDictionary()
+
+
+def _reserve(model: nn.Module, config: VllmConfig) -> None:
+    """Takes the memory that blending will need: vLLM counts it as weights, and makes its KV cache smaller by it.
+
+    Raises:
+        InvalidInputError: the GPU has less.
+    """
+    extra, device = connector_settings(config), next(model.parameters()).device
+    if extra is None or device.type == "cpu":
+        return
+    wanted = read_config(extra).workspace_bytes
+    wanted = workspace_of(model_sizes(config)).total if wanted is None else wanted
+    try:
+        _reserved[model] = torch.empty(wanted, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError(
+            f"the GPU has no {gib(wanted)} for blending beside the weights; set workspace_bytes, max_model_len or "
+            "max_num_batched_tokens lower"
+        ) from error
+
+
+def release_reserved() -> int:
+    """Frees what was taken when models were loaded; bytes. PyTorch keeps them for this process."""
+    freed = sum(taken.numel() for taken in _reserved.values())
+    _reserved.clear()
+    return freed
+
+
+def connector_settings(config: VllmConfig) -> dict[str, Any] | None:
+    """This connector's `kv_connector_extra_config`, also inside a MultiConnector; None: it is not configured."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return None
+    extra = dict(transfer.kv_connector_extra_config or {})
+    inner = extra.get("connectors", []) if transfer.kv_connector == "MultiConnector" else []
+    named = [(transfer.kv_connector, extra), *((each.get("kv_connector"), each) for each in inner)]
+    for name, found in named:
+        if name == "CacheBlendConnector":
+            return dict(found.get("kv_connector_extra_config") or {}) if found is not extra else extra
+    return None
+
+
+def model_sizes(config: VllmConfig) -> ModelSizes:
+    """What blending's memory depends on, of this rank."""
+    model, text = config.model_config, config.model_config.hf_text_config
+    ranks = max(1, int(config.parallel_config.tensor_parallel_size))
+    wide = int(getattr(text, "intermediate_size", 0) or 0)
+    experts = int(getattr(text, "num_experts_per_tok", 0) or 0)
+    if experts:
+        wide = experts * int(getattr(text, "moe_intermediate_size", 0) or wide)
+    return ModelSizes(
+        layers=int(model.get_num_layers(config.parallel_config)),
+        width=int(model.get_hidden_size()),
+        intermediate=-(-wide // ranks),
+        kv_width=int(model.get_num_kv_heads(config.parallel_config)) * int(model.get_head_size()),
+        item_bytes=int(model.dtype.itemsize),
+        longest=int(model.max_model_len),
+        tile_rows=int(config.scheduler_config.max_num_batched_tokens),
+    )
 
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:
@@ -160,3 +226,49 @@ def recording_inputs(layers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]
     finally:
         for hook in hooks:
             hook.remove()
+
+
+Replacement = tuple[Any, Callable[..., Any]]
+"""A module, and what computes in its place."""
+
+
+def cpu_kernels(layer: nn.Module) -> list[Replacement]:
+    """vLLM's own CPU kernels for a layer's norms and rotations, which are many small operations if uncompiled."""
+    found: list[Replacement] = []
+    for module in layer.modules():
+        named = type(module).__name__
+        if named == "RMSNorm" and hasattr(torch.ops._C, "fused_add_rms_norm") and hasattr(module, "_forward_method"):
+            found.append((module, _norm_of(module)))
+        elif named == "RotaryEmbedding" and hasattr(module, "forward_cpu") and hasattr(module, "_forward_method"):
+            found.append((module, cast(Any, module).forward_cpu))
+    return found
+
+
+def _norm_of(module: Any) -> Callable[..., Any]:
+    native, epsilon = module._forward_method, module.variance_epsilon
+
+    def norm(hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        plain = getattr(module, "variance_size_override", None) is None and module.weight.dtype == hidden.dtype
+        if not plain or not hidden.is_contiguous():  # as the kernels need it
+            return native(hidden, residual)
+        if residual is None:
+            out = torch.empty_like(hidden)
+            torch.ops._C.rms_norm(out, hidden, module.weight.data, epsilon)
+            return out
+        torch.ops._C.fused_add_rms_norm(hidden, residual, module.weight.data, epsilon)
+        return hidden, residual
+
+    return norm
+
+
+@contextmanager
+def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Inside, these modules compute by other functions."""
+    before = [module._forward_method for module, _ in replacements]
+    for module, function in replacements:
+        module.__dict__["_forward_method"] = function
+    try:
+        yield
+    finally:
+        for (module, _), function in zip(replacements, before, strict=True):
+            module.__dict__["_forward_method"] = function

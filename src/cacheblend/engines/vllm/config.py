@@ -33,9 +33,10 @@ class ConnectorConfig:
         match_content: look for stored chunks in prompts whose client names none.
         min_match_tokens: shorter runs are not matched.
         min_reused_share: a prompt of which a smaller share is stored is left to vLLM, whose own prefill is faster then.
-        budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: as many as a
-            full step of the scheduler, `max_num_batched_tokens` rows through all layers.
+        budget_row_layers: row-layers that blending and capturing may compute in one engine step; None: 0.4 of a full
+            step of the scheduler, which is `max_num_batched_tokens` rows through all layers.
         lookup_timeout_s: a request whose chunks the store has not looked up after so many seconds is left to vLLM.
+        workspace_bytes: of each GPU, which vLLM leaves to blending; None: what it needs at most (`workspace`); 0: none.
         capture_bytes: KV of chunks that are being captured and not stored yet, at most.
         refresh_s: seconds after which the store's list of chunks is read again, since others may write to it; 0: for
             each request, which waits for it.
@@ -53,6 +54,7 @@ class ConnectorConfig:
     budget_row_layers: int | None = None
     lookup_timeout_s: float = 1.0
     capture_bytes: int = 2 << 30
+    workspace_bytes: int | None = None
     refresh_s: float = 5.0
     controller: bool = True
     allow_untested_version: bool = False
@@ -67,10 +69,11 @@ class ConnectorConfig:
             raise InvalidInputError(
                 'anchor "system": chunks are found by content, whatever the system prompt; use "bos" or "none"'
             )
-        whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1, "capture_bytes": 1}
+        whole = {"chunk_end_token_id": 0, "min_match_tokens": SHORTEST, "budget_row_layers": 1}
+        whole |= {"capture_bytes": 1, "workspace_bytes": 0}
         for name, least in whole.items():
             value = getattr(self, name)
-            if value is None and name in ("chunk_end_token_id", "budget_row_layers"):
+            if value is None and name in ("chunk_end_token_id", "budget_row_layers", "workspace_bytes"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")

@@ -1,5 +1,6 @@
 """The connector, created by vLLM in the scheduler's process and in each worker's: delegates to the two sides."""
 
+import logging
 import threading
 import weakref
 from collections.abc import Iterable
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.tokens import find_sentence_end_ids
-from cacheblend.engines.vllm import compat, versions
+from cacheblend.engines.vllm import compat, compat_model, versions
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.controlling import LoadControl, open_load_control
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
@@ -18,7 +19,14 @@ from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.scheduling import Scheduling
 from cacheblend.engines.vllm.tenants import TenantPlanners
 from cacheblend.engines.vllm.worker import Worker
+from cacheblend.engines.vllm.workspace import gib, workspace_of
 from cacheblend.store import KVStore, open_store
+
+logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
+
+STEP_SHARE = 0.4
+"""The default budget, of a full step of vLLM's scheduler: tokens of other requests must come sooner beside a blend than
+beside a plain prefill, and scattered rows attend more slowly than those of a plain one."""
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +50,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
         self._check(vllm_config, kv_cache_config)
         self._tokenizer = open_tokenizer(vllm_config)
+        self._sentence_ends: npt.NDArray[np.int64] | None = None
         self.identity = identify(vllm_config, self._tokenizer)
         assert self.identity.folder is not None  # vLLM loads models from folders
         fields = self._config.blend_fields
@@ -89,10 +98,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         )
 
     def _sentence_end_ids(self) -> "npt.NDArray[np.int64] | None":
-        """The tokens that end a sentence, for a selector that asks the question; else None."""
-        if self._tokenizer is None or not self._selector.question_rows:
-            return None
-        return find_sentence_end_ids(self._tokenizer)
+        """The tokens that end a sentence; None without a tokenizer."""
+        if self._tokenizer is not None and self._sentence_ends is None:
+            self._sentence_ends = find_sentence_end_ids(self._tokenizer)
+        return self._sentence_ends
 
     # ---- scheduler --------------------------------------------------------------------------------------
 
@@ -152,6 +161,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
+        reserved, needed = compat_model.release_reserved(), workspace_of(compat_model.model_sizes(self._vllm_config))
+        logger.info("blending takes at most %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
         scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
         rows = int(scheduler.max_num_batched_tokens)
         model = BlendModel(self._vllm_config)
@@ -164,10 +175,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             self._planner,
             self._selector,
             block_size=self._block_size,
-            budget=self._config.budget_row_layers or rows * layers,
+            budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
             builder=builder,
-            sentence_end_ids=self._sentence_end_ids(),
+            sentence_end_ids=self._sentence_end_ids,
             name=self.identity.name,
         )
 

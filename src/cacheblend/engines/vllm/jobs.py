@@ -77,14 +77,14 @@ class StepJobs(KVConnectorMetadata):
         capture: chunks to be computed alone and stored.
         dropped: requests that ended while their prompt was being provided.
         is_idle: vLLM computes no token in this step, so that a worker may wait for reads.
-        drops_captures: chunks that have not been captured yet must not be: the weights have changed.
+        is_reset: the weights have changed: of what came before, prompts are given up and chunks are not stored.
     """
 
     blend: list[BlendJob] = field(default_factory=list)
     capture: list[CaptureJob] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     is_idle: bool = False
-    drops_captures: bool = False
+    is_reset: bool = False
 
 
 @dataclass

@@ -45,6 +45,8 @@ class BlendModel:
         self._shims = {layer.layer_name: compat_model.AttentionShim(layer) for layer in self.attention}
         self.specs = [compat_model.attention_spec(layer) for layer in self.attention]
         self.device = next(model.parameters()).device
+        on_cpu = self.device.type == "cpu"
+        self._kernels = [compat_model.cpu_kernels(layer) if on_cpu else [] for layer in self.layers]
         self.dtype = config.model_config.dtype
         shapes = [LayerShape(int(layer.num_kv_heads), int(layer.head_size)) for layer in self.attention]
         self.layout = KVLayout(tuple(shapes), self.dtype)  # of this rank's heads
@@ -66,14 +68,17 @@ class BlendModel:
         shim = self._shims[self.attention[layer].layer_name]
         shim.answer = answer
         try:
-            with compat_model.shimmed(self._config, self._shims):
+            with compat_model.shimmed(self._config, self._shims), compat_model.replaced(self._kernels[layer]):
                 yield
         finally:
             shim.answer = None
 
     def _heads_of_rank(self, kv_heads: int) -> slice | None:
-        """The KV heads of a record that this rank has; None: all of them."""
-        if self.tp_size == 1:
+        """The KV heads of a record that this rank has; None: all, in a process that also looks blocks up.
+
+        A process that does not look them up keeps in memory only what it has read by heads (`TieredStore`).
+        """
+        if self.tp_size == 1 and self._config.parallel_config.distributed_executor_backend in (None, "uni"):
             return None
         first = self.tp_rank * self.total_kv_heads // self.tp_size
         return slice(first, first + kv_heads)

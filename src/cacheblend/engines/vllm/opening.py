@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
@@ -24,10 +26,9 @@ from cacheblend.engines.vllm.model import BlendModel
 from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
 from cacheblend.engines.vllm.paged_attention import PagedAttention
 from cacheblend.engines.vllm.ranks import Ranks
+from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
 
-READ_AHEAD = 2  # layers
-READ_AHEAD_BYTES = 128 << 20
-"""Of each prompt's layers that are loaded ahead, but always one layer: eight prompts at once take 1 GiB."""
+SentenceEnds = Callable[[], npt.NDArray[np.int64] | None]
 
 READ_THREADS = 16
 """A prompt reads in one of them; when all hang in the store, further prompts wait for one, and fall back."""
@@ -42,6 +43,7 @@ class Opener:
         codec: of the stored chunks.
         block_size: of the paged cache, in tokens.
         options: of all prefills.
+        sentence_end_ids: the ids of the tokens that end a sentence, for selectors that ask the question.
         builder: see `Worker`.
         ranks: that compute together.
     """
@@ -54,11 +56,12 @@ class Opener:
         *,
         block_size: int,
         options: PrefillOptions,
+        sentence_end_ids: SentenceEnds,
         builder: Any,
         ranks: Ranks,
     ) -> None:
         self._model, self._store, self._codec, self._ranks = model, store, codec, ranks
-        self._block_size, self._builder = block_size, builder
+        self._block_size, self._builder, self._sentence_end_ids = block_size, builder, sentence_end_ids
         self._options = replace(options, over_ranks=ranks.combine if ranks.size > 1 else None)
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
@@ -81,16 +84,18 @@ class Opener:
         def held(layer: int) -> torch.Tensor:
             return self._paged[layer].read(job.block_ids, first)
 
+        ends = self._sentence_end_ids() if job.selector.question_rows else None
+        options = replace(self._options, sentence_end_ids=ends)
         slots = self._paged[0].slots(job.block_ids, first, len(plan))
         if self._builder is not None and resident == (first > 0) and NULL_BLOCK not in job.block_ids:
             attention = PagedAttention(self._paged, self._builder, job.block_ids, first, slots)
-            options = replace(self._options, on_layer=_nothing, attention=attention)
+            options = replace(options, on_layer=_nothing, attention=attention)
             return self._open(plan, self._store, job.selector, options, held)
 
         def write(layer: int, kv: LayerKV) -> None:
             self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
 
-        return self._open(plan, self._store, job.selector, replace(self._options, on_layer=write), held)
+        return self._open(plan, self._store, job.selector, replace(options, on_layer=write), held)
 
     def capture(self, job: CaptureJob, kv: list[LayerKV]) -> BlendedPrefill:
         """A prefill of a chunk behind its anchor alone, which appends each layer to `kv`."""
@@ -129,6 +134,10 @@ class Opener:
             return LayerLoader(*what, **how) if self._ranks.size == 1 else AgreedLoader(self._ranks, *what, **how)
 
         return BlendedPrefill(plan, open_runner, open_loader, selector, options)
+
+
+def no_sentence_ends() -> None:
+    """None: nobody knows where a sentence ends."""
 
 
 def _nothing(layer: int, kv: LayerKV) -> None:

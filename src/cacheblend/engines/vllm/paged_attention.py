@@ -5,7 +5,9 @@ ends with the run, and all sequences share the prompt's blocks:
 
     active rows   2 3 . . 6 . 8 9        sequences   0..3 (rows 2 3)   0..6 (row 6)   0..9 (rows 8 9)
 
-The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill.
+The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill. On CPUs that
+multiply bf16 matrices fast, but without AMX, it computes in fp32, and scattered rows are attended to faster by bf16
+products over the prompt's own buffers (`core.layers.attention`).
 """
 
 from collections.abc import Sequence
@@ -13,13 +15,24 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.layers.attention import AttentionSpec, attend_rows
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.paged import PagedLayer
 
 NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""
+
+_FEW_ROWS = 64  # less work than the products' own cost
+_LONG_RUNS = 2.0  # rows of a run, on average: from here on the kernel is as fast
+
+
+def multiplies_bf16(dtype: torch.dtype) -> bool:
+    """True on CPUs whose bf16 products are fast in matrices, but not in vLLM's attention kernel."""
+    has_amx, has_bf16 = (
+        getattr(torch.cpu, name, lambda: False)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    )
+    return dtype == torch.bfloat16 and has_bf16 and not has_amx
 
 
 class PagedAttention:
@@ -55,18 +68,23 @@ class PagedAttention:
         else:
             own = slice(int((positions < self._first).sum()), None)  # a prefill that lost its prefix computes it again
             self._layers[layer].write(fresh.keys[:, own], fresh.values[:, own], slots[own])
-        return self._layers[layer].attend(query, fresh.keys, fresh.values, self._metadata_of(positions, slots))
+        metadata = self._metadata_of(positions, slots, query.dtype)
+        if metadata is None:
+            return attend_rows(query, kv.keys, kv.values, positions, spec)
+        return self._layers[layer].attend(query, fresh.keys, fresh.values, metadata)
 
-    def _metadata_of(self, positions: torch.Tensor, slots: torch.Tensor) -> Any:
-        """The kernel's metadata, built once for rows that stay the same over layers."""
+    def _metadata_of(self, positions: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> Any:
+        """The kernel's metadata, built once for rows that stay the same over layers; None: it is not used for them."""
         start = int(positions[0])
         known = self._metadata.get(start)
         if known is None or not torch.equal(known[0], positions):
-            known = self._metadata[start] = (positions, self._make_metadata(positions.cpu(), slots))
+            known = self._metadata[start] = (positions, self._make_metadata(positions.cpu(), slots, dtype))
         return known[1]
 
-    def _make_metadata(self, positions: torch.Tensor, slots: torch.Tensor) -> Any:
+    def _make_metadata(self, positions: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> Any:
         ends = torch.cat([(positions.diff() != 1).nonzero().flatten() + 1, torch.tensor([len(positions)])])
+        if _FEW_ROWS <= len(positions) < _LONG_RUNS * len(ends) and multiplies_bf16(dtype):
+            return None
         first_rows = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int()
         return compat.sequences_metadata(
             self._builder, first_rows, (positions[ends - 1] + 1).int(), self._block_ids, slots

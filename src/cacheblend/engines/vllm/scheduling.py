@@ -252,7 +252,7 @@ class Scheduling:
         """The weights have changed: nothing that was stored, or is being computed, is used from now on."""
         self._planners.renew()
         self._captures.clear()
-        self._jobs.drops_captures = True
+        self._jobs.is_reset = True
         for tracked in self._requests.values():
             if tracked.tried < 0:
                 tracked.leave(RESET)

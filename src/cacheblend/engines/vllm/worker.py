@@ -18,8 +18,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from cacheblend.core.fuse.batching import PrefillBatcher
@@ -34,14 +32,15 @@ from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, Ste
 from cacheblend.engines.vllm.layers import join
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.opening import Opener
+from cacheblend.engines.vllm.opening import Opener, SentenceEnds, no_sentence_ends
 from cacheblend.engines.vllm.ranks import Group, RankFailedError, Ranks
 from cacheblend.engines.vllm.tasks import LATE, READY, WAITING, Readiness, Task
 from cacheblend.store import KVStore
 
+IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
 READ_TIMEOUT_S = 10.0
 WRITER_S = 0.01  # that an idle step waits for the chunk being written, so that an idle engine does not spin
-SLOW_STORE, OTHER_RANK, UNREADABLE = "slow store", "another rank failed", "store"
+SLOW_STORE, OTHER_RANK, UNREADABLE, RESET = "slow store", "another rank failed", "store", "cache reset"
 logger = logging.getLogger("cacheblend.vllm")
 
 
@@ -54,10 +53,10 @@ class Worker:
         planner: gives the stored chunks' codec.
         selector: the configured one; requests may have others.
         block_size: of the paged cache, in tokens.
-        budget: row-layers computed in an engine step.
+        budget: row-layers computed in an engine step, up to a tile more; `IDLE_TIMES` as many if vLLM computes nothing.
         tile_rows: rows that go through a layer at once.
         builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend with torch.
-        sentence_end_ids: see `PrefillOptions`.
+        sentence_end_ids: see `PrefillOptions`; asked for when a selector needs them.
         name: of the model, for people.
         read_timeout_s: vLLM computes a prompt of which the store has not given the next layer for so long.
         group: the ranks that compute together; None: vLLM's tensor-parallel group.
@@ -74,20 +73,20 @@ class Worker:
         budget: int,
         tile_rows: int,
         builder: Any = None,
-        sentence_end_ids: npt.NDArray[np.int64] | None = None,
+        sentence_end_ids: SentenceEnds = no_sentence_ends,
         name: str = "",
         read_timeout_s: float = READ_TIMEOUT_S,
         group: Group | None = None,
     ) -> None:
         self._model, self._budget, self._block_size = model, budget, block_size
         self._ranks = Ranks(TensorParallel() if group is None else group)
-        options = PrefillOptions(tile_rows=tile_rows, sentence_end_ids=sentence_end_ids)
         self._opener = Opener(
             model,
             store,
             planner.codec,
             block_size=block_size,
-            options=options,
+            options=PrefillOptions(tile_rows=tile_rows),
+            sentence_end_ids=sentence_end_ids,
             builder=builder,
             ranks=self._ranks,
         )
@@ -110,18 +109,19 @@ class Worker:
     def step(self, jobs: StepJobs) -> None:
         """Takes new jobs and computes layers until the step's budget is used or all jobs wait for the store.
 
-        New prompts are begun in the next step, see `StepJobs.blend`. Computes at least one layer if one is there.
+        New prompts are begun in the next step, see `StepJobs.blend`. Computes at least one tile of a layer if one is
+        there; a layer that the budget does not cover goes on in the next step.
         """
         self._take(jobs)
         self._is_idle = jobs.is_idle
         self._readiness.begin_step(is_idle=jobs.is_idle and not self._captures)
-        left = self._budget
+        left = budget = self._budget * (IDLE_TIMES if jobs.is_idle else 1)
         while left > 0:
             tasks = self._choose()
             if not tasks:
                 break
-            left -= self._advance(tasks)
-        if jobs.is_idle and left == self._budget:
+            left -= self._advance(tasks, left)
+        if jobs.is_idle and left == budget:
             self._capture_writer.wait(WRITER_S)
 
     def capture(self, jobs: Sequence[CaptureJob]) -> None:
@@ -169,8 +169,8 @@ class Worker:
     def _take(self, jobs: StepJobs) -> None:
         for request_id in jobs.dropped:
             self._drop(request_id)
-        if jobs.drops_captures:
-            self._drop_captures()
+        if jobs.is_reset:
+            self._reset()
         for blend in self._arrived:
             self._blends.add(Task(blend))
         self._arrived = list(jobs.blend)
@@ -191,10 +191,11 @@ class Worker:
                 self._provided.add(request_id)
                 return
 
-    def _drop_captures(self) -> None:
-        for task in self._captures:
-            self._forget(task)
-            self._capture_writer.count_done()
+    def _reset(self) -> None:
+        """Gives up everything that has not been finished."""
+        for task in [*self._blends, *(Task(job) for job in self._arrived), *self._captures]:
+            self._give_up(task, RESET)
+        self._arrived.clear()
         self._capture_writer.drop()
 
     def _choose(self) -> list[Task]:
@@ -207,13 +208,13 @@ class Worker:
         tasks = self._blends.next(lambda task: states.get(task, READY) == READY) if self._blends else []
         return tasks or (self._captures.next() if self._captures else [])
 
-    def _advance(self, tasks: Sequence[Task]) -> int:
-        """Opens the task, or computes the next layer of the batch; returns the row-layers it took."""
+    def _advance(self, tasks: Sequence[Task], left: int) -> int:
+        """Opens the task, or computes the next layer of the batch as far as the budget lasts; returns what it took."""
         started, rows = time.perf_counter(), sum(task.active_rows for task in tasks)
         if tasks[0].prefill is None:
             self._attempt(tasks[0], self._start)
         else:
-            self._compute(tasks)
+            rows = self._compute(tasks, left) or rows  # rows that ask the question are not among those of the batch
         for task in tasks:
             task.busy_s += time.perf_counter() - started
             # A device goes on with vLLM's own work while the host is here.
@@ -222,16 +223,17 @@ class Worker:
                 self._complete(task)
         return max(rows, 1)
 
-    def _compute(self, tasks: Sequence[Task]) -> None:
+    def _compute(self, tasks: Sequence[Task], most_rows: int) -> int:
         batcher = self._batcher_of(tasks[0])
         try:
             with self._ranks.section():
-                ended = batcher.advance(tasks)
+                ended = batcher.advance(tasks, most_rows)
         except Exception as error:
             ended = [(task, error) for task in tasks]
         for task, failure in ended:
             if failure is not None:
                 self._fail(task, failure)
+        return batcher.rows
 
     def _attempt(self, task: Task, what: Callable[[Task], None]) -> bool:
         """Does something with a task that may fail; whether it succeeded."""
