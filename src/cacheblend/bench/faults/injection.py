@@ -23,7 +23,7 @@ PLACES = {
     "project": f"{_VLLM}.layers:VllmLayerRunner.project",
     "layer": f"{_VLLM}.layers:VllmLayerRunner.run",
     "mlp": "vllm.model_executor.models.llama:LlamaMLP.forward",
-    "attention": f"{_VLLM}.compat:AttentionShim.forward",
+    "attention": f"{_VLLM}.compat_model:AttentionShim.forward",
     "attend": f"{_VLLM}.paged:PagedLayer.attend",
     "read paged": f"{_VLLM}.paged:PagedLayer.read",
     "write paged": f"{_VLLM}.paged:PagedLayer.write",

@@ -179,6 +179,7 @@ def _fill(engine: Engine, texts: Texts) -> None:
     engine.forget()
     engine.ask([Request("fill", fill.ids, fill.spans, 1)])
     engine.settle()
+    time.sleep(0.5)  # the last captured chunks are listed in a thread
     engine.forget()
 
 
