@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from cacheblend.engines.vllm.ranks import Ranks
+from cacheblend.engines.vllm.worker.ranks import Ranks
 
 WAIT_S = 30  # a rank that waits so long for the others waits for ever
 

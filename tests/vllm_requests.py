@@ -49,8 +49,8 @@ def scheduling(held: list[list[int]], store: Any = None, salt: str = "", **confi
     from cacheblend.engines.identity import ModelIdentity
     from cacheblend.engines.settings import Settings
     from cacheblend.engines.vllm.config import ConnectorConfig
-    from cacheblend.engines.vllm.scheduling import Scheduling
-    from cacheblend.engines.vllm.tenants import TenantPlanners
+    from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
+    from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
     from cacheblend.store import MemoryStore
 
     settings = ConnectorConfig(**config)

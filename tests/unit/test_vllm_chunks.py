@@ -13,8 +13,8 @@ from cacheblend.core.plan.matching import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Head, Hkvd
 from cacheblend.engines.settings import Settings
-from cacheblend.engines.vllm.chunks import named_chunks, with_matches
-from cacheblend.engines.vllm.options import RequestOptions, read_options
+from cacheblend.engines.vllm.scheduler.chunks import named_chunks, with_matches
+from cacheblend.engines.vllm.scheduler.options import RequestOptions, read_options
 
 END = 9
 PROMPT = [5, 6, END, 7, END, 8, 8]

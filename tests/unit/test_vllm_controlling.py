@@ -21,7 +21,7 @@ from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.cost_model import write_cost_model
-from cacheblend.engines.vllm.controlling import RATIO_STEP, LoadChoice, LoadControl, open_load_control
+from cacheblend.engines.vllm.scheduler.controlling import RATIO_STEP, LoadChoice, LoadControl, open_load_control
 
 LAYERS, BYTES = 24, 12_288
 CONFIG = BlendConfig()

@@ -17,7 +17,7 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows
-from cacheblend.engines.vllm.layers import VllmLayerRunner, join
+from cacheblend.engines.vllm.worker.layers import VllmLayerRunner, join
 
 HEADS, HEAD_DIM, LAYERS, ROWS, TILE = 2, 8, 3, 61, 16
 INNER, WIDTH = HEADS * HEAD_DIM, 8 * HEADS * HEAD_DIM  # no tensor of keys or values is as large as a hidden state

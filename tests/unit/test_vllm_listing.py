@@ -13,7 +13,7 @@ import pytest
 from cacheblend.core.errors import StoreError
 from cacheblend.core.naming import BlockName, as_token_ids, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.engines.vllm.listing import ChunkListing, ListChanges
+from cacheblend.engines.vllm.scheduler.listing import ChunkListing, ListChanges
 from cacheblend.store import KVStore, MemoryStore, open_store
 from store_blocks import ROOT, make_block, make_manifest
 

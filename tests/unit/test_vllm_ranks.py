@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.engines.vllm.ranks import FINE, LOST, RankFailedError, Ranks
+from cacheblend.engines.vllm.worker.ranks import FINE, LOST, RankFailedError, Ranks
 from rank_threads import Meeting, ThreadGroup, on_all
 
 STEPS: list[Callable[[ThreadGroup, Ranks], Any]] = [

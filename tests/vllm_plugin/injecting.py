@@ -17,15 +17,15 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.selectors import Hkvd
-from cacheblend.engines.vllm.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.compat import connector_of_worker
 from cacheblend.engines.vllm.compat_model import AttentionShim
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
-from cacheblend.engines.vllm.layers import VllmLayerRunner
-from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.opening import Opener
-from cacheblend.engines.vllm.paged import PagedLayer
-from cacheblend.engines.vllm.worker import Worker
+from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
+from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
+from cacheblend.engines.vllm.worker.model import BlendModel
+from cacheblend.engines.vllm.worker.opening import Opener
+from cacheblend.engines.vllm.worker.paged import PagedLayer
+from cacheblend.engines.vllm.worker.worker import Worker
 from cacheblend.store.disk import DiskStore
 
 PLACES: dict[str, tuple[Any, str]] = {

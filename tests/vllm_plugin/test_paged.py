@@ -60,7 +60,7 @@ def layer_of(put: Put, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_was_written_is_read_back(name: str, dtype: torch.dtype) -> None:
-    from cacheblend.engines.vllm.paged import PagedLayer
+    from cacheblend.engines.vllm.worker.paged import PagedLayer
 
     put, shape = LAYOUTS[name]
     paged = PagedLayer(layer_of(put, shape, dtype), HEADS, WIDTH, SIZE)
@@ -78,7 +78,7 @@ def test_what_was_written_is_read_back(name: str, dtype: torch.dtype) -> None:
 
 def test_a_cache_that_changes_numbers_is_refused() -> None:
     from cacheblend.core.errors import ModelNotBlendableError
-    from cacheblend.engines.vllm.paged import PagedLayer
+    from cacheblend.engines.vllm.worker.paged import PagedLayer
 
     paged = PagedLayer(layer_of(scaled, LAYOUTS["kv, blocks, tokens"][1], torch.float32), HEADS, WIDTH, SIZE)
     with pytest.raises(ModelNotBlendableError, match="no-enable-prefix-caching"):

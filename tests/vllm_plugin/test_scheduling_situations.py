@@ -148,8 +148,8 @@ def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
 
 
 def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm import scheduling as module
     from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+    from cacheblend.engines.vllm.scheduler import scheduling as module
 
     side = scheduling([CHUNK])
     first = Request(PROMPT, name="first")
@@ -398,8 +398,8 @@ def test_what_is_captured_is_found_by_content_and_announced() -> None:
 
 
 def test_captures_are_bounded_in_bytes() -> None:
-    from cacheblend.engines.vllm.capture_queue import CaptureQueue
     from cacheblend.engines.vllm.metrics import Counts
+    from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 
     side = scheduling([], capture_bytes=250)
     side._captures = CaptureQueue(256, 250, side.counts)

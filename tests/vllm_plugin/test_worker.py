@@ -87,7 +87,7 @@ class Store:
 def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 100) -> Any:
     from cacheblend.core.plan.blocks import KVLayout, LayerShape
     from cacheblend.core.select.selectors import Hkvd
-    from cacheblend.engines.vllm import worker as module
+    from cacheblend.engines.vllm.worker import worker as module
 
     layout = KVLayout((LayerShape(1, 2),) * LAYERS, torch.float32)
     fields = {"layout": layout, "device": torch.device("cpu"), "tp_size": 1, "tp_rank": 0, "total_kv_heads": 1}
@@ -218,7 +218,7 @@ def test_a_failure_frees_its_memory_and_costs_one_prompt(worker: Any, error: typ
 
 
 def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
-    from cacheblend.engines.vllm import capture_writer
+    from cacheblend.engines.vllm.worker import capture_writer
 
     worker.prefills.update({name: Prefill() for name in "abcd"})
     begun = threading.Event()
@@ -245,7 +245,7 @@ def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm import capture_writer
+    from cacheblend.engines.vllm.worker import capture_writer
 
     begun = threading.Event()
     monkeypatch.setattr(capture_writer, "CLOSE_S", 0.01)

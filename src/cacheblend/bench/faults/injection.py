@@ -18,26 +18,26 @@ _VLLM = "cacheblend.engines.vllm"
 _LOADER = "cacheblend.core.load.loader:LayerLoader"
 _DISK = "cacheblend.store.disk.store:DiskStore"
 PLACES = {
-    "open": f"{_VLLM}.opening:Opener.blend",
-    "embed": f"{_VLLM}.model:BlendModel.embed",
-    "project": f"{_VLLM}.layers:VllmLayerRunner.project",
-    "layer": f"{_VLLM}.layers:VllmLayerRunner.run",
+    "open": f"{_VLLM}.worker.opening:Opener.blend",
+    "embed": f"{_VLLM}.worker.model:BlendModel.embed",
+    "project": f"{_VLLM}.worker.layers:VllmLayerRunner.project",
+    "layer": f"{_VLLM}.worker.layers:VllmLayerRunner.run",
     "mlp": "vllm.model_executor.models.llama:LlamaMLP.forward",
     "attention": f"{_VLLM}.compat_model:AttentionShim.forward",
-    "attend": f"{_VLLM}.paged:PagedLayer.attend",
-    "read paged": f"{_VLLM}.paged:PagedLayer.read",
-    "write paged": f"{_VLLM}.paged:PagedLayer.write",
+    "attend": f"{_VLLM}.worker.paged:PagedLayer.attend",
+    "read paged": f"{_VLLM}.worker.paged:PagedLayer.read",
+    "write paged": f"{_VLLM}.worker.paged:PagedLayer.write",
     "load": f"{_LOADER}.layer",
     "fill": f"{_LOADER}._fill",
     "read": f"{_LOADER}._read",
     "select": "cacheblend.core.select.selectors:Hkvd.select",
     "hand out": "cacheblend.core.fuse.prefill:BlendedPrefill._hand_out",
-    "finish": f"{_VLLM}.worker:Worker._finish",
+    "finish": f"{_VLLM}.worker.worker:Worker._finish",
     "combine": f"{_VLLM}.compat_ranks:TensorParallel.combine",
-    "open capture": f"{_VLLM}.opening:Opener.capture",
-    "gather": f"{_VLLM}.capture_writer:CaptureWriter.gather",
+    "open capture": f"{_VLLM}.worker.opening:Opener.capture",
+    "gather": f"{_VLLM}.worker.capture_writer:CaptureWriter.gather",
     "gather heads": f"{_VLLM}.compat_ranks:TensorParallel.gather_heads",
-    "host copy": f"{_VLLM}.capture_writer:CaptureWriter._on_host",
+    "host copy": f"{_VLLM}.worker.capture_writer:CaptureWriter._on_host",
     "store read": f"{_DISK}.read_many",
     "store find": f"{_DISK}.find",
     "store write": f"{_DISK}.write",
@@ -74,7 +74,7 @@ def arm(fault: dict[str, Any]) -> None:
     with _lock:
         _released.clear()
         if not _wrapped:
-            _wrap(f"{_VLLM}.worker:Worker.step", _marked)
+            _wrap(f"{_VLLM}.worker.worker:Worker.step", _marked)
         if target not in _wrapped:
             _wrap(target, partial(_faulty, fault["place"]))
             _wrapped.add(target)

@@ -11,14 +11,14 @@ from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.tokens import find_sentence_end_ids
 from cacheblend.engines.vllm import compat, compat_model, versions
 from cacheblend.engines.vllm.config import read_config
-from cacheblend.engines.vllm.controlling import LoadControl, open_load_control
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
-from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.scheduling import Scheduling
-from cacheblend.engines.vllm.tenants import TenantPlanners
-from cacheblend.engines.vllm.worker import Worker
+from cacheblend.engines.vllm.scheduler.controlling import LoadControl, open_load_control
+from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
+from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
+from cacheblend.engines.vllm.worker.model import BlendModel
+from cacheblend.engines.vllm.worker.worker import Worker
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 from cacheblend.store import KVStore, open_store
 

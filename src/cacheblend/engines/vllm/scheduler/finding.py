@@ -17,16 +17,16 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.settings import Settings
-from cacheblend.engines.vllm.block_names import salt_of
-from cacheblend.engines.vllm.chunks import named_chunks
 from cacheblend.engines.vllm.config import ConnectorConfig
-from cacheblend.engines.vllm.controlling import LoadControl
 from cacheblend.engines.vllm.jobs import CaptureJob
-from cacheblend.engines.vllm.listing import ChunkListing, ListChanges
-from cacheblend.engines.vllm.lookups import LookUp, LookUps
-from cacheblend.engines.vllm.options import RequestOptions
-from cacheblend.engines.vllm.tenants import TenantPlanners
-from cacheblend.engines.vllm.tracking import NOTHING_STORED, SLOW_STORE, Found
+from cacheblend.engines.vllm.scheduler.block_names import salt_of
+from cacheblend.engines.vllm.scheduler.chunks import named_chunks
+from cacheblend.engines.vllm.scheduler.controlling import LoadControl
+from cacheblend.engines.vllm.scheduler.listing import ChunkListing, ListChanges
+from cacheblend.engines.vllm.scheduler.lookups import LookUp, LookUps
+from cacheblend.engines.vllm.scheduler.options import RequestOptions
+from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
+from cacheblend.engines.vllm.scheduler.tracking import NOTHING_STORED, SLOW_STORE, Found
 from cacheblend.store import KVStore
 
 LONG_PROMPT = 4096

@@ -18,7 +18,7 @@ import torch
 from cacheblend.core.layers.attention import AttentionSpec, attend_rows
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.vllm import compat
-from cacheblend.engines.vllm.paged import PagedLayer
+from cacheblend.engines.vllm.worker.paged import PagedLayer
 
 NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""

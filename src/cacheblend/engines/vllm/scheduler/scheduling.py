@@ -20,17 +20,17 @@ from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.naming import as_token_ids
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.vllm import compat
-from cacheblend.engines.vllm.block_names import ComingBlocks, rename_blocks
-from cacheblend.engines.vllm.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.config import ConnectorConfig
-from cacheblend.engines.vllm.controlling import LoadControl
-from cacheblend.engines.vllm.finding import ChunkFinder
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
-from cacheblend.engines.vllm.lookups import LookUp
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.options import read_options
-from cacheblend.engines.vllm.tenants import TenantPlanners
-from cacheblend.engines.vllm.tracking import (
+from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, rename_blocks
+from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
+from cacheblend.engines.vllm.scheduler.controlling import LoadControl
+from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
+from cacheblend.engines.vllm.scheduler.lookups import LookUp
+from cacheblend.engines.vllm.scheduler.options import read_options
+from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
+from cacheblend.engines.vllm.scheduler.tracking import (
     HELD_BY_VLLM,
     LITTLE_STORED,
     NOTHING_STORED,

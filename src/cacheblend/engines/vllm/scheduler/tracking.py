@@ -8,10 +8,10 @@ from typing import Any
 
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.vllm.block_names import first_loaded
 from cacheblend.engines.vllm.jobs import BlendOutcome, CaptureJob
-from cacheblend.engines.vllm.lookups import LookUp
-from cacheblend.engines.vllm.options import KEY, RequestOptions
+from cacheblend.engines.vllm.scheduler.block_names import first_loaded
+from cacheblend.engines.vllm.scheduler.lookups import LookUp
+from cacheblend.engines.vllm.scheduler.options import KEY, RequestOptions
 
 NOTHING_STORED = "nothing stored"
 LITTLE_STORED = "below min_reused_share"

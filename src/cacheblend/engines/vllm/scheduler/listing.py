@@ -21,7 +21,7 @@ from cacheblend.core.naming import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.matching import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.engines.vllm.chunks import with_matches
+from cacheblend.engines.vllm.scheduler.chunks import with_matches
 from cacheblend.store import KVStore
 
 MOST_INDEXES = 256

@@ -19,8 +19,8 @@ from cacheblend.core.load.threads import DaemonPool
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.ranks import Ranks
+from cacheblend.engines.vllm.worker.model import BlendModel
+from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.store import KVStore
 
 CLOSE_S = 5.0

@@ -19,7 +19,7 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob
-from cacheblend.engines.vllm.ranks import Ranks
+from cacheblend.engines.vllm.worker.ranks import Ranks
 
 PATIENCE_S = 0.005
 """Seconds that an engine step waits for reads in all, and that it waits for one read: longer ones are passed over."""

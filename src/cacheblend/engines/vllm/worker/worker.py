@@ -26,15 +26,15 @@ from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.vllm.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs
-from cacheblend.engines.vllm.layers import join
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.opening import Opener, SentenceEnds, no_sentence_ends
-from cacheblend.engines.vllm.ranks import Group, RankFailedError, Ranks
-from cacheblend.engines.vllm.tasks import LATE, READY, WAITING, Readiness, Task
+from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
+from cacheblend.engines.vllm.worker.layers import join
+from cacheblend.engines.vllm.worker.model import BlendModel
+from cacheblend.engines.vllm.worker.opening import Opener, SentenceEnds, no_sentence_ends
+from cacheblend.engines.vllm.worker.ranks import Group, RankFailedError, Ranks
+from cacheblend.engines.vllm.worker.tasks import LATE, READY, WAITING, Readiness, Task
 from cacheblend.store import KVStore
 
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it

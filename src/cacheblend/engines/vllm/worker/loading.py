@@ -13,7 +13,7 @@ from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockEntry
 from cacheblend.core.plan.plan import RESIDENT
-from cacheblend.engines.vllm.ranks import FINE, LOST, Ranks
+from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
 
 
 class EmptySource:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.settings import Settings
-from cacheblend.engines.vllm.chunks import Span, read_spans
+from cacheblend.engines.vllm.scheduler.chunks import Span, read_spans
 
 KEY = "cacheblend"
 """The key of this project's object in a request's and an answer's `kv_transfer_params`."""

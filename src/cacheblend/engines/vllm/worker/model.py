@@ -14,7 +14,7 @@ from cacheblend.core.layers.attention import attend_rows
 from cacheblend.core.load.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.engines.vllm import compat, compat_model
-from cacheblend.engines.vllm.layers import AttentionAnswer, VllmLayerRunner
+from cacheblend.engines.vllm.worker.layers import AttentionAnswer, VllmLayerRunner
 
 _PROBE_ROWS, _PROBE_SHIFT = 8, 37
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}

@@ -20,12 +20,12 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob
-from cacheblend.engines.vllm.layers import VllmLayerRunner
-from cacheblend.engines.vllm.loading import AgreedLoader, EmptySource
-from cacheblend.engines.vllm.model import BlendModel
-from cacheblend.engines.vllm.paged import NULL_BLOCK, PagedLayer
-from cacheblend.engines.vllm.paged_attention import PagedAttention
-from cacheblend.engines.vllm.ranks import Ranks
+from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
+from cacheblend.engines.vllm.worker.loading import AgreedLoader, EmptySource
+from cacheblend.engines.vllm.worker.model import BlendModel
+from cacheblend.engines.vllm.worker.paged import NULL_BLOCK, PagedLayer
+from cacheblend.engines.vllm.worker.paged_attention import PagedAttention
+from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
 
 SentenceEnds = Callable[[], npt.NDArray[np.int64] | None]
