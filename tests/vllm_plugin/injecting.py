@@ -6,17 +6,20 @@ once; `disarm_fault` tells how often each rank raised, and how many calls of the
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.llama import LlamaMLP
 
+from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.capture_writer import CaptureWriter
-from cacheblend.engines.vllm.compat import AttentionShim, connector_of_worker
+from cacheblend.engines.vllm.compat import connector_of_worker
+from cacheblend.engines.vllm.compat_model import AttentionShim
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
 from cacheblend.engines.vllm.layers import VllmLayerRunner
 from cacheblend.engines.vllm.model import BlendModel
@@ -45,7 +48,11 @@ PLACES: dict[str, tuple[Any, str]] = {
     "gather heads": (TensorParallel, "gather_heads"),
     "host copy": (CaptureWriter, "_on_host"),
 }
-KINDS: dict[str, type[Exception]] = {"error": RuntimeError, "memory": torch.OutOfMemoryError}
+KINDS: dict[str, Callable[[str], Exception]] = {
+    "error": RuntimeError,
+    "memory": torch.OutOfMemoryError,
+    "lost": lambda reason: BlockLostError([], reason),
+}
 
 _armed: dict[str, Any] = {}
 _seen = {"calls": 0, "raised": 0}
@@ -129,7 +136,8 @@ class Injecting:
         worker: Any = connector_of_worker()._worker
         worker._readiness._timeout_s = seconds
 
-    def slow_store(self, seconds: float) -> None:
-        """Each read of the store takes so many seconds more."""
+    def slow_store(self, seconds: float, rank: int) -> None:
+        """Each read of the store takes one rank so many seconds more."""
         global _delay_s
-        _delay_s = seconds
+        if rank == get_tensor_model_parallel_rank():
+            _delay_s = seconds

@@ -26,7 +26,8 @@ def faults(ranks: int) -> list[tuple[str, Any, str, int]]:
     for _ in range(12):
         place = rng.choice(["readiness", "load", "run", "attention", "mlp", "hand out"])
         found.append((place, rng.choice(who), rng.choice(["error", "memory"]), rng.randrange(LAYERS - 1)))
-    return found
+    lost = [("load", rank, "lost", rng.randrange(LAYERS)) for rank in who for _ in range(2)]
+    return found + (lost if ranks > 1 else [])
 
 
 def engine(ranks: int) -> dict[str, Any]:
@@ -55,6 +56,8 @@ def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
     steps: list[dict[str, Any]] = [{**ask, "chunks": [[], []]}, warm, ask]
     for fault in injected:
         steps += [{"rpc": ["arm_fault", *fault]}, ask, {"rpc": ["disarm_fault"]}, ask]
+    for rank in range(ranks):
+        steps += [{"rpc": ["slow_store", 0.05, rank]}, ask, {"rpc": ["slow_store", 0.0, rank]}]
     captures = [(place, rank) for place in CAPTURING for rank in ([0, 1, "all"] if ranks > 1 else [0])]
     captures = [each for each in captures if each != ("host copy", 1)]  # the first rank copies for all
     for place, rank in captures:
@@ -74,6 +77,9 @@ def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
         assert raised == [int(fault[1] in (rank, "all")) for rank in range(ranks)], fault
         assert [answer["tokens"] for answer in failed] == plain, fault
         assert [answer["tokens"] for answer in again] == blended, fault
+    for _ in range(ranks):
+        _, slow, _ = (next(answers) for _ in range(3))
+        assert [answer["tokens"] for answer in slow] == blended
     for capture in captures:
         next(answers)
         failed, seen, missed, found = (next(answers) for _ in range(4))

@@ -147,6 +147,20 @@ def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
     store.let_go.set()
 
 
+def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm import scheduling as module
+    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+
+    side = scheduling([CHUNK])
+    first = Request(PROMPT, name="first")
+    side.allocated(first, [1] * 9, start(side, first))
+    side.reported(StepReport(0, {"first": BlendOutcome("slow store")}))
+    assert start(side, Request([5, *PROMPT], name="second")) == 0
+    now = time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.PAUSE_S)
+    assert start(side, Request([6, *PROMPT], name="third")) == 142
+
+
 def test_a_request_that_ends_during_its_look_up() -> None:
     store = SlowStore()
     side = scheduling([CHUNK], store)

@@ -1,6 +1,7 @@
 """The worker side alone: which jobs go on in a step, and what is reported of those that cannot, with stand-ins for
 prefills."""
 
+import random
 import threading
 import weakref
 from concurrent.futures import Future
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from cacheblend.core.fuse.batching import LayerRows
+from rank_threads import ThreadGroup, on_all
 from vllm_running import needs_vllm
 
 pytestmark = needs_vllm
@@ -81,29 +84,31 @@ class Store:
         pass
 
 
-@pytest.fixture
-def worker() -> Any:
+def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 100) -> Any:
     from cacheblend.core.plan.blocks import KVLayout, LayerShape
     from cacheblend.core.select.selectors import Hkvd
     from cacheblend.engines.vllm import worker as module
 
     layout = KVLayout((LayerShape(1, 2),) * LAYERS, torch.float32)
     fields = {"layout": layout, "device": torch.device("cpu"), "tp_size": 1, "tp_rank": 0, "total_kv_heads": 1}
-    attention = [SimpleNamespace()] * LAYERS
-    store, group = Store(), SimpleNamespace(size=1, rank=0)
-    made = module.Worker(
-        SimpleNamespace(**fields, attention=attention),  # type: ignore[arg-type]
-        store,  # type: ignore[arg-type]
+    return module.Worker(
+        SimpleNamespace(**fields, attention=[SimpleNamespace()] * LAYERS),  # type: ignore[arg-type]
+        store,
         SimpleNamespace(codec="raw"),  # type: ignore[arg-type]
         Hkvd(),
         block_size=4,
-        budget=10_000,
-        tile_rows=100,
-        group=group,  # type: ignore[arg-type]
+        budget=budget,
+        tile_rows=tile_rows,
+        group=group,
     )
-    prefills: dict[Any, Prefill] = {}
-    made._opener.blend = lambda job: prefills[job.request_id]  # type: ignore[method-assign,assignment]
-    made._opener.capture = lambda job, kv: prefills[job.chunk]  # type: ignore[method-assign,assignment]
+
+
+@pytest.fixture
+def worker() -> Any:
+    store, prefills = Store(), dict[Any, Prefill]()
+    made = make_worker(store, SimpleNamespace(size=1, rank=0))
+    made._opener.blend = lambda job: prefills[job.request_id]
+    made._opener.capture = lambda job, kv: prefills[job.chunk]
     yield SimpleNamespace(side=made, prefills=prefills, store=store)
     store.gate.set()
     made.close()
@@ -253,3 +258,68 @@ def test_closing_does_not_wait_for_a_store_that_hangs(worker: Any, monkeypatch: 
     worker.side.close()
     assert worker.prefills["one"].is_closed
     assert worker.side.captured == 0
+
+
+class Runner:
+    """Exchanges something in each tile, as a layer does; fails where it is told to."""
+
+    def __init__(self, group: ThreadGroup, fails: str) -> None:
+        self._group, self._fails = group, fails
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Any) -> torch.Tensor:
+        if self._fails == "before":
+            raise RuntimeError("injected")
+        self._group.collective(1.0, f"layer {layer}")
+        if self._fails == "behind":
+            raise RuntimeError("injected")
+        return hidden
+
+
+class TiledPrefill(Prefill):
+    """Three tiles of four rows a layer; `at`: the (layer, tile, before or behind its exchange) that fails here."""
+
+    def __init__(self, group: ThreadGroup, at: tuple[int, int, str]) -> None:
+        super().__init__(rows=12)
+        self._group, self._at = group, at
+
+    def next_layer(self) -> Any:
+        for tile in range(3):
+            runner = Runner(self._group, self._at[2] if (self.layer, tile) == self._at[:2] else "")
+            yield LayerRows(runner, self.layer, torch.zeros(4, 2), torch.arange(4), no_attention)  # type: ignore[arg-type]
+        self.layer += 1
+
+
+def no_attention(*_: Any) -> torch.Tensor:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ranks_end_their_steps_together_whatever_fails_where(seed: int) -> None:
+    """Small budgets leave layers in their middle, and faults at random: all ranks report the same prompts in the same
+    step."""
+    rng = random.Random(seed)
+    size, names = rng.choice([2, 3]), "abcd"
+    budget = rng.choice([1, 5, 9, 30, 100])
+    fails = {
+        (name, rank): (rng.randrange(LAYERS), rng.randrange(3), rng.choice(["before", "behind"]))
+        for name in names
+        for rank in range(size)
+        if rng.random() < 0.3
+    }
+
+    def work(group: ThreadGroup, ranks: Any) -> list[Any]:
+        made = make_worker(Store(), group, budget=budget, tile_rows=4)
+        made._opener.blend = lambda job: TiledPrefill(group, fails.get((job.request_id, group.rank), (-1, 0, "")))
+        seen = []
+        for number in range(120):
+            made.step(jobs(*names[number : number + 1]))
+            outcomes = made.take_outcomes()
+            seen.append({name: bool(one.failure) for name, one in outcomes.items()})
+        made.close()
+        return seen
+
+    found, meeting = on_all(size, work)
+    assert all(one == found[0] for one in found), found
+    failed = {name for name, _ in fails}
+    assert {name: bad for step in found[0] for name, bad in step.items()} == {name: name in failed for name in names}
+    assert meeting.barrier.n_waiting == 0

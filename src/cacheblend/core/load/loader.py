@@ -209,9 +209,8 @@ class LayerLoader:
         mode = torch.is_inference_mode_enabled()  # of this thread, and so of the buffers
         return self._reader.submit(self._load_overlapped, index, self._buffers(index), self._staging.now(), mode)
 
-    @torch.no_grad()
     def _load_overlapped(self, index: int, kv: LayerKV, allocated: Any, inference_mode: bool) -> _Loaded:
-        with torch.inference_mode(inference_mode), self._staging.stream():
+        with torch.inference_mode(inference_mode), torch.no_grad(), self._staging.stream():
             read = self._read(index)
             return self._fill(index, read, kv, allocated)._replace(done=self._staging.now())
 

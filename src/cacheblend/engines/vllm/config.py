@@ -37,6 +37,7 @@ class ConnectorConfig:
             step of the scheduler, which is `max_num_batched_tokens` rows through all layers.
         lookup_timeout_s: a request whose chunks the store has not looked up after so many seconds is left to vLLM.
         workspace_bytes: of each GPU, which vLLM leaves to blending; None: what it needs at most (`workspace`); 0: none.
+        read_timeout_s: a request whose next layer the store has not given after so many seconds is left to vLLM.
         capture_bytes: KV of chunks that are being captured and not stored yet, at most.
         refresh_s: seconds after which the store's list of chunks is read again, since others may write to it; 0: for
             each request, which waits for it.
@@ -53,6 +54,7 @@ class ConnectorConfig:
     min_reused_share: float = 0.25
     budget_row_layers: int | None = None
     lookup_timeout_s: float = 1.0
+    read_timeout_s: float = 10.0
     capture_bytes: int = 2 << 30
     workspace_bytes: int | None = None
     refresh_s: float = 5.0
@@ -90,9 +92,10 @@ class ConnectorConfig:
             raise InvalidInputError(f"cost_model {cost_model!r} is for the controller, and controller is false")
         if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s < 0:
             raise InvalidInputError(f"refresh_s must be a number of seconds, 0 or more, got {self.refresh_s!r}")
-        timeout = self.lookup_timeout_s
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or timeout <= 0:
-            raise InvalidInputError(f"lookup_timeout_s must be a number of seconds above 0, got {timeout!r}")
+        for name in ("lookup_timeout_s", "read_timeout_s"):
+            timeout = getattr(self, name)
+            if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+                raise InvalidInputError(f"{name} must be a number of seconds above 0, got {timeout!r}")
         if not isinstance(self.store, str) or not self.store:
             raise InvalidInputError(f'store must be a URL such as "file:///var/cache/cacheblend", got {self.store!r}')
 

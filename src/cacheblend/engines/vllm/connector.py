@@ -180,6 +180,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             builder=builder,
             sentence_end_ids=self._sentence_end_ids,
             name=self.identity.name,
+            read_timeout_s=self._config.read_timeout_s,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

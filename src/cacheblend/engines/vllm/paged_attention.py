@@ -24,7 +24,7 @@ NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""
 
 _FEW_ROWS = 64  # less work than the products' own cost
-_LONG_RUNS = 2.0  # rows of a run, on average: from here on the kernel is as fast
+_LONG_RUNS = 16  # rows of a run, on average: from here on the kernel is as fast
 
 
 def multiplies_bf16(dtype: torch.dtype) -> bool:

@@ -12,6 +12,7 @@ one request disables blending for this request only.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,9 @@ from cacheblend.store import KVStore
 
 MOST_OUTSTANDING = 8
 """Requests that hold blocks while the workers fill them: more would take memory without being faster."""
+
+PAUSE_S = 10.0
+"""Seconds in which nothing is blended after the workers waited too long for the store: the next would wait as well."""
 
 IDLE_WAIT_S = 0.002
 """How long a step without work waits for a look-up to end."""
@@ -83,6 +87,7 @@ class Scheduling:
         self._outstanding: set[str] = set()
         self._coming = ComingBlocks()
         self._jobs = StepJobs()
+        self._resume_at = 0.0
         self.counts = Counts()
         self._captures = CaptureQueue(
             settings.config.capture_queue, config.capture_bytes // max(1, bytes_per_token), self.counts
@@ -111,6 +116,8 @@ class Scheduling:
         if tracked.options.mode == "full":
             tracked.leave("mode full")
             return
+        if time.monotonic() < self._resume_at:
+            raise TimeoutError
         started = self._finder.start(as_token_ids(request.prompt_token_ids), tracked.options, request.cache_salt)
         if isinstance(started, LookUp):
             tracked.lookup = started
@@ -226,6 +233,8 @@ class Scheduling:
         for request_id, outcome in report.outcomes.items():
             if outcome.failure:
                 self._coming.remove(request_id)
+            if outcome.failure == SLOW_STORE:
+                self._resume_at = time.monotonic() + PAUSE_S
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.outcome = outcome

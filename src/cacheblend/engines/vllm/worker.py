@@ -228,12 +228,14 @@ class Worker:
         try:
             with self._ranks.section():
                 ended = batcher.advance(tasks, most_rows)
+            rows = batcher.rows
         except Exception as error:
             ended = [(task, error) for task in tasks]
+            rows = most_rows  # the same on all ranks, however far each of them came
         for task, failure in ended:
             if failure is not None:
                 self._fail(task, failure)
-        return batcher.rows
+        return rows
 
     def _attempt(self, task: Task, what: Callable[[Task], None]) -> bool:
         """Does something with a task that may fail; whether it succeeded."""
