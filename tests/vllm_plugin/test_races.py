@@ -13,4 +13,5 @@ def test_no_plain_request_is_answered_otherwise_than_without_the_plugin() -> Non
     found = run(Settings(tried=80, seed=5, only=("pollution",), engines=("pieces", "two connectors")))
     figures, words = found["figures"], json.dumps(found["campaigns"], indent=1)
     assert figures["pollution_tried"] >= 160
+    assert all(each["blended"] >= 15 for each in found["campaigns"]["pollution"]["engines"].values()), words
     assert (figures["polluted"], figures["wrong"], figures["ended"], figures["hung"]) == (0, 0, 0, 0), words

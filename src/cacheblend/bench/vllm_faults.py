@@ -144,7 +144,7 @@ def _pollution(model: Path, folder: Path, settings: Settings, tell: Advance) -> 
         child["folder"] = str(folder / f"store-{place}")
         told = partial(_tell, tell, "pollution", sum(len(each.lines) for each in found.values()), count * len(names))
         found[name] = watch(folder, child, name, on_line=told)
-    return _summary(found, ("tried", "polluted", "wrong"))
+    return _summary(found, ("tried", "polluted", "wrong", "blended"))
 
 
 def _scenes_needed(chosen: Sequence[pollution.Setting], settings: Settings) -> int:

@@ -93,8 +93,9 @@ class Engine:
         if ranks > 1:
             settings["distributed_executor_backend"] = "mp"
         if extra is not None:
-            # What is measured may be a version that is to be claimed after this.
-            allowed = {"allow_untested_version": True, **extra}
+            # What is measured may be a version that is to be claimed after this; and a tiny model computes faster than
+            # anything is loaded, so that the controller would have nothing blended.
+            allowed = {"allow_untested_version": True, "controller": False, **extra}
             mine = {**_CONNECTOR, "kv_connector_extra_config": allowed}
             if beside is None:
                 settings["kv_transfer_config"] = {**mine, "kv_load_failure_policy": "recompute"}

@@ -75,7 +75,7 @@ def play(
 
     Yields:
         `tried` and `polluted`: plain requests compared, and those answered otherwise; `wrong`: blended ones at ratio 1
-        answered otherwise; `what`: the names of both.
+        answered otherwise; `what`: the names of both; `blended`: requests whose prompts were blended.
     """
     setting = SETTINGS[name]
     extra: dict[str, Any] = {
@@ -101,7 +101,9 @@ def play(
         yield {"begin": number}
         known = _known_to_another(engine, number) if setting.is_beside_another else []
         engine.scramble(number)
-        yield _judged(scene, setting, _played(engine, scene, known), right)
+        before = engine.counters().get("requests", 0.0)
+        judged = _judged(scene, setting, _played(engine, scene, known), right)
+        yield judged | {"blended": int(engine.counters().get("requests", 0.0) - before)}
 
 
 def _known_to_another(engine: Engine, number: int) -> list[Request]:
