@@ -62,10 +62,10 @@ def test_what_others_list_and_take_off_is_carried_over() -> None:
     store.delete_manifest(first.chunk_id)
     listing.update()
     assert found(listing) == {second.chunk_id}
-    changes = listing.take_changes()
+    changes = listing.take_changes(64)
     assert [m.chunk_id for m in changes.added] == [first.chunk_id, second.chunk_id]
     assert [m.chunk_id for m in changes.removed] == [first.chunk_id]
-    assert listing.take_changes() == ListChanges()
+    assert listing.take_changes(64) == ListChanges()
     listing.close()
 
 

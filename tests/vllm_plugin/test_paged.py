@@ -108,7 +108,8 @@ def test_scattered_rows_are_attended_to_by_products_where_they_are_faster(
 ) -> None:
     from cacheblend.core.layers.attention import AttentionSpec, attend_rows
     from cacheblend.core.load.loader import LayerKV
-    from cacheblend.engines.vllm import compat, paged_attention
+    from cacheblend.engines.vllm import compat
+    from cacheblend.engines.vllm.worker import paged_attention
 
     monkeypatch.setattr(paged_attention, "multiplies_bf16", lambda dtype: fast)
     monkeypatch.setattr(compat, "sequences_metadata", lambda *_: object())

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -371,6 +372,73 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> Non
     side.finished(again)
     (job,) = side.take_jobs().capture
     assert job.planner.root == side._planners.of().root
+
+
+def test_after_a_reset_a_request_that_was_blended_before_is_not_blended_again() -> None:
+    side = scheduling([CHUNK])
+    running, refused = Request(PROMPT, name="running"), Request([*range(1000, 1400), *CHUNK, 7], name="refused")
+    side.allocated(running, [1] * 9, start(side, running))
+    side.provided(["running"])
+    side.allocated(running, [1] * 9, 0)
+    assert start(side, refused) == 0
+    ids, spans = [1, 2, 3, *CHUNK, *OTHER, 4, 5], [[3, 103], [103, 203]]
+    follower = Request(ids, spans, "settled")  # it has missed a chunk, and waits for its blocks
+    side._outstanding.update(str(number) for number in range(8))
+    assert start(side, follower) is None
+    side._outstanding.clear()
+    side.reset()
+    running.num_preemptions = 1
+    for request in (running, follower):
+        assert side.claim(request, 0) == 0
+        side.allocated(request, [1] * 9, 0)
+    reasons = [side.finished(request)["cacheblend"]["reason"] for request in (refused, follower)]
+    assert reasons == ["below min_reused_share", "cache reset"]
+    assert side.take_jobs().capture == []  # with the new weights it would be stored under the old ones' names
+
+
+def test_an_idle_engine_does_not_wait_for_captures_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm.scheduler import capture_queue as module
+
+    side = scheduling([])
+    missing = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], "missing")
+    start(side, missing)
+    side.allocated(missing, [1], 0)
+    side.finished(missing)
+    side.take_jobs()
+    assert side.is_capturing
+    now = time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.STUCK_S + 1)
+    assert not side.is_capturing
+
+
+def test_what_vllm_holds_of_an_earlier_turn_is_used_although_nothing_is_stored_any_more() -> None:
+    side, pool = scheduling([CHUNK, OTHER]), Pool()
+    side.pool = pool
+    ids, spans = [*range(40), *CHUNK, *OTHER, *range(40)], [[40, 140], [140, 240]]
+    turn(side, pool, ids, spans, "one")
+    empty = scheduling([])
+    empty.pool = pool
+    held, request = turn(empty, pool, [*ids, *range(700, 730)], spans, "two")
+    assert held >= len(ids) // SIZE * SIZE
+    assert len(request.block_hashes) > held // SIZE
+
+
+def test_what_vllm_held_exactly_is_not_called_blended() -> None:
+    side, pool = scheduling([CHUNK]), Pool()
+    side.pool = pool
+    ids = [*range(40), *CHUNK, *range(300, 600), *CHUNK, 7]
+    plain = Request(ids)
+    pool.held |= set(plain.block_hashes[:26])
+    request = Request(ids, name="asked")
+    side.on_new(request)
+    assert claim(side, request, 26 * SIZE) == 540 - 26 * SIZE
+    little = Request([*range(40), *CHUNK, *range(300, 900), *CHUNK, 7], name="little")
+    pool.held |= set(little.block_hashes[:20])
+    side._config = replace(side._config, min_reused_share=0.2)
+    side.on_new(little)
+    assert claim(side, little, 20 * SIZE) == 0
+    told = side.finished(little)["cacheblend"]
+    assert (told["blended"], told["reason"]) == (False, "below min_reused_share")
 
 
 def test_what_is_captured_is_found_by_content_and_announced() -> None:

@@ -194,8 +194,10 @@ class PrefillBatcher(Generic[Job]):
     def _may_join(self, ready: Sequence[Job]) -> bool:
         """True if all jobs that are ready are at the join layer, with capacity left for one more as large as the
         largest; and if none is ready, unless they have many rows."""
+        if _rows_of(self._running) >= ROWS_OPEN:
+            return False
         if not ready:
-            return _rows_of(self._running) < ROWS_OPEN
+            return True
         if any(job.layer != self._join_layer for job in ready):
             return False
         return _rows_of(ready) + max(job.active_rows for job in ready) <= self._capacity

@@ -43,6 +43,9 @@ ARCHITECTURES = (
 )
 """Architectures that can be blended: decoders whose layers are called with (positions, hidden, residual)."""
 
+FAILS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""A connector may say that a whole request failed (since 0.30), not only which blocks did."""
+
 EVENT_MEDIUM = "CACHEBLEND"
 """The medium of the events about chunks in the store."""
 
@@ -114,6 +117,16 @@ def attend_paged(
 
 
 # ---- requests -----------------------------------------------------------------------------------------------
+
+
+def longest_prompt(config: VllmConfig) -> int | None:
+    """Tokens up to which prompts can be blended; None: any.
+
+    Blocks that a sliding window has passed are not there. Where a connector can only name blocks, it cannot say that
+    such a request failed.
+    """
+    window = getattr(config.model_config.hf_text_config, "sliding_window", None)
+    return None if FAILS_REQUESTS or not window else int(window)
 
 
 def unsuited(request: Any) -> str:
@@ -248,6 +261,10 @@ def refusals(config: VllmConfig) -> list[str]:
         (model.use_mla, "MLA attention"),
         (bool(model.is_multimodal_model), "multimodal models"),
         (model.runner_type == "pooling", "pooling models"),
+        (
+            str(parallel.distributed_executor_backend) == "external_launcher" and parallel.world_size > 1,
+            "several ranks of an external launcher, each with a scheduler of its own",
+        ),
         (str(cache.cache_dtype) not in ("auto", "bfloat16", "float16"), f"a KV cache of type {cache.cache_dtype}"),
         (
             not set(architectures) & set(ARCHITECTURES),

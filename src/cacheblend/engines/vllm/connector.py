@@ -74,6 +74,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
                 self._block_size,
                 control=self._open_control() if self._config.controller else None,
                 bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
+                longest_prompt=compat.longest_prompt(vllm_config),
                 keeps_events=self._publishes_events,
             )
 
@@ -201,6 +202,13 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose prompts are complete in the paged cache."""
         return None, (self._worker.take_provided() if self._worker else None) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """As `get_finished`, and the requests of which everything has to be computed."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.take_failed_requests()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that vLLM must compute itself (with `kv_load_failure_policy` "recompute")."""

@@ -32,32 +32,25 @@ def first_loaded(plan: BlendPlan) -> int:
     return next((span.start for span in plan.spans if span.source is Source.LOADED), len(plan))
 
 
-def rename_blocks(request: Any, plan: BlendPlan, salt: bytes, pool: Any, block_size: int) -> int:
-    """Gives a request's blended blocks other names.
+def blended_before(request: Any, plan: BlendPlan, salt: bytes, pool: Any, block_size: int) -> int | None:
+    """Where the salting of an earlier turn began whose blocks vLLM still holds; None: it holds none.
+
+    Where that is beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the
+    request be blended.
 
     Args:
         request: vLLM's, with plain names.
-        plan: with loaded rows.
+        plan: of its prompt.
         salt: see `salt_of`.
         pool: vLLM's block pool, or None.
         block_size: of the paged cache.
-
-    Returns:
-        Leading tokens whose blocks keep plain names. Where that is beyond the first loaded row, vLLM holds these
-        blocks, and only as long as it does may the request be blended.
     """
-    start = _first_salted(request, plan, salt, pool, block_size)
-    return compat.salt_from(request, start, block_size, salt)
-
-
-def _first_salted(request: Any, plan: BlendPlan, salt: bytes, pool: Any, block_size: int) -> int:
-    """Where salting begins: at the first loaded row, or where an earlier turn began if vLLM still holds its blocks."""
     loaded = first_loaded(plan)
     cached = compat.cached_tokens(pool, request, block_size)
     is_chunk = [segment.is_chunk for segment in plan.prompt.segments]
     starts = {span.start for span in plan.spans if span.chunk_offset == 0 and is_chunk[span.segment]} | {loaded}
     may_begin = [at for at in starts if at <= loaded or at // block_size * block_size <= cached]
-    return max((at for at in may_begin if compat.holds_salted(pool, request, at, block_size, salt)), default=loaded)
+    return max((at for at in may_begin if compat.holds_salted(pool, request, at, block_size, salt)), default=None)
 
 
 class ComingBlocks:

@@ -16,6 +16,9 @@ from cacheblend.core.naming import BlockName
 from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 
+STUCK_S = 10.0
+"""Seconds without a finished chunk after which the rest waits for the next request."""
+
 _REMEMBERED = 1024  # finished chunks that requests which missed them meanwhile do not queue again
 
 
@@ -35,13 +38,15 @@ class CaptureQueue:
         self._queued: deque[tuple[BlockName, CaptureJob]] = deque()
         self._sent: OrderedDict[BlockName, CaptureJob] = OrderedDict()  # with the workers, in the order of sending
         self._sent_tokens = self._finished = 0
+        self._progress_at = time.monotonic()
         self._unfinished: set[BlockName] = set()  # queued and sent
         self._finished_at: OrderedDict[BlockName, float] = OrderedDict()
 
     @property
     def is_busy(self) -> bool:
-        """Chunks are queued, or the workers compute some."""
-        return bool(self._sent or self._queued)
+        """Chunks are queued or being computed. Not while the workers get no further: a store that hangs must not keep
+        an idle engine stepping, nor vLLM from pausing."""
+        return bool(self._sent or self._queued) and time.monotonic() - self._progress_at < STUCK_S
 
     def add_missed(self, request: Any, jobs: Sequence[CaptureJob], missed_at: float) -> None:
         """Chunks to be captured once vLLM's request has its first token, so that they do not delay it.
@@ -70,6 +75,8 @@ class CaptureQueue:
             self._sent[chunk_id] = job
             self._sent_tokens += len(job.chunk)
             jobs.append(job)
+        if jobs:
+            self._progress_at = time.monotonic()
         return jobs
 
     def finish(self, finished: int) -> list[CaptureJob]:
@@ -79,13 +86,14 @@ class CaptureQueue:
             finished: since the start, in the order of sending.
         """
         found = []
-        for _ in range(finished - self._finished):
+        for _ in range(min(finished - self._finished, len(self._sent))):
             chunk_id, job = self._sent.popitem(last=False)
             self._sent_tokens -= len(job.chunk)
             self._unfinished.discard(chunk_id)
             self._finished_at[chunk_id] = time.monotonic()
             found.append(job)
-        self._finished = max(self._finished, finished)
+        if finished > self._finished:
+            self._finished, self._progress_at = finished, time.monotonic()
         while len(self._finished_at) > _REMEMBERED:
             self._finished_at.popitem(last=False)
         return found
@@ -108,5 +116,7 @@ class CaptureQueue:
         elif len(self._unfinished) >= self._limit:
             self._counts.add_fallback("capture queue full")
         else:
+            if not self._queued and not self._sent:
+                self._progress_at = time.monotonic()
             self._unfinished.add(chunk_id)
             self._queued.append((chunk_id, job))

@@ -21,6 +21,9 @@ from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
 Span = tuple[int, int]
 """[start, stop) of a prompt's tokens."""
 
+MOST_SPANS = 2048
+"""Chunks that a client may name: they are checked in the engine's thread."""
+
 
 def read_spans(given: Any, tokens: int) -> list[Span]:
     """The spans that a client names: ``[[start, stop], ...]``.
@@ -37,6 +40,8 @@ def read_spans(given: Any, tokens: int) -> list[Span]:
     """
     if not isinstance(given, list | tuple):
         raise InvalidInputError(f"chunks must be a list of [start, stop], got {given!r}")
+    if len(given) > MOST_SPANS:
+        raise InvalidInputError(f"{len(given)} chunks; a request may name {MOST_SPANS}")
     spans = [_span(each, number, tokens) for number, each in enumerate(given)]
     for first, second in pairwise(spans):
         if second[0] < first[1]:

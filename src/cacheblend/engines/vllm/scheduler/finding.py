@@ -29,7 +29,7 @@ from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 from cacheblend.engines.vllm.scheduler.tracking import NOTHING_STORED, SLOW_STORE, Found
 from cacheblend.store import KVStore
 
-LONG_PROMPT = 4096
+LONG_PROMPT = 1024
 """Tokens from which on contents are matched in a thread: that takes milliseconds."""
 
 logger = logging.getLogger("cacheblend.vllm")
@@ -100,9 +100,9 @@ class ChunkFinder:
         if self._listing is not None and captured:
             self._lookups.run(partial(self._list, self._listing, captured))
 
-    def take_changes(self) -> ListChanges:
+    def take_changes(self, most: int) -> ListChanges:
         """See `ChunkListing.take_changes`."""
-        return ListChanges() if self._listing is None else self._listing.take_changes()
+        return ListChanges() if self._listing is None else self._listing.take_changes(most)
 
     def close(self) -> None:
         """Ends the threads; waits for nothing."""
@@ -136,12 +136,13 @@ class ChunkFinder:
     ) -> Found:
         """What is loaded of all that is stored, and how much is recomputed."""
         selector, is_slow = options.selector_of(self._settings), False
+        salt = salt_of(planner, selector)  # a raised ratio makes KV more exact: its blocks serve the others as well
         if self._control is not None:
             choice = self._control.decide(plan, raises=not options.sets_selection)
             plan, is_slow = choice.plan, choice.is_all_left_out
             if choice.ratio is not None:
                 selector = self._settings.selector(choice.ratio)
-        return Found(plan, selector, salt_of(planner, selector), missed, missed_at, is_slow)
+        return Found(plan, selector, salt, missed, missed_at, is_slow)
 
     def _list(self, listing: ChunkListing, captured: Sequence[CaptureJob]) -> None:
         chunks = [manifest_of(job.chunk, job.planner, "") for job in captured]

@@ -65,7 +65,9 @@ class ChunkListing:
         self._changes = ListChanges()
         self._stamp: Hashable | None = None
         self._is_read = False
+        self._by_root: dict[BlockName, dict[BlockName, ChunkManifest]] = {}
         self._lock = threading.RLock()  # of everything above; held for changes, never while the store is asked
+        self._building = threading.Lock()
         self._pool = DaemonPool(1, "cacheblend-listing")
         self._reading: Future[None] | None = None
         self._read_at = float("-inf")
@@ -90,15 +92,21 @@ class ChunkListing:
         Raises:
             StoreError: the list cannot be read.
         """
+        if self._refresh_s and self._is_read:
+            return
         reading = self._reading
         if self._refresh_s and reading is not None:
             reading.result()
-        elif self._refresh_s == 0 or not self._is_read:
+        else:
             self._read()
 
     def match(self, root: BlockName, token_ids: TokenIds) -> Prompt:
         """A prompt cut at the chunks of this root that it contains."""
-        return with_matches(token_ids, self._index(root))
+        index = self._index(root)
+        with self._lock:
+            if root in self._indexes:
+                self._indexes.move_to_end(root)
+        return with_matches(token_ids, index)
 
     def has_index(self, root: BlockName) -> bool:
         """`match` need not make an index first."""
@@ -111,11 +119,13 @@ class ChunkListing:
             self._listed |= {chunk.chunk_id: chunk for chunk in new}
             self._apply(ListChanges(added=new))
 
-    def take_changes(self) -> ListChanges:
-        """What was listed and taken off since the last call; nothing unless `keeps_changes`."""
+    def take_changes(self, most: int) -> ListChanges:
+        """What was listed and taken off since the last call, at most so many of each; none unless `keeps_changes`."""
         with self._lock:
-            changes, self._changes = self._changes, ListChanges()
-            return changes
+            kept = self._changes
+            taken = ListChanges(kept.added[:most], kept.removed[:most])
+            self._changes = ListChanges(kept.added[most:], kept.removed[most:])
+            return taken
 
     def close(self) -> None:
         """Waits for nothing."""
@@ -144,6 +154,10 @@ class ChunkListing:
         return bool(chunk.anchor_ids.tolist() == self._anchor)
 
     def _apply(self, changes: ListChanges) -> None:
+        for chunk in changes.removed:
+            self._by_root[chunk.root].pop(chunk.chunk_id, None)
+        for chunk in changes.added:
+            self._by_root.setdefault(chunk.root, {})[chunk.chunk_id] = chunk
         for root in {chunk.root for chunk in (*changes.added, *changes.removed)} & self._indexes.keys():
             index = self._indexes[root].copy()
             index.remove(chunk.chunk_id for chunk in changes.removed if chunk.root == root)
@@ -157,10 +171,19 @@ class ChunkListing:
         index = self._indexes.get(root)
         if index is not None:
             return index
-        with self._lock:
+        with self._building:  # seconds for many chunks: one thread makes it, and the scheduler's waits for no lock
+            index = self._indexes.get(root)
+            if index is not None:
+                return index
+            with self._lock:
+                chunks = list(self._by_root.get(root, {}).values())
             index = ChunkIndex(self._min_tokens)
-            index.add(chunk for chunk in self._listed.values() if chunk.root == root)
-            self._indexes[root] = index
-            while len(self._indexes) > MOST_INDEXES:
-                self._indexes.popitem(last=False)
+            index.add(chunks)
+            with self._lock:
+                now = self._by_root.get(root, {})
+                index.remove(chunk.chunk_id for chunk in chunks if chunk.chunk_id not in now)
+                index.add(now.values())
+                self._indexes[root] = index
+                while len(self._indexes) > MOST_INDEXES:
+                    self._indexes.popitem(last=False)
             return index

@@ -23,7 +23,7 @@ from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, rename_blocks
+from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.controlling import LoadControl
 from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
@@ -31,10 +31,11 @@ from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import read_options
 from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 from cacheblend.engines.vllm.scheduler.tracking import (
+    BEYOND_WINDOW,
     HELD_BY_VLLM,
     LITTLE_STORED,
     NOTHING_STORED,
-    RESET,
+    OTHER_CONNECTOR,
     SHARED,
     SLOW_STORE,
     SLOWER_TO_LOAD,
@@ -47,6 +48,12 @@ MOST_OUTSTANDING = 8
 
 PAUSE_S = 10.0
 """Seconds in which nothing is blended after the workers waited too long for the store: the next would wait as well."""
+
+SETTLING_S = 0.005
+"""Seconds of an engine step in which blocks are renamed; requests whose look-ups ended at the same time wait a step."""
+
+MOST_EVENTS = 64
+"""Chunks announced in an engine step: a list that is read for the first time may have a hundred thousand."""
 
 IDLE_WAIT_S = 0.002
 """How long a step without work waits for a look-up to end."""
@@ -65,6 +72,7 @@ class Scheduling:
         block_size: of the paged cache, in tokens.
         control: decides what is loaded; None: all that is stored.
         bytes_per_token: of a chunk's KV while it is captured.
+        longest_prompt: see `compat.longest_prompt`.
         keeps_events: `take_events` will be called.
     """
 
@@ -78,6 +86,7 @@ class Scheduling:
         *,
         control: LoadControl | None = None,
         bytes_per_token: int = 0,
+        longest_prompt: int | None = None,
         keeps_events: bool = False,
     ) -> None:
         self._config, self._settings, self._planners = config, settings, planners
@@ -87,7 +96,8 @@ class Scheduling:
         self._outstanding: set[str] = set()
         self._coming = ComingBlocks()
         self._jobs = StepJobs()
-        self._resume_at = 0.0
+        self._resume_at = self._settling_s = 0.0
+        self._longest_prompt = longest_prompt
         self.counts = Counts()
         self._captures = CaptureQueue(
             settings.config.capture_queue, config.capture_bytes // max(1, bytes_per_token), self.counts
@@ -113,8 +123,9 @@ class Scheduling:
 
     def _start(self, request: Any, tracked: Tracked) -> None:
         tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids))
-        if tracked.options.mode == "full":
-            tracked.leave("mode full")
+        is_long = self._longest_prompt is not None and len(request.prompt_token_ids) > self._longest_prompt
+        if tracked.options.mode == "full" or is_long:
+            tracked.leave(BEYOND_WINDOW if is_long else "mode full")
             return
         if time.monotonic() < self._resume_at:
             raise TimeoutError
@@ -133,17 +144,20 @@ class Scheduling:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
+        is_exact = False  # what vLLM holds
         if tracked.lookup is not None:
-            if not tracked.lookup.is_over:
+            if not tracked.lookup.is_over or self._settling_s > SETTLING_S:
                 return None
             self._guarded(request, tracked, self._settle)
-            if tracked.found and compat.cached_tokens(self.pool, request, self._block_size) > num_computed_tokens:
+            cached = compat.cached_tokens(self.pool, request, self._block_size)
+            if tracked.found is not None and cached > num_computed_tokens:
                 return None  # under its blocks' new names vLLM holds more
+            is_exact = cached < num_computed_tokens  # it was found under plain names
         if tracked.found is None or tracked.tried == request.num_preemptions:
             return 0
         if tracked.waits_for is not None and tracked.waits_for in self._coming:
             return None
-        claimed = self._claimed(tracked, num_computed_tokens)
+        claimed = self._claimed(tracked, num_computed_tokens, is_exact)
         if not claimed:
             return 0
         tracked.waits_for = self._leader(request, claimed, num_computed_tokens)
@@ -154,37 +168,48 @@ class Scheduling:
     def _settle(self, request: Any, tracked: Tracked) -> None:
         """The look-up is over: decides whether the request is blended, and renames its blocks if so."""
         assert tracked.lookup is not None
+        began = time.perf_counter()
         lookup, tracked.lookup = tracked.lookup, None
         found = lookup.result()
         if found is None:
             tracked.leave(NOTHING_STORED)
             return
         tracked.missed = (found.missed, found.missed_at)
-        cached = compat.cached_tokens(self.pool, request, self._block_size)
-        if not found.held:
-            tracked.leave(SLOWER_TO_LOAD if found.is_slow else NOTHING_STORED)
-        elif cached and found.held - cached < self._block_size:  # vLLM computes less than a block as fast, and exactly
-            tracked.leave(HELD_BY_VLLM)
-        elif found.reused_share(0) < self._config.min_reused_share:
+        pool, size = self.pool, self._block_size
+        cached = compat.cached_tokens(pool, request, size)
+        before = blended_before(request, found.plan, found.salt, pool, size)
+        if cached and found.held - cached < size and before is None:  # vLLM computes less than a block as fast
+            tracked.leave(HELD_BY_VLLM if found.held else NOTHING_STORED)
+        elif before is not None or found.reused_share(0) >= max(self._config.min_reused_share, 1e-9):
+            tracked.found = found
+            if before is not None or found.is_blended:
+                start = found.first_loaded if before is None else before
+                tracked.plain_tokens = compat.salt_from(request, start, size, found.salt)
+        elif found.held:
             tracked.leave(LITTLE_STORED)
         else:
-            tracked.found = found
-            if found.is_blended:
-                tracked.plain_tokens = rename_blocks(request, found.plan, found.salt, self.pool, self._block_size)
+            tracked.leave(SLOWER_TO_LOAD if found.is_slow else NOTHING_STORED)
+        self._settling_s += time.perf_counter() - began
 
-    def _claimed(self, tracked: Tracked, start: int) -> int:
-        """The tokens after the first `start` that the workers provide; 0: vLLM computes the rest."""
+    def _claimed(self, tracked: Tracked, start: int, is_exact: bool) -> int:
+        """The tokens after the first `start` that the workers provide; 0: vLLM computes the rest.
+
+        Args:
+            tracked: a request that may be provided.
+            start: tokens that vLLM holds.
+            is_exact: these tokens are exact.
+        """
         found = tracked.found
         assert found is not None
         claimed = len(found.plan) - start
         tracked.held_by_vllm = start
-        held_blended = found.is_blended and start > tracked.plain_tokens
-        is_tail = held_blended and claimed < self._block_size
+        is_shared = not is_exact and tracked.plain_tokens is not None and start > tracked.plain_tokens
+        is_tail = is_shared and claimed < self._block_size
         if start >= found.held or is_tail or not tracked.may_be_provided_from(start):
-            tracked.reason = SHARED if held_blended else HELD_BY_VLLM
+            tracked.reason = SHARED if is_shared else HELD_BY_VLLM if found.held else NOTHING_STORED
             return 0
         if found.reused_share(start) < self._config.min_reused_share:
-            tracked.reason = SHARED if held_blended else LITTLE_STORED
+            tracked.reason = SHARED if is_shared else LITTLE_STORED
             return 0  # the rest is plain text or missed
         return claimed
 
@@ -206,6 +231,8 @@ class Scheduling:
             self._jobs.blend.append(BlendJob(request.request_id, plan, selector, len(plan) - claimed, block_ids))
         else:
             self._coming.remove(request.request_id)  # vLLM has cached its blocks before
+            if tracked.found is not None and tracked.tried < 0 and not tracked.reason:
+                tracked.reason = OTHER_CONNECTOR
         if tracked.missed:
             self._captures.add_missed(request, *tracked.missed)
             tracked.missed = None
@@ -216,7 +243,7 @@ class Scheduling:
         Args:
             is_idle: see `StepJobs`.
         """
-        jobs, self._jobs = self._jobs, StepJobs()
+        jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         jobs.capture, jobs.is_idle = self._captures.take(), is_idle
         if is_idle and not jobs.blend and not self._outstanding:
             self._finder.wait(IDLE_WAIT_S)
@@ -263,12 +290,11 @@ class Scheduling:
         self._captures.clear()
         self._jobs.is_reset = True
         for tracked in self._requests.values():
-            if tracked.tried < 0:
-                tracked.leave(RESET)
+            tracked.forget()
 
     def take_events(self) -> list[Any]:
-        """vLLM's events about chunks that the store has got or lost since the last call."""
-        changes, size = self._finder.take_changes(), self._settings.config.block_size
+        """vLLM's events about chunks that the store has got or lost since the last call, some at a time."""
+        changes, size = self._finder.take_changes(MOST_EVENTS), self._settings.config.block_size
         stored = [compat.stored_event(chunk, size) for chunk in changes.added]
         return stored + [compat.removed_event(chunk) for chunk in changes.removed]
 

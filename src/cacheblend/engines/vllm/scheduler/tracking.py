@@ -3,7 +3,10 @@
 Knows plans and outcomes. Does not know vLLM's scheduler or the store.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from cacheblend.core.plan.plan import BlendPlan, Source
@@ -17,6 +20,8 @@ NOTHING_STORED = "nothing stored"
 LITTLE_STORED = "below min_reused_share"
 HELD_BY_VLLM = "prefix cache has it"
 SHARED = "prefix cache has it, blended"
+BEYOND_WINDOW = "beyond the sliding window"
+OTHER_CONNECTOR = "another connector has it"
 SLOW_STORE = "slow store"
 SLOWER_TO_LOAD = "slower to load than to compute"
 RESET = "cache reset"
@@ -44,20 +49,36 @@ class Found:
     missed_at: float = 0.0
     is_slow: bool = False
 
-    @property
+    @cached_property
     def held(self) -> int:
         """Tokens up to and including the last one that is loaded; 0: none."""
-        return max((span.stop for span in self.plan.spans if span.source in _HELD), default=0)
+        return max((stop for _, stop in self._held_spans), default=0)
+
+    @cached_property
+    def first_loaded(self) -> int:
+        """See `block_names.first_loaded`."""
+        return first_loaded(self.plan)
 
     @property
     def is_blended(self) -> bool:
         """Some loaded KV is not exact in this prompt."""
-        return any(span.source is Source.LOADED for span in self.plan.spans)
+        return self.first_loaded < len(self.plan)
 
     def reused_share(self, start: int) -> float:
         """The share of the tokens from `start` on that the store holds."""
-        held = sum(max(0, span.stop - max(span.start, start)) for span in self.plan.spans if span.source in _HELD)
-        return held / max(1, len(self.plan) - start)
+        at = bisect_right(self._held_spans, start, key=lambda span: span[1])
+        cut = max(0, start - self._held_spans[at][0]) if at < len(self._held_spans) else 0
+        return (self._held_from[at] - cut) / max(1, len(self.plan) - start)
+
+    @cached_property
+    def _held_spans(self) -> list[tuple[int, int]]:
+        return [(span.start, span.stop) for span in self.plan.spans if span.source in _HELD]
+
+    @cached_property
+    def _held_from(self) -> list[int]:
+        """Tokens of the held spans from each one on, and 0: asked for in every engine step that a request waits."""
+        lengths = [stop - start for start, stop in reversed(self._held_spans)]
+        return [*reversed(list(accumulate(lengths))), 0]
 
 
 @dataclass(eq=False)
@@ -71,7 +92,7 @@ class Tracked:
         missed: chunks to be captured once the request has its first token, and when the store was asked for them.
         reason: why vLLM computes the request, one of few; empty: it does not, or this is not known yet.
         detail: what is wrong, for the client.
-        plain_tokens: leading tokens whose blocks have plain names.
+        plain_tokens: leading tokens whose blocks have plain names; None: all of them have.
         waits_for: the request whose blocks it will share; None: it waits for none.
         tried: how often it had been preempted when its prompt was last given to the workers; -1: never given.
         held_by_vllm: leading tokens that vLLM's prefix cache held when it was scheduled.
@@ -84,7 +105,7 @@ class Tracked:
     missed: tuple[list[CaptureJob], float] | None = None
     reason: str = ""
     detail: str = ""
-    plain_tokens: int = 0
+    plain_tokens: int | None = None
     waits_for: str | None = None
     tried: int = -1
     held_by_vllm: int = 0
@@ -95,10 +116,16 @@ class Tracked:
         self.lookup = self.found = self.waits_for = None
         self.reason, self.detail = reason, detail
 
+    def forget(self) -> None:
+        """The weights have changed: nothing that was found, or missed, may be used or stored."""
+        if self.lookup is not None or (self.found is not None and self.tried < 0 and self.reason != SHARED):
+            self.reason = RESET
+        self.lookup = self.found = self.waits_for = self.missed = None
+
     def may_be_provided_from(self, start: int) -> bool:
         """Whether no row from `start` on would be blended in a block with a plain name."""
         assert self.found is not None
-        return start >= self.plain_tokens or first_loaded(self.found.plan) >= self.plain_tokens
+        return self.plain_tokens is None or max(start, self.found.first_loaded) >= self.plain_tokens
 
     def answer(self) -> dict[str, Any]:
         """What the answer's `kv_transfer_params` say of this request."""

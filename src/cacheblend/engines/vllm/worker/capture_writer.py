@@ -44,7 +44,8 @@ class CaptureWriter:
         self._model, self._counts, self._name, self._ranks = model, counts, name, ranks
         self._keeper = ChunkKeeper(store)
         self._staging = Staging(model.device)
-        self._thread = DaemonPool(1, "cacheblend-writer")
+        # Two threads: while the store takes a chunk, or hangs, others are still copied off the device.
+        self._copying, self._storing = DaemonPool(1, "cacheblend-copier"), DaemonPool(1, "cacheblend-writer")
         self._unfinished: list[Future[None]] = []
         self._done, self._lock = 0, threading.Lock()
 
@@ -80,7 +81,8 @@ class CaptureWriter:
             self.count_done()
             return
         try:
-            self._unfinished.append(self._thread.submit(self._store, job, kv, self._staging.now()))
+            copied = self._copying.submit(self._on_host, job, kv, self._staging.now())
+            self._unfinished.append(self._storing.submit(self._store, copied))
         except RuntimeError as error:  # no more threads
             logger.warning("a missed chunk is not stored: %s", error)
             self.count_done()
@@ -92,9 +94,10 @@ class CaptureWriter:
 
     def drop(self) -> None:
         """Does not store the chunks that wait for being written."""
-        for chunk in self._unfinished:
-            if chunk.cancel():
-                self.count_done()
+        waiting = [chunk for chunk in self._unfinished if not chunk.done()]
+        self._unfinished = [chunk for chunk in waiting if not chunk.cancel()]
+        for _ in range(len(waiting) - len(self._unfinished)):
+            self.count_done()
 
     def wait(self, seconds: float) -> None:
         """Waits until a chunk is stored, at most so long; not at all if there is none."""
@@ -102,14 +105,13 @@ class CaptureWriter:
 
     def close(self) -> None:
         """Waits `CLOSE_S` at most for the chunk that is being written; those after it are not stored."""
-        self._thread.close()
-        self._thread.join(CLOSE_S)
+        self._copying.close()
+        self._storing.close()
+        self._storing.join(CLOSE_S)
 
-    @torch.inference_mode()
-    def _store(self, job: CaptureJob, kv: list[LayerKV], computed: Any) -> None:
+    def _store(self, copied: "Future[CapturedChunk]") -> None:
         try:
-            chunk = self._on_host(job, kv, computed)
-            kv.clear()
+            chunk = copied.result()
             if self._keeper.keep(chunk):
                 self._counts.add("captured_tokens", len(chunk.manifest.token_ids))
             else:
@@ -117,14 +119,18 @@ class CaptureWriter:
         except Exception:
             logger.exception("a missed chunk is not stored")
         finally:
-            kv.clear()
             self.count_done()
 
-    def _on_host(self, job: CaptureJob, kv: Sequence[LayerKV], computed: Any) -> CapturedChunk:
-        """The chunk's blocks, after the event at which its KV is computed."""
-        with self._staging.stream():
-            self._staging.wait(computed, [part for layer in kv for part in layer])
-            return CapturedChunk(blocks_of(job.chunk, job.planner, kv), manifest_of(job.chunk, job.planner, self._name))
+    @torch.inference_mode()
+    def _on_host(self, job: CaptureJob, kv: list[LayerKV], computed: Any) -> CapturedChunk:
+        """The chunk's blocks, after the event at which its KV is computed; empties `kv`."""
+        try:
+            with self._staging.stream():
+                self._staging.wait(computed, [part for layer in kv for part in layer])
+                blocks = blocks_of(job.chunk, job.planner, kv)
+            return CapturedChunk(blocks, manifest_of(job.chunk, job.planner, self._name))
+        finally:
+            kv.clear()
 
     def _all_heads(self, kv: LayerKV) -> LayerKV:
         """The heads of all ranks; of heads that several ranks hold, one copy each."""

@@ -18,6 +18,7 @@ from cacheblend.core.fuse.batching import LayerSteps
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.worker.ranks import Ranks
 
@@ -139,3 +140,28 @@ def _begin_read(task: Task) -> "Future[Any] | int":
     if task.waits_since is None:
         task.waits_since = time.monotonic()
     return read
+
+
+def outcome_of(
+    result: PrefillResult, local_tokens: int, layout: KVLayout, seconds: float, compute_s: float | None
+) -> BlendOutcome:
+    """The outcome of a prompt that was provided.
+
+    Args:
+        result: of its prefill.
+        local_tokens: leading tokens that vLLM's own prefix cache held.
+        layout: of the model.
+        seconds, compute_s: see `BlendOutcome`.
+    """
+    hits, report = result.plan.hit_tokens(), result.report
+    local = min(local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
+    by_source = {**hits, "vllm": local, "prefix": hits["prefix"] - local}
+    return BlendOutcome(
+        hit_tokens={source: count for source, count in by_source.items() if count},
+        recomputed_tokens=report.recomputed_tokens,
+        row_layers=report.row_layers,
+        prefill_share=report.row_layers / (len(result.plan) * len(layout.layers)),
+        seconds=seconds,
+        compute_s=compute_s,
+        read_s=result.read_s,
+    )

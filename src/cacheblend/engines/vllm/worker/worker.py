@@ -22,8 +22,6 @@ import torch
 
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import PrefillOptions
-from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
@@ -33,8 +31,9 @@ from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.opening import Opener, SentenceEnds, no_sentence_ends
+from cacheblend.engines.vllm.worker.paged import NULL_BLOCK
 from cacheblend.engines.vllm.worker.ranks import Group, RankFailedError, Ranks
-from cacheblend.engines.vllm.worker.tasks import LATE, READY, WAITING, Readiness, Task
+from cacheblend.engines.vllm.worker.tasks import LATE, READY, WAITING, Readiness, Task, outcome_of
 from cacheblend.store import KVStore
 
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
@@ -99,6 +98,7 @@ class Worker:
         self._provided: set[str] = set()
         self._outcomes: dict[str, BlendOutcome] = {}
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._chunks = 0
         self.counts = Counts()
         self._capture_writer = CaptureWriter(model, store, self.counts, name, self._ranks)
@@ -140,6 +140,11 @@ class Worker:
     def take_failed_blocks(self) -> set[int]:
         """Blocks of the paged cache that could not be filled since the last call: vLLM recomputes them."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests of which vLLM recomputes everything, since the last call; they are among those provided."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_outcomes(self) -> dict[str, BlendOutcome]:
@@ -294,7 +299,10 @@ class Worker:
         if isinstance(task.job, CaptureJob):
             self._capture_writer.count_done()
         else:
-            self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
+            if NULL_BLOCK in task.job.block_ids:  # a window has passed them: blocks do not tell what is missing
+                self._failed_requests.add(task.job.request_id)
+            else:
+                self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
             self._end(task.job.request_id, BlendOutcome(failure=reason))
 
     def _end(self, request_id: str, outcome: BlendOutcome) -> None:
@@ -314,28 +322,3 @@ def clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def outcome_of(
-    result: PrefillResult, local_tokens: int, layout: KVLayout, seconds: float, compute_s: float | None
-) -> BlendOutcome:
-    """The outcome of a prompt that was provided.
-
-    Args:
-        result: of its prefill.
-        local_tokens: leading tokens that vLLM's own prefix cache held.
-        layout: of the model.
-        seconds, compute_s: see `BlendOutcome`.
-    """
-    hits, report = result.plan.hit_tokens(), result.report
-    local = min(local_tokens, hits["prefix"])  # 0 if a lost block forced all of them to be computed
-    by_source = {**hits, "vllm": local, "prefix": hits["prefix"] - local}
-    return BlendOutcome(
-        hit_tokens={source: count for source, count in by_source.items() if count},
-        recomputed_tokens=report.recomputed_tokens,
-        row_layers=report.row_layers,
-        prefill_share=report.row_layers / (len(result.plan) * len(layout.layers)),
-        seconds=seconds,
-        compute_s=compute_s,
-        read_s=result.read_s,
-    )
