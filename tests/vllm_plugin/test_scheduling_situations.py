@@ -371,7 +371,7 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> Non
     side.allocated(again, [1], 0)
     side.finished(again)
     (job,) = side.take_jobs().capture
-    assert job.planner.root == side._planners.of().root
+    assert job.planner.root == side._finder._planners.of().root
 
 
 def test_after_a_reset_a_request_that_was_blended_before_is_not_blended_again() -> None:

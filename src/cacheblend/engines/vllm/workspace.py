@@ -68,10 +68,10 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
     layer = 2 * sizes.kv_width * sizes.longest * sizes.item_bytes
     ahead = max(1, min(READ_AHEAD, READ_AHEAD_BYTES // max(1, layer)))
     rows = 2 * sizes.longest + ROWS_OPEN
-    waiting = -(-ROWS_OPEN // sizes.longest)
+    waiting = 2 * sizes.kv_width * ROWS_OPEN * sizes.item_bytes  # one layer of the prompts that wait
     return Workspace(
         hidden=rows * sizes.width * sizes.item_bytes,
-        layers=layer * (1 + 2 * ahead) + waiting * READ_AHEAD_BYTES,
+        layers=layer * (1 + 2 * ahead) + max(2 * waiting, READ_AHEAD_BYTES),
         tile=sizes.tile_rows * (4 * sizes.width + 3 * sizes.intermediate) * sizes.item_bytes,
         attention=_ATTENTION,
         chunks=2 * sizes.kv_width * sizes.tile_rows * sizes.layers * sizes.item_bytes,

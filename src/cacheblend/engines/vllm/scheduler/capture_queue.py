@@ -108,13 +108,14 @@ class CaptureQueue:
         return not self._most_tokens or self._sent_tokens + len(job.chunk) <= self._most_tokens
 
     def _add(self, job: CaptureJob, missed_at: float) -> None:
+        if len(self._unfinished) >= self._limit:  # before names are computed
+            self._counts.add_fallback("capture queue full")
+            return
         chunk_id = manifest_of(job.chunk, job.planner, "").chunk_id
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:
             return  # another request missed it as well
         if self._most_tokens and len(job.chunk) > self._most_tokens:
             self._counts.add_fallback("capture too large")
-        elif len(self._unfinished) >= self._limit:
-            self._counts.add_fallback("capture queue full")
         else:
             if not self._queued and not self._sent:
                 self._progress_at = time.monotonic()

@@ -100,6 +100,12 @@ class ChunkFinder:
         if self._listing is not None and captured:
             self._lookups.run(partial(self._list, self._listing, captured))
 
+    def reset(self) -> None:
+        """Finds nothing any more of what is stored now."""
+        self._planners.renew()
+        if self._listing is not None:
+            self._listing.withdraw()
+
     def take_changes(self, most: int) -> ListChanges:
         """See `ChunkListing.take_changes`."""
         return ListChanges() if self._listing is None else self._listing.take_changes(most)

@@ -127,6 +127,12 @@ class ChunkListing:
             self._changes = ListChanges(kept.added[most:], kept.removed[most:])
             return taken
 
+    def withdraw(self) -> None:
+        """Reports every chunk as taken off: it is listed, but this engine finds it no more."""
+        with self._lock:
+            if self._keeps_changes:
+                self._changes = ListChanges(removed=[*self._changes.removed, *self._listed.values()])
+
     def close(self) -> None:
         """Waits for nothing."""
         self._pool.close()

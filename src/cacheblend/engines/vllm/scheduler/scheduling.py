@@ -89,7 +89,7 @@ class Scheduling:
         longest_prompt: int | None = None,
         keeps_events: bool = False,
     ) -> None:
-        self._config, self._settings, self._planners = config, settings, planners
+        self._config, self._settings = config, settings
         self._block_size, self._control = block_size, control
         self._finder = ChunkFinder(config, settings, planners, store, control, keeps_events=keeps_events)
         self._requests: dict[str, Tracked] = {}
@@ -286,7 +286,7 @@ class Scheduling:
 
     def reset(self) -> None:
         """The weights have changed: nothing that was stored, or is being computed, is used from now on."""
-        self._planners.renew()
+        self._finder.reset()
         self._captures.clear()
         self._jobs.is_reset = True
         for tracked in self._requests.values():
