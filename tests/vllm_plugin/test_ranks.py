@@ -86,3 +86,29 @@ def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
         assert any(one["raised"] for one in seen), capture
         assert failed[0]["tokens"] == missed[0]["tokens"], capture
         assert missed[0]["cached"] < found[0]["cached"], capture
+
+
+def test_a_fault_beyond_a_sliding_window_harms_nobody_whose_blocks_the_window_has_passed_too(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """One null block stands for all blocks that windows have passed: it must not be named as the one that failed."""
+    texts = Texts(37)
+    passages = texts.passages(5)
+    one, plain = texts.prompt(passages, front=60), texts.ids(700)
+    decoding = {"max_tokens": 24}
+    both = {"ask": [plain, one.ids], "sampling": decoding}
+    warm = {"ask": [one.ids], "chunks": [one.spans]}
+    steps: list[dict[str, Any]] = [{**both, "chunks": [[], []], "alone": True}, warm]
+    for layer in range(1, LAYERS):
+        steps += [
+            {"rpc": ["arm_fault", "run", 0, "error", layer]},
+            {**both, "chunks": [[], one.spans]},
+            {"rpc": ["disarm_fault"]},
+        ]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "budget_row_layers": 100}
+    result = vllm.run(models["mistral"], steps, extra, block_size=32, **engine(1))
+    right = [answer["tokens"] for answer in result["answers"][0]]
+    for number in range(LAYERS - 1):
+        _, answers, seen = result["answers"][2 + 3 * number : 5 + 3 * number]
+        assert [one_seen["raised"] for one_seen in seen] == [1]
+        assert [answer["tokens"] for answer in answers] == right
