@@ -34,7 +34,7 @@ test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`
 vllm: $(VLLM_VENV)/.installed ## vLLM for CPUs and this package beside it, in .venv-vllm
 
 test-vllm: $(VLLM_VENV)/.installed ## the tests that run vLLM
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-lint ## ruff, mypy and the direction of imports
 	$(BIN)/ruff check .
