@@ -131,6 +131,12 @@ class Injecting:
         """Reads of the store return no more, or return again."""
         _answers.clear() if is_hanging else _answers.set()
 
+    def pause_after_slow_reads(self, seconds: float) -> None:
+        """Sets for how long the scheduler side, which is in this process, blends nothing after a slow read."""
+        from cacheblend.engines.vllm.scheduler import scheduling
+
+        scheduling.PAUSE_S = seconds
+
     def read_timeout(self, seconds: float) -> None:
         """After so many seconds without a layer vLLM computes a prompt."""
         worker: Any = connector_of_worker()._worker

@@ -42,6 +42,7 @@ def test_a_store_that_hangs_holds_up_nobody(
         "one is there": {"until": "one"},
         "hangs again": {"rpc": ["hang_store", True]},
         "soon late": {"rpc": ["read_timeout", 0.2]},
+        "no pause": {"rpc": ["pause_after_slow_reads", 0.0]},
         "late begins": begin("late", two),
         "late ends": {"until": "late"},
         "answers again": {"rpc": ["hang_store", False]},
