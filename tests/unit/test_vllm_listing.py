@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -169,3 +169,34 @@ def test_a_folder_that_did_not_change_is_not_listed_again(tmp_path: Path, monkey
         store.delete_manifest(first.chunk_id)
         assert store.listing_stamp() != before
         listing.close()
+
+
+def test_an_index_is_made_once_however_many_ask_for_it_and_no_change_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cacheblend.core.plan.matching import ChunkIndex
+    from cacheblend.engines.vllm.scheduler import listing as module
+
+    store, let_go, made = MemoryStore(1 << 20), Event(), []
+
+    class SlowIndex(ChunkIndex):
+        def __init__(self, min_tokens: int) -> None:
+            super().__init__(min_tokens)
+            made.append(self)
+            assert let_go.wait(30)
+
+    monkeypatch.setattr(module, "ChunkIndex", SlowIndex)
+    first, second = manifests(2)
+    store.put_manifest(first)
+    listing = open_listing(store, refresh_s=0)
+    listing.update()
+    threads = [Thread(target=found, args=(listing,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    listing.add([second])  # and it came back, while the index is being made
+    assert [m.chunk_id for m in listing.take_changes(64).added] == [first.chunk_id, second.chunk_id]
+    let_go.set()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert found(listing) == {first.chunk_id, second.chunk_id}
