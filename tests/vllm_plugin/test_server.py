@@ -238,6 +238,30 @@ def test_a_request_chooses_ratio_and_selector_and_shares_blocks_only_with_its_li
     assert at_one == tokens(server, ids, [])
 
 
+def test_requests_of_every_selector_at_once_answer_as_without_blending_at_ratio_one(
+    server: Server, asked: list[Asked]
+) -> None:
+    """Their rows are dropped at different layers, some ask the question first, and they are computed as batches."""
+    fronts = iter(range(70, 100))
+    names = ["hkvd", "query", "hybrid", "head", "random", "all"] * 2
+    prompts = [[next(fronts), *asked[at % len(asked)].ids] for at in range(len(names))]
+    found: list[Any] = [None] * len(names)
+
+    def ask(at: int) -> None:
+        found[at] = post(server, prompt=prompts[at], **options(selector=names[at], recompute_ratio=1.0))
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(names))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, ids, (status, answer) in zip(names, prompts, found, strict=True):
+        assert status == 200
+        assert told(answer)["blended"], name
+        status, right = post(server, prompt=ids, **options(mode="full"))
+        assert answer["choices"][0]["token_ids"] == right["choices"][0]["token_ids"], name
+
+
 def test_tenants_share_nothing(server: Server, asked: list[Asked]) -> None:
     texts = Texts(35)
     passage = texts.ids(200)
