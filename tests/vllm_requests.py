@@ -49,6 +49,7 @@ def scheduling(held: list[list[int]], store: Any = None, salt: str = "", **confi
     from cacheblend.engines.identity import ModelIdentity
     from cacheblend.engines.settings import Settings
     from cacheblend.engines.vllm.config import ConnectorConfig
+    from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
     from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
     from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
     from cacheblend.store import MemoryStore
@@ -63,7 +64,8 @@ def scheduling(held: list[list[int]], store: Any = None, salt: str = "", **confi
         records, layout = [torch.zeros(1, 2, len(ids), 4)], KVLayout((LayerShape(1, 4),), torch.float32)
         store.write(Block(manifest.chunk_id, planner.root, job.token_ids, records, layout))
         store.put_manifest(manifest)
-    return Scheduling(settings, Settings(settings.blend), planners, store, SIZE)
+    blend = Settings(settings.blend)
+    return Scheduling(settings, blend, ChunkFinder(settings, blend, planners, store), SIZE)
 
 
 def claim(side: Any, request: Request, computed: int) -> Any:

@@ -15,6 +15,7 @@ from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.scheduler.controlling import LoadControl, open_load_control
+from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
 from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
 from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 from cacheblend.engines.vllm.worker.model import BlendModel
@@ -69,13 +70,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             self._scheduling = Scheduling(
                 self._config,
                 self._settings,
-                TenantPlanners(self.identity, self._settings.config),
-                self._store,
+                self._open_finder(),
                 self._block_size,
-                control=self._open_control() if self._config.controller else None,
                 bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
                 longest_prompt=compat.longest_prompt(vllm_config),
-                keeps_events=self._publishes_events,
             )
 
     def _check(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> None:
@@ -87,6 +85,16 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
         if refused:
             raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
+
+    def _open_finder(self) -> ChunkFinder:
+        return ChunkFinder(
+            self._config,
+            self._settings,
+            TenantPlanners(self.identity, self._settings.config),
+            self._store,
+            self._open_control() if self._config.controller else None,
+            keeps_events=self._publishes_events,
+        )
 
     def _open_control(self) -> LoadControl:
         config, layout = self._settings.config, compat.kv_layout(self._vllm_config, self._settings.config.codec)

@@ -18,7 +18,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.vllm.config import ConnectorConfig
-from cacheblend.engines.vllm.jobs import CaptureJob
+from cacheblend.engines.vllm.jobs import BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.scheduler.block_names import salt_of
 from cacheblend.engines.vllm.scheduler.chunks import named_chunks
 from cacheblend.engines.vllm.scheduler.controlling import LoadControl
@@ -53,9 +53,9 @@ class ChunkFinder:
         settings: Settings,
         planners: TenantPlanners,
         store: KVStore,
-        control: LoadControl | None,
+        control: LoadControl | None = None,
         *,
-        keeps_events: bool,
+        keeps_events: bool = False,
     ) -> None:
         self._settings, self._planners, self._store, self._control = settings, planners, store, control
         self._chunk_end_token_id = config.chunk_end_token_id
@@ -99,6 +99,11 @@ class ChunkFinder:
         """Has those of the captured chunks found by content that the store took; returns at once."""
         if self._listing is not None and captured:
             self._lookups.run(partial(self._list, self._listing, captured))
+
+    def learn(self, plan: BlendPlan, outcome: BlendOutcome) -> None:
+        """What the blend of a plan that it found tells of times to come."""
+        if self._control is not None:
+            self._control.learn(plan, outcome)
 
     def reset(self) -> None:
         """Finds nothing any more of what is stored now."""

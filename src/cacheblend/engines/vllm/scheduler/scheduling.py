@@ -25,11 +25,9 @@ from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
-from cacheblend.engines.vllm.scheduler.controlling import LoadControl
 from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
 from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import read_options
-from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 from cacheblend.engines.vllm.scheduler.tracking import (
     BEYOND_WINDOW,
     HELD_BY_VLLM,
@@ -41,7 +39,6 @@ from cacheblend.engines.vllm.scheduler.tracking import (
     SLOWER_TO_LOAD,
     Tracked,
 )
-from cacheblend.store import KVStore
 
 MOST_OUTSTANDING = 8
 """Requests that hold blocks while the workers fill them: more would take memory without being faster."""
@@ -67,31 +64,24 @@ class Scheduling:
     Args:
         config: the connector's.
         settings: how prompts are blended.
-        planners: of the engine's tenants.
-        store: where chunks are found.
+        finder: of the engine's chunks.
         block_size: of the paged cache, in tokens.
-        control: decides what is loaded; None: all that is stored.
         bytes_per_token: of a chunk's KV while it is captured.
         longest_prompt: see `compat.longest_prompt`.
-        keeps_events: `take_events` will be called.
     """
 
     def __init__(
         self,
         config: ConnectorConfig,
         settings: Settings,
-        planners: TenantPlanners,
-        store: KVStore,
+        finder: ChunkFinder,
         block_size: int,
         *,
-        control: LoadControl | None = None,
         bytes_per_token: int = 0,
         longest_prompt: int | None = None,
-        keeps_events: bool = False,
     ) -> None:
         self._config, self._settings = config, settings
-        self._block_size, self._control = block_size, control
-        self._finder = ChunkFinder(config, settings, planners, store, control, keeps_events=keeps_events)
+        self._finder, self._block_size = finder, block_size
         self._requests: dict[str, Tracked] = {}
         self._outstanding: set[str] = set()
         self._coming = ComingBlocks()
@@ -265,8 +255,8 @@ class Scheduling:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.outcome = outcome
-                if self._control is not None and tracked.found is not None:
-                    self._control.learn(tracked.found.plan, outcome)
+                if tracked.found is not None:
+                    self._finder.learn(tracked.found.plan, outcome)
         self._finder.list_captured(self._captures.finish(report.captured))
 
     # ---- a request ends ---------------------------------------------------------------------------------
