@@ -489,3 +489,42 @@ def test_captures_are_bounded_in_bytes() -> None:
     assert not side.is_capturing
     assert side.counts.take().data["fallbacks"] == {"capture too large": 1}
     assert Counts().take() is None
+
+
+def test_a_request_that_comes_to_an_idle_engine_is_looked_up_within_its_first_step() -> None:
+    side = scheduling([CHUNK])
+    request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
+    side._patience_s = 30.0  # on a machine that is busy
+    side.on_new(request)
+    assert side.claim(request, 0) == 104
+
+
+def test_only_steps_after_an_idle_one_wait_for_look_ups_and_no_longer_than_a_step_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cacheblend.engines.vllm.scheduler.lookups import LookUp
+    from cacheblend.engines.vllm.scheduler.scheduling import IDLE_WAIT_S
+
+    waits: list[float] = []
+    monkeypatch.setattr(LookUp, "wait", lambda self, seconds: waits.append(seconds) or time.sleep(0.6 * seconds))
+    store = SlowStore()
+    side = scheduling([CHUNK], store)
+    store.let_go.clear()
+    requests = [Request([name, *CHUNK, 4, 5], [[1, 101]], str(name)) for name in range(4)]
+    for request in requests:
+        side.on_new(request)
+
+    def step(*, is_idle: bool) -> list[float]:
+        waits.clear()
+        assert [side.claim(request, 0) for request in requests] == [None] * 4
+        side.take_jobs(is_idle=is_idle)
+        return list(waits)
+
+    first = step(is_idle=False)
+    assert first[0] == IDLE_WAIT_S
+    assert first == sorted(first, reverse=True)
+    assert all(later <= 0.4 * IDLE_WAIT_S for later in first[1:])
+    assert step(is_idle=False) == []  # tokens of others were computed: they would wait too
+    assert step(is_idle=True) == []
+    assert step(is_idle=True)[0] == IDLE_WAIT_S
+    store.let_go.set()

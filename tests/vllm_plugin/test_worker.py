@@ -149,6 +149,16 @@ def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any) -> None:
     assert not worker.side.take_failed_blocks()
 
 
+def test_a_prompt_that_a_step_without_tokens_delivers_begins_at_once_after_those_delivered_before(worker: Any) -> None:
+    one, two = (worker.prefills.setdefault(name, Prefill()) for name in ("one", "two"))
+    worker.side.step(jobs("one"))
+    assert (one.layer, two.layer) == (0, 0)
+    worker.side.step(jobs("two", is_idle=True))
+    assert worker.side.take_provided() == {"one", "two"}
+    worker.side.step(jobs(is_idle=True))
+    assert not worker.side.take_provided()
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2], ids=["before it begins", "while it waits", "after it ended"])
 def test_a_prompt_that_is_dropped_is_reported_once_and_does_not_go_on(worker: Any, steps: int) -> None:
     read: Future[None] = Future()

@@ -91,10 +91,6 @@ class ChunkFinder:
             return NOTHING_STORED
         return self._lookups.start(partial(self._look_up, token_ids, prompt, options, planner)) or SLOW_STORE
 
-    def wait(self, seconds: float) -> None:
-        """See `LookUps.wait`."""
-        self._lookups.wait(seconds)
-
     def list_captured(self, captured: Sequence[CaptureJob]) -> None:
         """Has those of the captured chunks found by content that the store took; returns at once."""
         if self._listing is not None and captured:

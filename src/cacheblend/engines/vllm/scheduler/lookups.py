@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -29,6 +29,10 @@ class LookUp(Generic[Found]):
     def is_over(self) -> bool:
         """It has ended, or nobody waits for it any more."""
         return self.future.done() or time.monotonic() >= self.deadline
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it has ended, or after so many seconds."""
+        wait([self.future], seconds)
 
     def result(self) -> Found:
         """What was found.
@@ -60,12 +64,6 @@ class LookUps(Generic[Found]):
         made = LookUp(self._pool.submit(find), time.monotonic() + self._timeout_s)
         self._open.append(made)
         return made
-
-    def wait(self, seconds: float) -> None:
-        """Returns when a look-up has ended or after so many seconds; at once if there is none."""
-        pending = [each.future for each in self._open if not each.is_over]
-        if pending:
-            wait(pending, seconds, FIRST_COMPLETED)
 
     def run(self, call: Callable[[], object]) -> None:
         """Has something else of the store called in one of the threads; its result is not waited for."""

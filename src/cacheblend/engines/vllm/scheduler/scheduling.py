@@ -52,8 +52,9 @@ SETTLING_S = 0.005
 MOST_EVENTS = 64
 """Chunks announced in an engine step: a list that is read for the first time may have a hundred thousand."""
 
-IDLE_WAIT_S = 0.002
-"""How long a step without work waits for a look-up to end."""
+IDLE_WAIT_S = 0.01
+"""Seconds that an engine step after one without work waits for look-ups: most end by then, so that a request that comes
+to an idle engine is computed in its first step. vLLM's processes would exchange one more message, and spin after it."""
 
 logger = logging.getLogger("cacheblend.vllm")
 
@@ -87,6 +88,7 @@ class Scheduling:
         self._coming = ComingBlocks()
         self._jobs = StepJobs()
         self._resume_at = self._settling_s = 0.0
+        self._patience_s = IDLE_WAIT_S
         self._longest_prompt = longest_prompt
         self.counts = Counts()
         self._captures = CaptureQueue(
@@ -136,7 +138,7 @@ class Scheduling:
             return 0
         is_exact = False  # what vLLM holds
         if tracked.lookup is not None:
-            if not tracked.lookup.is_over or self._settling_s > SETTLING_S:
+            if not self._is_over(tracked.lookup) or self._settling_s > SETTLING_S:
                 return None
             self._guarded(request, tracked, self._settle)
             cached = compat.cached_tokens(self.pool, request, self._block_size)
@@ -154,6 +156,14 @@ class Scheduling:
         if tracked.waits_for is not None or len(self._outstanding) >= MOST_OUTSTANDING:
             return None
         return claimed
+
+    def _is_over(self, lookup: LookUp[Any]) -> bool:
+        """A look-up has ended; waits for it as long as this step may."""
+        if not lookup.is_over and self._patience_s > 0:
+            began = time.perf_counter()
+            lookup.wait(self._patience_s)
+            self._patience_s -= time.perf_counter() - began
+        return lookup.is_over
 
     def _settle(self, request: Any, tracked: Tracked) -> None:
         """The look-up is over: decides whether the request is blended, and renames its blocks if so."""
@@ -235,8 +245,7 @@ class Scheduling:
         """
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         jobs.capture, jobs.is_idle = self._captures.take(), is_idle
-        if is_idle and not jobs.blend and not self._outstanding:
-            self._finder.wait(IDLE_WAIT_S)
+        self._patience_s = IDLE_WAIT_S if is_idle and not self._outstanding and not jobs.blend else 0.0
         return jobs
 
     # ---- the workers report -----------------------------------------------------------------------------
