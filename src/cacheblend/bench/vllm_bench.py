@@ -3,6 +3,7 @@
 Both servers run at once and are asked alternately, so that noise of the machine affects both.
 """
 
+import random
 import statistics
 import threading
 import time
@@ -59,12 +60,13 @@ def ttft(
             if progress is not None:
                 progress(number + 1, runs + 1)
         counters = blend.counters()
-    plain_pairs = zip(times["plain vllm"], times["plain blend"], strict=True)
+    overheads = [b / a - 1 for a, b in zip(times["plain vllm"], times["plain blend"], strict=True)]
     figures = {
         "ttft_speedup": statistics.median(times["vllm"]) / statistics.median(times["blend"]),
-        "plain_overhead": statistics.median(b / a for a, b in plain_pairs) - 1,
+        "plain_overhead": statistics.median(overheads),
     }
-    return {"figures": figures, "ttft_s": times, "counters": counters, "prompt": vars(shape), **pair.described()}
+    found = {"figures": figures, "intervals": {"plain_overhead": median_interval(overheads, seed)}, "ttft_s": times}
+    return {**found, "counters": counters, "prompt": vars(shape), **pair.described()}
 
 
 def latency(
@@ -88,7 +90,11 @@ def latency(
             if progress is not None:
                 progress(number + 1, runs + 1)
     p99 = {name: _p99([gap for run in runs for gap in run]) for name, runs in gaps.items()}
-    figures = {"itl_ratio": p99["blend"] / p99["plain"]}
+    longest = {name: max(gap for run in runs for gap in run) for name, runs in gaps.items()}
+    figures = {
+        "itl_ratio": p99["blend"] / p99["plain"],
+        "longest_gap_ratio": longest["blend"] / longest["plain"],
+    }
     return {"figures": figures, "gaps_s": gaps, "p99_s": p99, "prompt": vars(shape), **pair.described()}
 
 
@@ -110,6 +116,13 @@ def _fill(server: Server, prompts: Prompts, shape: PromptShape) -> None:
     ids, spans = prompts.draw()
     server.ask(ids, 1, spans)
     server.wait_for_captures(shape.chunks * shape.chunk_tokens)
+
+
+def median_interval(values: list[float], seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
+    """The 95 % percentile-bootstrap interval of a median."""
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples))
+    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
 
 
 def _p99(values: list[float]) -> float:

@@ -228,4 +228,5 @@ def _pair(model: ModelOrShape, ratio: float, batched_tokens: int) -> "Pair":
 
 
 def _lines(result: dict[str, Any]) -> str:
-    return "\n".join(f"{name}: {value:.3f}" for name, value in result["figures"].items())
+    intervals = {name: f" (95 %: {low:.3f} to {high:.3f})" for name, (low, high) in result.get("intervals", {}).items()}
+    return "\n".join(f"{name}: {value:.3f}{intervals.get(name, '')}" for name, value in result["figures"].items())
