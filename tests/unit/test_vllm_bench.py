@@ -5,7 +5,9 @@ import random
 import pytest
 
 from cacheblend.bench.vllm_bench import median_interval
+from cacheblend.bench.vllm_server import Pair
 from cacheblend.cli.bench.servers import _lines
+from cacheblend.core.errors import InvalidInputError
 
 
 def test_the_interval_of_a_constant_is_the_constant() -> None:
@@ -25,3 +27,9 @@ def test_nineteen_of_twenty_intervals_hold_the_median(seed: int) -> None:
 def test_a_figure_is_printed_with_its_interval_beside_it() -> None:
     result = {"figures": {"ttft_speedup": 4, "plain_overhead": 0.01}, "intervals": {"plain_overhead": [-0.02, 0.03]}}
     assert _lines(result) == "ttft_speedup: 4.000\nplain_overhead: 0.010 (95 %: -0.020 to 0.030)"
+
+
+def test_prompts_longer_than_the_model_takes_are_refused_before_a_server_starts() -> None:
+    longer = Pair(shape="qwen2.5-0.5b").serving(32769)
+    with pytest.raises(InvalidInputError, match=r"32769 tokens.*qwen2\.5-0\.5b takes 32768.*fewer"), longer:
+        pass

@@ -164,8 +164,14 @@ class Pair:
         """(vLLM, vLLM with the plug-in and an empty store); stopped at the end.
 
         Raises:
-            InvalidInputError: vLLM is not installed here, or does not start.
+            InvalidInputError: vLLM is not installed here, or does not start; or the model takes no prompts this long.
         """
+        limit = getattr(config_of(self.model, self.shape), "max_position_embeddings", None)
+        if limit is not None and max_model_len > limit:
+            raise InvalidInputError(
+                f"prompt and answer are {max_model_len} tokens long, and {self.model or self.shape} takes {limit}: "
+                "ask for fewer or shorter chunks"
+            )
         with ExitStack() as stack:
             folder = Path(self.model) if self.model else stack.enter_context(shape_folder(self.shape or "", self.seed))
             store = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
