@@ -26,14 +26,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from cacheblend.bench.processes import free_port, wait_until
 from cacheblend.bench.vllm_server import (
     NAME,
     Server,
     ServerSettings,
     command_of,
     environment,
-    free_port,
-    wait_for,
 )
 from cacheblend.nano import model_path
 from cacheblend.store import open_store
@@ -63,7 +62,7 @@ class Killable:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        wait_for(self._process, self.server, self._words)
+        wait_until(self.server.is_up, self._process, self._words)
 
     def kill(self) -> None:
         """As a machine does that runs out of memory: the server and its engine, at once."""

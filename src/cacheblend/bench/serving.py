@@ -9,11 +9,8 @@ replay     RAGPulse at saturation, one mode after the other, then at a few rates
 
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.bench.clients import ask_at, poisson_times, saturate
+from cacheblend.bench.processes import START_S, answers, free_port, running
 from cacheblend.bench.prompts import LAST_ID, Prompts, PromptShape
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
 from cacheblend.bench.replaying import Sample, row_layer_ceiling
@@ -37,7 +35,6 @@ Progress = Callable[[str, int, int], None]
 FILL, RATES = "filling the store", "rates"
 STAGES = ("first tokens", FILL, "full, replay", "blend, replay", RATES)
 MODES = ("full", "blend")
-START_S = 600
 FILLING = 8  # passages of a request that has them stored
 
 
@@ -192,34 +189,15 @@ def serving(folder: Path, what: Serving) -> Iterator[Client]:
     Raises:
         InvalidInputError: the server did not start; with the end of its output.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = [sys.executable, "-c", "from cacheblend.cli import main; main()", "serve", "--model", str(folder)]
     arguments += ["--port", str(port), "--store", "memory://?max_bytes=8GiB", "--active", str(what.clients)]
     arguments += ["--waiting", "1000", "--ratio", str(what.ratio), "--no-playground", "--no-capture", "--drain", "1"]
-    with tempfile.TemporaryFile("w+") as words:
-        process = subprocess.Popen(arguments, env=dict(os.environ), stdout=words, stderr=subprocess.STDOUT)
-        try:
-            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-            while True:
-                try:
-                    with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
-                        name = json.loads(response.read())["data"][0]["id"]
-                    break
-                except OSError:
-                    if process.poll() is not None or time.monotonic() > end:
-                        words.seek(0)
-                        raise InvalidInputError(f"the server did not start:\n{words.read()[-3000:]}") from None
-                    time.sleep(0.2)
-            yield Client(url, name, what.ratio)
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    url = f"http://127.0.0.1:{port}"
+    with running(arguments, os.environ, lambda: answers(f"{url}/v1/models")):
+        with urllib.request.urlopen(f"{url}/v1/models") as response:
+            name = json.loads(response.read())["data"][0]["id"]
+        yield Client(url, name, what.ratio)
 
 
 def _first_tokens(client: Client, what: Serving, advance: Progress) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Imports no vLLM.
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,12 +20,13 @@ from typing import Any
 
 import torch
 
+from cacheblend.bench.processes import START_S, answers, free_port, running
 from cacheblend.bench.shapes import build_shape, check_choice, config_of
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import provenance
 
 NAME = "served"
-START_S = FILL_S = 600
+FILL_S = 600
 REFRESH_S = 1.0  # how often the plug-in lists the store: short, so that new chunks are found soon
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -99,6 +98,10 @@ class Server:
                 found.times.append(time.perf_counter() - started)
                 found.text += event.choices[0].text or ""
         return found
+
+    def is_up(self) -> bool:
+        """It answers."""
+        return answers(f"{self.url}/health")
 
     def metrics(self) -> dict[str, float]:
         """The server's own counters, by name and labels."""
@@ -219,28 +222,9 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
     """
     check_installed()
     port = free_port()
-    with tempfile.TemporaryFile("w+") as words:
-        process = subprocess.Popen(
-            command_of(settings, port), env=environment(), stdout=words, stderr=subprocess.STDOUT
-        )
-        try:
-            server = Server(f"http://127.0.0.1:{port}")
-            wait_for(process, server, words)
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    server = Server(f"http://127.0.0.1:{port}")
+    with running(command_of(settings, port), environment(), server.is_up):
+        yield server
 
 
 def environment() -> dict[str, str]:
@@ -265,29 +249,6 @@ def command_of(settings: ServerSettings, port: int) -> list[str]:
         }
         arguments += ["--kv-transfer-config", json.dumps(config)]
     return arguments
-
-
-def wait_for(process: "subprocess.Popen[Any]", server: Server, words: Any) -> None:
-    """Returns when a server that was started answers.
-
-    Args:
-        process: the server's.
-        server: at its address.
-        words: the file that its output goes to.
-
-    Raises:
-        InvalidInputError: it ended, or took too long; with the end of its output.
-    """
-    end = time.monotonic() + START_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            if process.poll() is not None or time.monotonic() > end:
-                words.seek(0)
-                raise InvalidInputError(f"vllm serve did not start:\n{words.read()[-3000:]}") from None
-            time.sleep(0.5)
 
 
 @contextmanager

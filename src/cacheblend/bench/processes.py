@@ -1,0 +1,76 @@
+"""Servers that run as processes of their own: started, waited for, ended. Knows no server."""
+
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.request import urlopen
+
+from cacheblend.core.errors import InvalidInputError
+
+START_S = 600
+END_S = 60
+
+
+@contextmanager
+def running(command: Sequence[str], environment: Mapping[str, str], is_ready: Callable[[], bool]) -> Iterator[None]:
+    """Runs a server while the context lasts.
+
+    Args:
+        command: that starts it.
+        environment: its variables.
+        is_ready: it answers.
+
+    Raises:
+        InvalidInputError: it ended, or took too long to start; with the end of its output.
+    """
+    with tempfile.TemporaryFile("w+") as words:
+        process = subprocess.Popen(command, env=dict(environment), stdout=words, stderr=subprocess.STDOUT)
+        try:
+            wait_until(is_ready, process, words)
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wait_until(is_ready: Callable[[], bool], process: "subprocess.Popen[Any]", words: Any) -> None:
+    """Returns when a server that was started answers.
+
+    Args:
+        is_ready: it answers.
+        process: the server's.
+        words: the file that its output goes to.
+
+    Raises:
+        InvalidInputError: see `running`.
+    """
+    end = time.monotonic() + START_S
+    while not is_ready():
+        if process.poll() is not None or time.monotonic() > end:
+            words.seek(0)
+            raise InvalidInputError(f"the server did not start:\n{words.read()[-3000:]}")
+        time.sleep(0.2)
+
+
+def answers(url: str) -> bool:
+    """Something answers there without an error."""
+    try:
+        with urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
