@@ -129,3 +129,13 @@ def test_a_child_that_ends_or_hangs_is_counted_and_the_next_goes_on(
     assert [lost["lost"] for lost in found.lost] == ["ended", "hung"]
     assert found.total("met") == 3
     json.dumps(found.described())
+
+
+def test_engines_of_one_name_in_two_campaigns_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "standin.py").write_text(CHILD.replace("number == 1", "False").replace("number == 3", "False"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(watching, "CHILD", "standin")
+    for _ in range(2):  # nor does what an earlier run left count
+        for campaign in ("pollution", "faults"):
+            found = watching.watch(tmp_path, {"campaign": campaign, "folder": str(tmp_path), "count": 9}, "few blocks")
+            assert [line["trial"] for line in found.lines] == [0, 1, 2, 3, 4]

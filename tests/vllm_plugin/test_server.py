@@ -25,6 +25,7 @@ BATCHED = 256
 def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     AutoTokenizer.from_pretrained(model_path()).save_pretrained(models["llama"])
     extra = {
+        "allow_untested_version": True,
         "store": f"file://{tmp_path_factory.mktemp('store')}",
         "recompute_ratio": 1.0,
         "min_match_tokens": 64,

@@ -153,6 +153,7 @@ def load(vllm: Vllm, model: Path) -> Load:
 def two_servers(model: Path, store: str) -> Iterator[tuple[Killable, Killable]]:
     extra = {"store": store, "recompute_ratio": 1.0, "min_match_tokens": 64, "refresh_s": REFRESH_S}
     extra["controller"] = False  # of so small a model everything is computed sooner than it is loaded
+    extra["allow_untested_version"] = True
     settings = ServerSettings(model, extra, 1024, 512, "float32", ("--enforce-eager",))
     with ExitStack() as stack:
         pair = Killable(settings), Killable(settings)

@@ -77,7 +77,7 @@ def watch(
         InvalidInputError: the engine does not start at all.
     """
     found = Watched()
-    label = name.replace(" ", "-")
+    label = f"{job['campaign']} {name}".replace(" ", "-")  # campaigns have engines of the same name
     for number in range(restarts + 1):
         begun: dict[str, Any] | None = None
         first = 1 + max((int(line["begin"]) for line in found.lost), default=-1)
@@ -124,7 +124,7 @@ class _Child:
         self.is_hung = False
 
     def __enter__(self) -> "_Child":
-        self._out.touch()
+        self._out.write_text("")
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", CHILD, str(self._job)],
