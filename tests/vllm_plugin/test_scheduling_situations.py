@@ -491,40 +491,64 @@ def test_captures_are_bounded_in_bytes() -> None:
     assert Counts().take() is None
 
 
-def test_a_request_that_comes_to_an_idle_engine_is_looked_up_within_its_first_step() -> None:
+def test_a_request_that_comes_to_an_idle_engine_is_looked_up_within_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     side = scheduling([CHUNK])
     request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
-    side._patience_s = 30.0  # on a machine that is busy
+    monkeypatch.setattr("cacheblend.engines.vllm.scheduler.scheduling.IDLE_WAIT_S", 30.0)  # the machine may be busy
     side.on_new(request)
     assert side.claim(request, 0) == 104
 
 
-def test_only_steps_after_an_idle_one_wait_for_look_ups_and_no_longer_than_a_step_may(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_look_up_is_waited_for_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.engines.vllm.scheduler.lookups import LookUp
-    from cacheblend.engines.vllm.scheduler.scheduling import IDLE_WAIT_S
 
     waits: list[float] = []
-    monkeypatch.setattr(LookUp, "wait", lambda self, seconds: waits.append(seconds) or time.sleep(0.6 * seconds))
+    monkeypatch.setattr(LookUp, "wait", lambda self, seconds: waits.append(seconds))
     store = SlowStore()
     side = scheduling([CHUNK], store)
     store.let_go.clear()
-    requests = [Request([name, *CHUNK, 4, 5], [[1, 101]], str(name)) for name in range(4)]
-    for request in requests:
-        side.on_new(request)
+    slow = [Request([name, *CHUNK, 4, 5], [[1, 101]], str(name)) for name in range(3)]
+    plain = with_options([1, 2, 3], "plain", mode="full")
 
-    def step(*, is_idle: bool) -> list[float]:
+    def step(*, is_idle: bool) -> int:
         waits.clear()
-        assert [side.claim(request, 0) for request in requests] == [None] * 4
+        assert [side.claim(request, 0) for request in slow] == [None] * 3
         side.take_jobs(is_idle=is_idle)
-        return list(waits)
+        return len(waits)
 
-    first = step(is_idle=False)
-    assert first[0] == IDLE_WAIT_S
-    assert first == sorted(first, reverse=True)
-    assert all(later <= 0.4 * IDLE_WAIT_S for later in first[1:])
-    assert step(is_idle=False) == []  # tokens of others were computed: they would wait too
-    assert step(is_idle=True) == []
-    assert step(is_idle=True)[0] == IDLE_WAIT_S
+    for request in slow:
+        side.on_new(request)
+    assert step(is_idle=False) == 3
+    assert step(is_idle=True) == 0  # tokens were computed in the step before
+    assert step(is_idle=True) == 3
+    side.on_new(plain)
+    assert step(is_idle=False) == 0  # it may be computed in this step
+    assert step(is_idle=True) == 0
+    assert step(is_idle=True) == 0  # a step without tokens, and yet it goes on decoding: vLLM had no blocks
+    side.finished(plain)
+    step(is_idle=True)
+    assert step(is_idle=True) == 3
+    other = Request([7, 8, 9], None, "unknown to the connector")
+    side.allocated(other, [1], 0)
+    assert step(is_idle=True) == 0
+    store.let_go.set()
+
+
+def test_a_look_up_is_waited_for_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm.scheduler import lookups
+
+    waits: list[float] = []
+    monkeypatch.setattr(lookups, "wait", lambda futures, seconds: waits.append(seconds))
+    store = SlowStore()
+    side = scheduling([CHUNK], store)
+    store.let_go.clear()
+    request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
+    side.on_new(request)
+    for _ in range(4):
+        assert side.claim(request, 0) is None
+        side.take_jobs(is_idle=True)
+        time.sleep(0.006)
+    assert waits[-2:] == [0.0, 0.0]
     store.let_go.set()

@@ -1,4 +1,7 @@
-"""Look-ups of requests in the store, in threads: no engine step waits for one. Knows calls and clocks, no requests."""
+"""Look-ups of requests in the store, in threads: no engine step that computes waits for one.
+
+Knows calls and clocks, no requests.
+"""
 
 import time
 from collections.abc import Callable
@@ -19,10 +22,12 @@ class LookUp(Generic[Found]):
 
     Attributes:
         future: its result.
-        deadline: by `time.monotonic`, after which nobody waits for it.
+        began: by `time.monotonic`.
+        deadline: after which it is given up.
     """
 
     future: "Future[Found]"
+    began: float
     deadline: float
 
     @property
@@ -31,8 +36,8 @@ class LookUp(Generic[Found]):
         return self.future.done() or time.monotonic() >= self.deadline
 
     def wait(self, seconds: float) -> None:
-        """Returns when it has ended, or after so many seconds."""
-        wait([self.future], seconds)
+        """Returns when it has ended, or so many seconds after it began."""
+        wait([self.future], max(0.0, self.began + seconds - time.monotonic()))
 
     def result(self) -> Found:
         """What was found.
@@ -61,7 +66,8 @@ class LookUps(Generic[Found]):
         self._open = [each for each in self._open if not each.future.done()]
         if sum(each.is_over for each in self._open) >= THREADS:
             return None
-        made = LookUp(self._pool.submit(find), time.monotonic() + self._timeout_s)
+        began = time.monotonic()
+        made = LookUp(self._pool.submit(find), began, began + self._timeout_s)
         self._open.append(made)
         return made
 

@@ -7,8 +7,8 @@
     allocated   -> a job for the workers; missed chunks -> the capture queue
     finished    -> a job that is not complete is dropped; the client is told what became of its request
 
-vLLM itself computes the last token, and a request that has nothing to load. No step waits for the store. An error in
-one request disables blending for this request only.
+vLLM itself computes the last token, and a request that has nothing to load. No step that computes waits for the store.
+An error in one request disables blending for this request only.
 """
 
 import logging
@@ -53,8 +53,9 @@ MOST_EVENTS = 64
 """Chunks announced in an engine step: a list that is read for the first time may have a hundred thousand."""
 
 IDLE_WAIT_S = 0.01
-"""Seconds that an engine step after one without work waits for look-ups: most end by then, so that a request that comes
-to an idle engine is computed in its first step. vLLM's processes would exchange one more message, and spin after it."""
+"""Seconds after its begin that a look-up is waited for while no request is computed. Most end by then, and a request that
+comes to an idle engine is computed in its first step: one more would be one more message, for which vLLM's processes spin.
+"""
 
 logger = logging.getLogger("cacheblend.vllm")
 
@@ -88,7 +89,7 @@ class Scheduling:
         self._coming = ComingBlocks()
         self._jobs = StepJobs()
         self._resume_at = self._settling_s = 0.0
-        self._patience_s = IDLE_WAIT_S
+        self._may_wait = True
         self._longest_prompt = longest_prompt
         self.counts = Counts()
         self._captures = CaptureQueue(
@@ -110,8 +111,9 @@ class Scheduling:
         reason = compat.unsuited(request)
         if reason:
             tracked.leave(reason)
-            return
-        self._guarded(request, tracked, self._start)
+        else:
+            self._guarded(request, tracked, self._start)
+        self._may_wait &= tracked.lookup is not None
 
     def _start(self, request: Any, tracked: Tracked) -> None:
         tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids))
@@ -158,11 +160,9 @@ class Scheduling:
         return claimed
 
     def _is_over(self, lookup: LookUp[Any]) -> bool:
-        """A look-up has ended; waits for it as long as this step may."""
-        if not lookup.is_over and self._patience_s > 0:
-            began = time.perf_counter()
-            lookup.wait(self._patience_s)
-            self._patience_s -= time.perf_counter() - began
+        """A look-up has ended; while no request is computed, waits for it a little."""
+        if self._may_wait:
+            lookup.wait(IDLE_WAIT_S)
         return lookup.is_over
 
     def _settle(self, request: Any, tracked: Tracked) -> None:
@@ -220,6 +220,7 @@ class Scheduling:
 
     def allocated(self, request: Any, block_ids: list[int], claimed: int) -> None:
         """A request got its blocks: for the first time, after a preemption, or when its prompt has been provided."""
+        self._may_wait = False
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
@@ -245,7 +246,7 @@ class Scheduling:
         """
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         jobs.capture, jobs.is_idle = self._captures.take(), is_idle
-        self._patience_s = IDLE_WAIT_S if is_idle and not self._outstanding and not jobs.blend else 0.0
+        self._may_wait = is_idle and all(each.lookup is not None for each in self._requests.values())
         return jobs
 
     # ---- the workers report -----------------------------------------------------------------------------

@@ -253,6 +253,8 @@ class Worker:
         return True
 
     def _start(self, task: Task) -> None:
+        if self._is_idle and self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)  # the step before may go on there: its time is not this task's
         task.started = time.perf_counter()
         job = task.job
         task.prefill = self._opener.blend(job) if isinstance(job, BlendJob) else self._opener.capture(job, task.kv)
