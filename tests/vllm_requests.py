@@ -54,7 +54,7 @@ def scheduling(held: list[list[int]], store: Any = None, salt: str = "", **confi
     from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
     from cacheblend.store import MemoryStore
 
-    settings = ConnectorConfig(**config)
+    settings = ConnectorConfig(**{"lookup_timeout_s": 30.0, **config})  # the machine may be busy
     planners = TenantPlanners(ModelIdentity(None, "model", "float32", None, "a model"), settings.blend)
     planner = planners.of(salt)
     store = MemoryStore(1 << 20) if store is None else store

@@ -53,8 +53,8 @@ MOST_EVENTS = 64
 """Chunks announced in an engine step: a list that is read for the first time may have a hundred thousand."""
 
 IDLE_WAIT_S = 0.01
-"""Seconds after its begin that a look-up is waited for while no request is computed. Most end by then, and a request that
-comes to an idle engine is computed in its first step: one more would be one more message, for which vLLM's processes spin.
+"""Seconds after its begin that a look-up is waited for while no request is computed. Most end by then, and a request
+that comes to an idle engine is computed in its first step: a step more is a message more, for which vLLM spins.
 """
 
 logger = logging.getLogger("cacheblend.vllm")
