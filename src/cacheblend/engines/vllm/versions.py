@@ -9,8 +9,8 @@ import re
 
 from cacheblend.core.errors import InvalidInputError
 
-TESTED = ("0.32",)
-"""Minor versions, any patch level of which is accepted. docs/vllm.md says what was run on 0.29 to 0.31."""
+TESTED = ("0.29", "0.30", "0.31", "0.32")
+"""Minor versions, any patch level of which is accepted. docs/vllm.md says what was run on which."""
 
 logger = logging.getLogger("cacheblend.vllm")
 
