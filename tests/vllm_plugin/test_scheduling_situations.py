@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -501,39 +503,47 @@ def test_a_request_that_comes_to_an_idle_engine_is_looked_up_within_its_first_st
     assert side.claim(request, 0) == 104
 
 
+@contextmanager
+def hanging() -> Iterator[Any]:
+    """A scheduler side whose store answers no look-up."""
+    store = SlowStore()
+    side = scheduling([CHUNK], store)
+    store.let_go.clear()
+    try:
+        yield side
+    finally:
+        store.let_go.set()
+
+
 def test_a_look_up_is_waited_for_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.engines.vllm.scheduler.lookups import LookUp
 
     waits: list[float] = []
     monkeypatch.setattr(LookUp, "wait", lambda self, seconds: waits.append(seconds))
-    store = SlowStore()
-    side = scheduling([CHUNK], store)
-    store.let_go.clear()
     slow = [Request([name, *CHUNK, 4, 5], [[1, 101]], str(name)) for name in range(3)]
     plain = with_options([1, 2, 3], "plain", mode="full")
+    with hanging() as side:
 
-    def step(*, is_idle: bool) -> int:
-        waits.clear()
-        assert [side.claim(request, 0) for request in slow] == [None] * 3
-        side.take_jobs(is_idle=is_idle)
-        return len(waits)
+        def step(*, is_idle: bool) -> int:
+            waits.clear()
+            assert [side.claim(request, 0) for request in slow] == [None] * 3
+            side.take_jobs(is_idle=is_idle)
+            return len(waits)
 
-    for request in slow:
-        side.on_new(request)
-    assert step(is_idle=False) == 3
-    assert step(is_idle=True) == 0  # tokens were computed in the step before
-    assert step(is_idle=True) == 3
-    side.on_new(plain)
-    assert step(is_idle=False) == 0  # it may be computed in this step
-    assert step(is_idle=True) == 0
-    assert step(is_idle=True) == 0  # a step without tokens, and yet it goes on decoding: vLLM had no blocks
-    side.finished(plain)
-    step(is_idle=True)
-    assert step(is_idle=True) == 3
-    other = Request([7, 8, 9], None, "unknown to the connector")
-    side.allocated(other, [1], 0)
-    assert step(is_idle=True) == 0
-    store.let_go.set()
+        for request in slow:
+            side.on_new(request)
+        assert step(is_idle=False) == 3
+        assert step(is_idle=True) == 0  # tokens were computed in the step before
+        assert step(is_idle=True) == 3
+        side.on_new(plain)
+        assert step(is_idle=False) == 0  # it may be computed in this step
+        assert step(is_idle=True) == 0
+        assert step(is_idle=True) == 0  # a step without tokens, and yet it goes on decoding: vLLM had no blocks
+        side.finished(plain)
+        step(is_idle=True)
+        assert step(is_idle=True) == 3
+        side.allocated(Request([7, 8, 9], None, "unknown to the connector"), [1], 0)
+        assert step(is_idle=True) == 0
 
 
 def test_a_look_up_is_waited_for_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,14 +551,11 @@ def test_a_look_up_is_waited_for_once_and_not_in_every_step(monkeypatch: pytest.
 
     waits: list[float] = []
     monkeypatch.setattr(lookups, "wait", lambda futures, seconds: waits.append(seconds))
-    store = SlowStore()
-    side = scheduling([CHUNK], store)
-    store.let_go.clear()
     request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
-    side.on_new(request)
-    for _ in range(4):
-        assert side.claim(request, 0) is None
-        side.take_jobs(is_idle=True)
-        time.sleep(0.006)
+    with hanging() as side:
+        side.on_new(request)
+        for _ in range(4):
+            assert side.claim(request, 0) is None
+            side.take_jobs(is_idle=True)
+            time.sleep(0.006)
     assert waits[-2:] == [0.0, 0.0]
-    store.let_go.set()
