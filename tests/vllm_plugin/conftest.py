@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Vllm:
     return Vllm(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers find `injecting`."""
+    known = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *([known] if known else [])]))

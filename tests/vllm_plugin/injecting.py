@@ -4,6 +4,7 @@
 once; `disarm_fault` tells how often each rank raised, and how many calls of the place it saw.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.compat import connector_of_worker
 from cacheblend.engines.vllm.compat_model import AttentionShim
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
+from cacheblend.engines.vllm.worker import paged_attention
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
 from cacheblend.engines.vllm.worker.model import BlendModel
@@ -126,6 +128,11 @@ class Injecting:
     def disarm_fault(self) -> dict[str, int]:
         _armed.clear()
         return dict(_seen)
+
+    def attend_by(self, what: str) -> None:
+        """Rows are attended to by the backend's kernel wherever they can be, or by products wherever they can be."""
+        longest = {"kernel": 0.0, "products": math.inf}[what]
+        paged_attention.longest_runs = lambda dtype: longest
 
     def hang_store(self, is_hanging: bool) -> None:
         """Reads of the store return no more, or return again."""

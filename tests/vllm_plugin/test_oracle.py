@@ -16,9 +16,11 @@ pytestmark = needs_vllm
 RATIO = 0.2
 
 
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("attention", ["products", "kernel"])
 @pytest.mark.parametrize("family", MODELS)
 def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str, attention: str
 ) -> None:
     texts = Texts(21)
     passages = texts.passages(5)
@@ -26,8 +28,9 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     ids, spans = [one.ids for one in asked], [one.spans for one in asked]
     ask: dict[str, Any] = {"ask": ids, "chunks": spans}
     steps = [{**ask, "alone": True}, {"forget": True}, {**ask, "sampling": {"max_tokens": 1, "logprobs": 8}}]
+    steps.insert(0, {"rpc": ["attend_by", attention]})
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": RATIO, "check_layers": [1]}
-    result = vllm.run(models[family], steps, extra)
+    result = vllm.run(models[family], steps, extra, worker_extension_cls="injecting.Injecting")
     if family == "mistral" and not blends_beyond_windows():
         assert result["metrics"]["vllm:cacheblend_not_blended beyond the sliding window"] == 2 * len(asked)
         return
@@ -37,7 +40,7 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     selector = Hkvd(check_layers=(1,), ratios=(RATIO,))
     full = 0
-    for one, answer in zip(asked, result["answers"][2], strict=True):
+    for one, answer in zip(asked, result["answers"][3], strict=True):
         found = blend(model, one.prompt, selector)  # no tokenizer, so no anchor
         right = torch.log_softmax(found.logits.double(), -1)
         (given,) = answer["logprobs"][0]

@@ -1,5 +1,6 @@
 """The layout of a paged cache is learnt by writing to it, whatever it is."""
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -99,19 +100,17 @@ class Backend:
         return torch.zeros_like(query).transpose(0, 1)
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["products", "kernel"])
-@pytest.mark.parametrize(
-    ("step", "rows", "by_products"), [(2, 300, True), (3, 200, True), (1, 300, False), (2, 100, False)]
-)
-def test_scattered_rows_are_attended_to_by_products_where_they_are_faster(
-    step: int, rows: int, by_products: bool, fast: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("longest", [0.0, 16.0, math.inf], ids=["kernel", "short runs", "products"])
+@pytest.mark.parametrize(("step", "rows", "run_rows"), [(2, 300, 1), (3, 200, 1), (1, 300, 300), (2, 100, math.inf)])
+def test_rows_are_attended_to_by_products_where_they_are_faster(
+    step: int, rows: int, run_rows: float, longest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cacheblend.core.layers.attention import AttentionSpec, attend_rows
     from cacheblend.core.load.loader import LayerKV
     from cacheblend.engines.vllm import compat
     from cacheblend.engines.vllm.worker import paged_attention
 
-    monkeypatch.setattr(paged_attention, "multiplies_bf16", lambda dtype: fast)
+    monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: longest)
     monkeypatch.setattr(compat, "sequences_metadata", lambda *_: object())
     backend, spec = Backend(), AttentionSpec(0.3)
     attention = paged_attention.PagedAttention([backend], None, [1, 2], 0, torch.arange(rows))  # type: ignore[list-item]
@@ -120,10 +119,11 @@ def test_scattered_rows_are_attended_to_by_products_where_they_are_faster(
     kv = LayerKV(torch.randn(HEADS, rows, WIDTH), torch.randn(HEADS, rows, WIDTH))
     out = attention(0, query, kv, positions, spec)
     assert sorted(backend.written) == list(range(rows))  # whoever attends
-    if fast and by_products:
+    by_products = run_rows < longest  # few rows are always the kernel's
+    if by_products:
         assert backend.kernel_calls == 0
         assert torch.equal(out, attend_rows(query, kv.keys, kv.values, positions, spec))
     else:
         assert backend.kernel_calls == 1
     attention(0, query, kv, positions, spec)  # what the kernel needs is known now
-    assert (backend.kernel_calls == 0) is (fast and by_products)
+    assert (backend.kernel_calls == 0) is by_products

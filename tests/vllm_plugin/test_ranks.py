@@ -1,7 +1,6 @@
 """Faults inside blends and captures, with one rank and with two: the engine lives, the answer is the plain one, and the
 next request is blended again."""
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from vllm_running import Texts, Vllm, blends_beyond_windows, needs_vllm
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.usefixtures("extension")]
 
 LAYER = ["readiness", "load", "fill", "project", "run", "attention", "mlp", "select", "write", "hand out"]
 CAPTURING = ["open capture", "run", "mlp", "gather", "host copy"]
@@ -35,13 +34,6 @@ def engine(ranks: int) -> dict[str, Any]:
     if ranks > 1:
         options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
     return options
-
-
-@pytest.fixture(autouse=True)
-def extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers find `injecting`."""
-    known = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *([known] if known else [])]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

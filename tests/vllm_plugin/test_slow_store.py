@@ -1,6 +1,5 @@
 """A store that does not answer while others decode: nobody waits for it, neither in a step nor when something ends."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ from vllm_running import Texts, Vllm, needs_vllm
 pytestmark = needs_vllm
 
 
-def test_a_store_that_hangs_holds_up_nobody(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *([known] if known else [])]))
+@pytest.mark.usefixtures("extension")
+def test_a_store_that_hangs_holds_up_nobody(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
     texts = Texts(41)
     passages = texts.passages(4)
     one, two = texts.prompt(passages[:3]), texts.prompt([passages[3], passages[0], passages[1]])

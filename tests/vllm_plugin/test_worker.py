@@ -149,14 +149,16 @@ def test_a_prompt_begins_in_the_step_after_its_delivery(worker: Any) -> None:
     assert not worker.side.take_failed_blocks()
 
 
-def test_a_prompt_that_a_step_without_tokens_delivers_begins_at_once_after_those_delivered_before(worker: Any) -> None:
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_no_prompt_begins_in_the_step_that_delivers_it_whatever_else_it_computes(worker: Any, is_idle: bool) -> None:
     one, two = (worker.prefills.setdefault(name, Prefill()) for name in ("one", "two"))
-    worker.side.step(jobs("one"))
+    worker.side.step(jobs("one", is_idle=is_idle))
     assert (one.layer, two.layer) == (0, 0)
-    worker.side.step(jobs("two", is_idle=True))
-    assert worker.side.take_provided() == {"one", "two"}
-    worker.side.step(jobs(is_idle=True))
-    assert not worker.side.take_provided()
+    worker.side.step(jobs("two", is_idle=is_idle))
+    assert worker.side.take_provided() == {"one"}
+    assert two.layer == 0
+    worker.side.step(jobs(is_idle=is_idle))
+    assert worker.side.take_provided() == {"two"}
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2], ids=["before it begins", "while it waits", "after it ended"])

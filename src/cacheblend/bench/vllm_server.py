@@ -47,7 +47,7 @@ class ServerSettings:
     extra: dict[str, Any] | None
     max_model_len: int
     max_num_batched_tokens: int
-    dtype: str = "bfloat16"
+    dtype: str
     options: tuple[str, ...] = ()
 
 
@@ -146,6 +146,7 @@ class Pair:
         ratio: recompute ratio.
         batched_tokens: vLLM's `max_num_batched_tokens`.
         seed: of the weights.
+        dtype: that vLLM computes in; auto: bfloat16, or float32 on processors that only emulate it.
     """
 
     model: str | None = None
@@ -153,6 +154,7 @@ class Pair:
     ratio: float = 0.15
     batched_tokens: int = 2048
     seed: int = 0
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice(self.model, self.shape)
@@ -185,7 +187,8 @@ class Pair:
                 "selector": "hkvd",
                 "refresh_s": REFRESH_S,
             }
-            settings = [ServerSettings(folder, extra, max_model_len, self.batched_tokens) for extra in (None, blend)]
+            limits = max_model_len, self.batched_tokens
+            settings = [ServerSettings(folder, extra, *limits, dtype_of(self.dtype)) for extra in (None, blend)]
             first, second = (stack.enter_context(serving(each)) for each in settings)
             yield first, second
 
@@ -200,11 +203,22 @@ class Pair:
         return {
             "model": self.model or self.shape,
             "ratio": self.ratio,
+            "dtype": dtype_of(self.dtype),
             "max_num_batched_tokens": self.batched_tokens,
             "machine": provenance.machine(),
             "versions": provenance.versions() | found,
             "commit": provenance.commit(),
         }
+
+
+def dtype_of(name: str) -> str:
+    """The dtype by that name; of auto: bfloat16, or float32 on a processor that only emulates its products.
+
+    Emulated, they are seven times slower than in float32 (AMD EPYC of Zen 3), which nobody would serve on.
+    """
+    if name != "auto":
+        return name
+    return "bfloat16" if torch.cuda.is_available() or provenance.multiplies_bf16() else "float32"
 
 
 def check_installed() -> None:

@@ -30,6 +30,14 @@ BatchedTokens = Annotated[
         "--batched-tokens", min=1, max=MOST_TOKENS, help="vLLM's max_num_batched_tokens.", rich_help_panel=HOW
     ),
 ]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="float32, bfloat16 or float16. auto: bfloat16, or float32 on a CPU that only emulates it.",
+        rich_help_panel=HOW,
+    ),
+]
 Rates = Annotated[
     list[float] | None,
     typer.Option(
@@ -93,6 +101,7 @@ def vllm_ttft(
     result: ResultOptions,
     ratio: OneRatio = 0.15,
     batched_tokens: BatchedTokens = 2048,
+    dtype: Dtype = "auto",
 ) -> None:
     """Time to first token, of stored chunks in shuffled order and of plain prompts; both servers alternate.
 
@@ -100,7 +109,7 @@ def vllm_ttft(
     """
     from cacheblend.bench import vllm_bench as bench
 
-    _measure(bench.ttft, _pair(model, ratio, batched_tokens), size, rounds, result)
+    _measure(bench.ttft, _pair(model, ratio, batched_tokens, dtype), size, rounds, result)
 
 
 def vllm_latency(
@@ -110,6 +119,7 @@ def vllm_latency(
     result: ResultOptions,
     ratio: OneRatio = 0.15,
     batched_tokens: BatchedTokens = 2048,
+    dtype: Dtype = "auto",
 ) -> None:
     """Gaps between a request's tokens while another request's prompt is prefilled: blended, and plain.
 
@@ -117,7 +127,7 @@ def vllm_latency(
     """
     from cacheblend.bench import vllm_bench as bench
 
-    _measure(bench.latency, _pair(model, ratio, batched_tokens), size, rounds, result)
+    _measure(bench.latency, _pair(model, ratio, batched_tokens, dtype), size, rounds, result)
 
 
 def vllm_replay(
@@ -137,6 +147,7 @@ def vllm_replay(
         ),
     ] = True,
     batched_tokens: BatchedTokens = 2048,
+    dtype: Dtype = "auto",
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of sample and times.", rich_help_panel=HOW)
     ] = 0,
@@ -154,7 +165,7 @@ def vllm_replay(
     what = bench.Replay(trace, requests, clients=clients, with_whole=whole, seed=seed)
     if rate:
         what = replace(what, rates=tuple(rate))
-    pair = _pair(model, ratio, batched_tokens)
+    pair = _pair(model, ratio, batched_tokens, dtype)
     with stages({stage: stage for stage in bench.STAGES}, quiet=result.json) as advance:
         found = bench.replay(pair, what, advance)
     result.show(_lines(found), found)
@@ -217,14 +228,16 @@ def _measure(
     result.show(_lines(found), found)
 
 
-def _pair(model: ModelOrShape, ratio: float, batched_tokens: int) -> "Pair":
+def _pair(model: ModelOrShape, ratio: float, batched_tokens: int, dtype: str) -> "Pair":
     from cacheblend.bench.vllm_server import Pair, check_installed
-    from cacheblend.cli.models import quiet_transformers
+    from cacheblend.cli.models import checked_dtype, quiet_transformers
 
     chosen = model.chosen(DEFAULT_SHAPE)
+    checked_dtype(dtype)
     check_installed()  # before the weights of a shape are made
     quiet_transformers()
-    return Pair(None if chosen.model is None else str(chosen.model), chosen.shape, ratio, batched_tokens)
+    folder = None if chosen.model is None else str(chosen.model)
+    return Pair(folder, chosen.shape, ratio, batched_tokens, dtype=dtype)
 
 
 def _lines(result: dict[str, Any]) -> str:

@@ -72,8 +72,8 @@ class StepJobs(KVConnectorMetadata):
     """New jobs in an engine step.
 
     Attributes:
-        blend: prompts to be provided. No worker begins one in the step that delivers it, unless the step is idle: the
-            front that it shares with a plain request may be computed in that very step, after `start_load_kv`.
+        blend: prompts to be provided. No worker begins one in the step that delivers it: the front that it shares with
+            a plain request may be computed in that very step, after `start_load_kv`.
         capture: chunks to be computed alone and stored.
         dropped: requests that ended while their prompt was being provided.
         is_idle: vLLM computes no token in this step, so that a worker may wait for reads.

@@ -5,11 +5,13 @@ ends with the run, and all sequences share the prompt's blocks:
 
     active rows   2 3 . . 6 . 8 9        sequences   0..3 (rows 2 3)   0..6 (row 6)   0..9 (rows 8 9)
 
-The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill. On CPUs that
-multiply bf16 matrices fast, but without AMX, it computes in fp32, and scattered rows are attended to faster by bf16
-products over the prompt's own buffers (`core.layers.attention`).
+The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill. Where matrix
+products of the library are faster than the kernel's own, rows are attended to over the prompt's own buffers
+(`core.layers.attention`): in float32 all, in bfloat16 those of short runs, on CPUs that multiply bf16 matrices fast but
+have no AMX, which the kernel does in float32.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,15 +26,17 @@ NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""
 
 _FEW_ROWS = 64  # less work than the products' own cost
-_LONG_RUNS = 16  # rows of a run, on average: from here on the kernel is as fast
+_LONG_RUNS = 16  # rows of a run, on average: from here on the kernel is as fast in bfloat16
 
 
-def multiplies_bf16(dtype: torch.dtype) -> bool:
-    """True on CPUs whose bf16 products are fast in matrices, but not in vLLM's attention kernel."""
+def longest_runs(dtype: torch.dtype) -> float:
+    """Rows of a run, on average, below which products are faster than vLLM's kernel on this CPU; 0: it is always."""
+    if dtype == torch.float32:
+        return math.inf
     has_amx, has_bf16 = (
         getattr(torch.cpu, name, lambda: False)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     )
-    return dtype == torch.bfloat16 and has_bf16 and not has_amx
+    return _LONG_RUNS if dtype == torch.bfloat16 and has_bf16 and not has_amx else 0
 
 
 class PagedAttention:
@@ -83,7 +87,7 @@ class PagedAttention:
 
     def _make_metadata(self, positions: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> Any:
         ends = torch.cat([(positions.diff() != 1).nonzero().flatten() + 1, torch.tensor([len(positions)])])
-        if _FEW_ROWS <= len(positions) < _LONG_RUNS * len(ends) and multiplies_bf16(dtype):
+        if _FEW_ROWS <= len(positions) < longest_runs(dtype) * len(ends):
             return None
         first_rows = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int()
         return compat.sequences_metadata(

@@ -109,8 +109,8 @@ class Worker:
     def step(self, jobs: StepJobs) -> None:
         """Takes new jobs and computes layers until the step's budget is used or all jobs wait for the store.
 
-        New prompts are begun in the next step, or in an idle one at once, see `StepJobs.blend`. Computes at least one
-        tile of a layer if one is there; a layer that the budget does not cover goes on in the next step.
+        New prompts are begun in the next step, see `StepJobs.blend`. Computes at least one tile of a layer if one is
+        there; a layer that the budget does not cover goes on in the next step.
         """
         self._take(jobs)
         self._is_idle = jobs.is_idle
@@ -176,9 +176,9 @@ class Worker:
             self._drop(request_id)
         if jobs.is_reset:
             self._reset()
-        begun, self._arrived = ([*self._arrived, *jobs.blend], []) if jobs.is_idle else (self._arrived, [*jobs.blend])
-        for blend in begun:
+        for blend in self._arrived:
             self._blends.add(Task(blend))
+        self._arrived = [*jobs.blend]
         for capture in jobs.capture:
             self._captures.add(Task(capture))
         self._chunks += len(jobs.capture)
