@@ -196,6 +196,7 @@ WRONG = {
         "bench random-shapes --prompts 0",
         "bench serve --clients 0",
         "bench vllm ttft --batched-tokens 0",
+        "bench vllm ttft --dtype int8",
         "bench vllm replay --trace {tmp} --rate 0",
         "bench vllm faults --tried 0",
         "store prune {store} --max-bytes -1",

@@ -5,9 +5,10 @@ import random
 import pytest
 
 from cacheblend.bench.vllm_bench import median_interval
-from cacheblend.bench.vllm_server import Pair
+from cacheblend.bench.vllm_server import Pair, dtype_of
 from cacheblend.cli.bench.servers import _lines
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines import provenance
 
 
 def test_the_interval_of_a_constant_is_the_constant() -> None:
@@ -33,3 +34,32 @@ def test_prompts_longer_than_the_model_takes_are_refused_before_a_server_starts(
     longer = Pair(shape="qwen2.5-0.5b").serving(32769)
     with pytest.raises(InvalidInputError, match=r"32769 tokens.*qwen2\.5-0\.5b takes 32768.*fewer"), longer:
         pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "multiplies", "cuda", "found"),
+    [
+        ("auto", True, False, "bfloat16"),
+        ("auto", False, False, "float32"),
+        ("auto", False, True, "bfloat16"),
+        ("bfloat16", False, False, "bfloat16"),
+        ("float16", True, False, "float16"),
+    ],
+)
+def test_nobody_is_measured_in_a_dtype_that_the_processor_emulates_unless_asked_for(
+    asked: str, multiplies: bool, cuda: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    assert dtype_of(asked) == found
+
+
+def test_a_result_names_the_instructions_that_decide_how_fast_a_processor_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True, raising=False)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True, raising=False)
+    assert provenance.machine()["instructions"] == "AVX512 BF16 AMX"
+    monkeypatch.delattr("torch.cpu._is_amx_tile_supported")
+    assert provenance.instructions() == "AVX512 BF16"
