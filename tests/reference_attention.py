@@ -1,8 +1,8 @@
-"""The slow, obvious oracle of `cacheblend.core.layers.attention`: every row, every key, fp32, one full mask."""
+"""The slow, obvious oracle of `cacheblend.core.kernels.attention`: every row, every key, fp32, one full mask."""
 
 import torch
 
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 
 
 def dense_attention(

@@ -1,14 +1,20 @@
 """Stand-ins for vLLM's requests, and a scheduler side over a store in memory."""
 
 import hashlib
+import threading
 import time
+from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from cacheblend.store import MemoryStore
+
 SIZE = 16
 CHUNK = list(range(100, 200))
+OTHER = list(range(200, 300))
+PROMPT = [*range(40), *CHUNK, 7, 8]
 
 
 class Request(SimpleNamespace):
@@ -41,7 +47,49 @@ class Request(SimpleNamespace):
             )
 
 
-def scheduling(held: list[list[int]], store: Any = None, salt: str = "", **config: Any) -> Any:
+def found_tokens(request: Request, held: Container[bytes]) -> int:
+    """Leading tokens of a request that vLLM would find in a cache that holds blocks of these names."""
+    names = request.block_hashes[: (request.num_tokens - 1) // SIZE]
+    return SIZE * next((count for count, name in enumerate(names) if name not in held), len(names))
+
+
+class Pool:
+    """vLLM's block pool: the names of the blocks that it holds."""
+
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+
+    def get_cached_block(self, name: bytes, groups: list[int]) -> Any:
+        return name in self.held
+
+    def computed(self, request: Request) -> int:
+        """Leading tokens that vLLM would find."""
+        return found_tokens(request, self.held)
+
+
+class SlowStore(MemoryStore):
+    """Answers when it is let go; counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.let_go = threading.Event()
+        self.let_go.set()
+        self.asked: list[str] = []
+
+    def find(self, names: Any) -> Any:
+        self.asked.append("find")
+        assert self.let_go.wait(30)
+        return super().find(names)
+
+    def has_manifest(self, chunk_id: Any) -> bool:
+        self.asked.append("has_manifest")
+        assert self.let_go.wait(30)
+        return super().has_manifest(chunk_id)
+
+
+def scheduling(
+    held: list[list[int]], store: Any = None, salt: str = "", *, keeps_events: bool = False, **config: Any
+) -> Any:
     """A scheduler side over a store that holds these chunks of one tenant."""
     from cacheblend.core.load.capture import ChunkJob, manifest_of
     from cacheblend.core.naming import as_token_ids
@@ -52,7 +100,6 @@ def scheduling(held: list[list[int]], store: Any = None, salt: str = "", **confi
     from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
     from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
     from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
-    from cacheblend.store import MemoryStore
 
     settings = ConnectorConfig(**{"lookup_timeout_s": 30.0, **config})  # the machine may be busy
     planners = TenantPlanners(ModelIdentity(None, "model", "float32", None, "a model"), settings.blend)
@@ -65,7 +112,8 @@ def scheduling(held: list[list[int]], store: Any = None, salt: str = "", **confi
         store.write(Block(manifest.chunk_id, planner.root, job.token_ids, records, layout))
         store.put_manifest(manifest)
     blend = Settings(settings.blend)
-    return Scheduling(settings, blend, ChunkFinder(settings, blend, planners, store), SIZE)
+    finder = ChunkFinder(settings, blend, planners, store, keeps_events=keeps_events)
+    return Scheduling(settings, blend, finder, SIZE)
 
 
 def claim(side: Any, request: Request, computed: int) -> Any:
@@ -94,3 +142,24 @@ def start(side: Any, request: Request) -> Any:
     """The request comes, and is claimed without anything that vLLM holds."""
     side.on_new(request)
     return claim(side, request, 0)
+
+
+def with_options(ids: list[int], name: str, **options: Any) -> Request:
+    return Request(ids, name=name, kv_transfer_params={"cacheblend": options})
+
+
+def turn(side: Any, pool: Pool, ids: list[int], spans: list[list[int]], name: str) -> tuple[int, Request]:
+    """Asks; returns what vLLM's cache held of it, and leaves the request's blocks there."""
+    request = Request(ids, spans, name)
+    side.on_new(request)
+    claimed = claim(side, request, pool.computed(request))
+    held = pool.computed(request)
+    if claimed is None:
+        claimed = side.claim(request, held)
+    if claimed:
+        side.allocated(request, [1] * 40, claimed)
+        side.provided([name])
+    side.allocated(request, [1] * 40, 0)
+    pool.held |= set(request.block_hashes)
+    side.finished(request)
+    return held, request

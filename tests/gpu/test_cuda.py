@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from cacheblend.core.layers.attention import AttentionSpec, attend_rows
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.operations import ATTEND_ROWS, attend_rows
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows
@@ -168,6 +169,15 @@ ROWS = {
     "the first": torch.tensor([0, 1]),
     "a run and some": torch.cat([torch.tensor([5, 90, 400]), torch.arange(700, 900), torch.tensor([1301])]),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_kernel_serves_this_device(dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("the kernel is for compute capability 8.0 and later")
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    served = ATTEND_ROWS.on(torch.device(DEVICE, 0), dtype)
+    assert served.name == "Triton", served.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

@@ -10,7 +10,7 @@ import pytest
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import KVStore, check_store_url, open_store
-from cacheblend.store.remote.bucket import BucketObjects
+from cacheblend.store.remote.bucket import AT_ONCE, BucketObjects
 from cacheblend.store.remote.store import RemoteStore
 from families import tiny_model
 from moto_bucket import BUCKET, KEYS, bucket, needs_bucket
@@ -151,3 +151,19 @@ def test_what_one_process_writes_another_reads() -> None:
             assert not other.write(block)
         assert all(entry is not None for entry in other.find([block.name for block in blocks]))
         assert all(holds(other, block) for block in blocks)
+
+
+def test_a_request_that_failed_takes_those_behind_it_along() -> None:
+    """A thousand of them, of two seconds each in 32 threads, would be in the way of everybody else for a minute."""
+    objects, asked = BucketObjects(f"s3://{BUCKET}/behind", options=bucket().options), []
+
+    def ask(number: int) -> None:
+        asked.append(number)
+        time.sleep(0.2)
+        raise StoreUnreachableError("no answer")
+
+    with pytest.raises(StoreUnreachableError):
+        objects._each(range(10 * AT_ONCE), ask)
+    objects._each(range(2), lambda number: asked.append(-1))  # comes behind all that wait
+    assert 1 <= len([number for number in asked if number >= 0]) <= 3 * AT_ONCE
+    objects.close()

@@ -230,7 +230,7 @@ def test_a_bucket_that_times_out_in_mid_request(falls: int, read_ahead: int, tmp
     model = tiny_model("llama")
     with closing(Between(bucket().endpoint)) as between:
         options = {**bucket().options, "endpoint": between.endpoint}
-        objects = BucketObjects(f"s3://{BUCKET}/{tmp_path.name}", timeout=0.5, options=options)
+        objects = BucketObjects(f"s3://{BUCKET}/{tmp_path.name}", timeout=2.0, options=options)
         with RemoteStore(objects) as store, open_engine(model, store=store, read_ahead=read_ahead) as engine:
             fail_at(store, falls, between.fall_silent)
             check_all_recomputed(engine)

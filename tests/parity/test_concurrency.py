@@ -9,7 +9,7 @@ import torch
 
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout, LayerShape

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.layers import attention
-from cacheblend.core.layers.attention import AttentionSpec, attend_rows
+from cacheblend.core.kernels import attention, attention_tiles
+from cacheblend.core.kernels.attention import attend_rows
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from reference_attention import dense_attention
 
 DEVICES = [
@@ -83,34 +84,40 @@ def test_equals_dense_attention(kind, rows, kv_heads, dtype, device):
     _check(inputs, _spec(14, device=device, **SPECS[kind]))
 
 
+def _by_tiles(query, keys, values, positions, spec):
+    return attention_tiles.attend_tiles(query, keys, values, positions, positions.tolist(), spec)
+
+
 @pytest.mark.parametrize("kind", SPECS)
 def test_every_tile_boundary(kind, monkeypatch):
     """Small tiles, so that lengths, windows and groups fall on, before and after every boundary."""
-    monkeypatch.setattr(attention, "_MIN_GROUP_ROWS", 4)
-    monkeypatch.setattr(attention, "_MAX_GROUP_ROWS", 4)
-    monkeypatch.setattr(attention, "_MIN_TILE_KEYS", 8)
-    monkeypatch.setattr(attention, "_TILE_SCORES", 4 * 4 * 8)
-    monkeypatch.setattr(attention, "_END_STEP", 4)
+    monkeypatch.setattr(attention_tiles, "_MIN_GROUP_ROWS", 4)
+    monkeypatch.setattr(attention_tiles, "_MAX_GROUP_ROWS", 4)
+    monkeypatch.setattr(attention_tiles, "_MIN_TILE_KEYS", 8)
+    monkeypatch.setattr(attention_tiles, "_TILE_SCORES", 4 * 4 * 8)
+    monkeypatch.setattr(attention_tiles, "_END_STEP", 4)
     for length, step in itertools.product(range(1, 27), (1, 2, 5)):
         positions = list(range((length - 1) % step, length, step))
         for window in {SPECS[kind].get("window"), *((3, 8, 9) if "window" in SPECS[kind] else ())}:
             spec = _spec(4, **{**SPECS[kind], "window": window})
-            _check(_inputs(4, 2, 8, length + 3, positions), spec)
+            _check(_inputs(4, 2, 8, length + 3, positions), spec, attend=_by_tiles)
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 4095, 4096, 4097, 4300])
 def test_real_tile_boundaries(length):
     positions = [*range(0, length - 1, 211), length - 1]
     for dtype, spec in itertools.product((torch.float32, torch.bfloat16), (_spec(2), _spec(2, window=4000))):
-        _check(_inputs(2, 1, 16, length + 2, positions, dtype), spec)
+        _check(_inputs(2, 1, 16, length + 2, positions, dtype), spec, attend=_by_tiles)
 
 
+@pytest.mark.parametrize("way", ["_sdpa_side_by_side", "_sdpa_folded"])
 @pytest.mark.parametrize("kind", ["plain", "window", "window of one"])
 @pytest.mark.parametrize("kv_heads", [14, 7, 2])
 @pytest.mark.parametrize("rows", ROWS)
-def test_sdpa_route_without_a_device(rows, kv_heads, kind, monkeypatch):
-    """The route of other devices runs on a CPU too: its masks and slices are tested everywhere."""
-    monkeypatch.setattr(attention, "_SDPA_GROUP_ROWS", 37)
+def test_sdpa_in_both_layouts_without_a_device(rows, kv_heads, kind, way, monkeypatch):
+    """That of other devices runs on a CPU too: its masks and slices are tested everywhere."""
+    monkeypatch.setattr(attention, "_SDPA_CPU_ROWS", 37)
+    monkeypatch.setattr(attention, "_sdpa_side_by_side", getattr(attention, way))
 
     def attend(query, keys, values, positions, spec):
         return attention._attend_sdpa(query, keys, values, positions, positions.tolist(), spec)

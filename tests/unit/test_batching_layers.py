@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone, run_together
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 
 HEADS, WIDTH = 2, 8

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse import question
 from cacheblend.core.fuse.question import rows_to_ask
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape

@@ -1,5 +1,7 @@
 """Stores in order, nearest first: reads that fall through, promotion, and writes to farther stores."""
 
+import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import Block
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
 from cacheblend.store.combined import CascadeStore, ThrottledStore, TieredStore
 from cacheblend.store.speed import named_tiers
@@ -54,6 +57,38 @@ def test_what_is_read_from_afar_comes_nearer(tmp_path: Path) -> None:
         store.flush()
         assert holds(near, block)
         assert tiers_of(store, 1) == "disk"
+
+
+class Slow(MemoryStore):
+    """A store whose writes take a while."""
+
+    def write(self, block: Block) -> bool:
+        time.sleep(0.02)
+        return super().write(block)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_deleted_stays_deleted(seed: int) -> None:
+    """Writes and promotions that were queued before do not bring a block back."""
+    draw = random.Random(seed)
+    blocks = [make_block(number) for number in range(6)]
+    gone = draw.sample(blocks, 3)
+    promoted = make_block(7)
+    near, far = Slow(), Slow()
+    far.write(promoted)
+    with CascadeStore([near, far]) as store:
+        store.find([promoted.name])
+        for layer in range(3):
+            store.read(promoted.name, layer)
+        for block in blocks:
+            store.write(block)
+        for block in [*gone, promoted]:
+            assert store.delete(block.name)
+            assert not store.delete(block.name)
+        store.flush()
+        for block in [*gone, promoted]:
+            assert near.find([block.name]) == far.find([block.name]) == [None]
+        assert all(holds(near, block) and holds(far, block) for block in blocks if block not in gone)
 
 
 def test_some_heads_do_not_make_a_block(tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
 """Several folders that share the blocks between them."""
 
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.store import DiskStore, open_store
+from cacheblend.store.combined import striped
 from cacheblend.store.combined.striped import StripedStore
 from store_blocks import holds, make_block, make_manifest
 
@@ -77,3 +83,86 @@ def test_no_store_and_a_folder_given_twice(tmp_path: Path) -> None:
         StripedStore({})
     with pytest.raises(InvalidInputError, match="twice"):
         open_store(url_of(tmp_path, "aa"))
+
+
+def test_a_read_that_hangs_in_one_folder_stops_nobody_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many wait for it: an engine has sixteen threads that read."""
+    store, answers = open_store(url_of(tmp_path, "ab")), threading.Event()
+    blocks = [make_block(seed) for seed in range(20)]
+    for block in blocks:
+        store.write(block)
+    hanging, other = store.members  # type: ignore[attr-defined]
+    read = hanging.read_many
+    monkeypatch.setattr(hanging, "read_many", lambda *arguments: answers.wait(60) and read(*arguments))
+    in_hanging = [block.name for block in blocks if hanging.find([block.name])[0] is not None]
+    in_other = [block.name for block in blocks if other.find([block.name])[0] is not None]
+    readers = [threading.Thread(target=store.read_many, args=(in_hanging[:1], 0)) for _ in range(16)]
+    for reader in readers:
+        reader.start()
+    try:
+        found: list[object] = []
+        third = threading.Thread(target=lambda: found.extend(store.read_many(in_other[:1], 0)))
+        third.start()
+        third.join(30)
+        assert len(found) == 1 and isinstance(found[0], torch.Tensor)
+    finally:
+        answers.set()
+    for reader in readers:
+        reader.join()
+    store.close()
+
+
+def test_a_store_is_closed_although_a_read_hangs_and_who_waits_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped, "CLOSE_S", 0.1)
+    store, answers, told = open_store(url_of(tmp_path, "ab")), threading.Event(), list[Exception]()
+    block = make_block(0)
+    store.write(block)
+    (holder,) = [each for each in store.members if each.find([block.name]) != [None]]  # type: ignore[attr-defined]
+    begun = threading.Semaphore(0)
+
+    def read_many(*arguments: object) -> list[object]:
+        begun.release()
+        answers.wait(60)
+        return [None]
+
+    def reader() -> None:
+        try:
+            store.read_many([block.name], 0)
+        except Exception as error:
+            told.append(error)
+
+    monkeypatch.setattr(holder, "read_many", read_many)
+    readers = [threading.Thread(target=reader) for _ in range(striped.CALLS + 3)]
+    for each in readers:
+        each.start()
+    for _ in range(striped.CALLS):
+        assert begun.acquire(timeout=30)
+    while len(store._pools[store.members.index(holder)]._shared.waiting) < 3:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    answers.set()
+    for each in readers:
+        each.join(30)
+    assert [type(error) for error in told] == [StoreError] * 3
+
+
+ENDS = """
+import sys, threading
+from cacheblend.store import open_store
+store = open_store(sys.argv[1])
+for member in store.members:
+    member.read_many = lambda *arguments: threading.Event().wait()
+threading.Thread(target=store.read_many, args=([bytes(32)], 0), daemon=True).start()
+"""
+
+
+def test_a_process_ends_although_a_read_hangs(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS, url_of(tmp_path, "ab")], timeout=120)
+    assert done.returncode == 0

@@ -64,6 +64,23 @@ def test_a_full_queue_drops_and_a_waiting_name_is_not_queued_twice() -> None:
     assert writer.stats().dropped == 2
 
 
+def test_a_withdrawn_block_does_not_arrive() -> None:
+    store = SlowStore()
+    writer = WriteBehind(store)
+    being_written, waiting, other = make_block(1), make_block(2), make_block(3)
+    for block in (being_written, waiting, other):
+        writer.submit(block)
+    assert store.started.wait(5)
+    assert writer.withdraw(waiting.name)
+    assert not writer.withdraw(waiting.name)
+    assert (writer.stats().waiting, writer.stats().waiting_bytes) == (2, 2 * NBYTES)
+    threading.Timer(0.1, store.go.set).start()
+    assert writer.withdraw(being_written.name)
+    assert holds(store, being_written)  # it was waited for: a delete that follows finds it
+    assert writer.close(5)
+    assert holds(store, other) and store.find([waiting.name]) == [None]
+
+
 def test_errors_are_counted_and_reported_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore(NBYTES)
     store.pin([make_block(0).name])

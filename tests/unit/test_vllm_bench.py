@@ -3,12 +3,13 @@
 import random
 
 import pytest
+import torch
 
 from cacheblend.bench.vllm_bench import median_interval
 from cacheblend.bench.vllm_server import Pair, dtype_of
 from cacheblend.cli.bench.servers import _lines
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import provenance
+from cacheblend.engines import processor, provenance
 
 
 def test_the_interval_of_a_constant_is_the_constant() -> None:
@@ -49,9 +50,30 @@ def test_prompts_longer_than_the_model_takes_are_refused_before_a_server_starts(
 def test_nobody_is_measured_in_a_dtype_that_the_processor_emulates_unless_asked_for(
     asked: str, multiplies: bool, cuda: bool, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provenance, "multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr(processor, "multiplies_bf16", lambda: multiplies)
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
     assert dtype_of(asked) == found
+
+
+@pytest.mark.parametrize(
+    ("machine", "extensions", "onednn", "found"),
+    [
+        ("x86_64", {"BF16"}, True, True),
+        ("x86_64", {"BF16", "AMX"}, True, True),
+        ("x86_64", set(), True, False),  # AVX-512 without bf16: oneDNN takes it, four times as slow as float32
+        ("AMD64", set(), False, False),
+        ("aarch64", set(), True, True),
+        ("aarch64", set(), False, False),
+    ],
+)
+def test_products_that_are_converted_to_float32_and_back_are_not_taken_for_fast_ones(
+    machine: str, extensions: set[str], onednn: bool, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(processor, "extensions", lambda: extensions)
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn, raising=False)
+    assert processor.multiplies_bf16() is found
 
 
 def test_a_result_names_the_instructions_that_decide_how_fast_a_processor_computes(
@@ -62,4 +84,4 @@ def test_a_result_names_the_instructions_that_decide_how_fast_a_processor_comput
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True, raising=False)
     assert provenance.machine()["instructions"] == "AVX512 BF16 AMX"
     monkeypatch.delattr("torch.cpu._is_amx_tile_supported")
-    assert provenance.instructions() == "AVX512 BF16"
+    assert processor.instructions() == "AVX512 BF16"

@@ -41,7 +41,7 @@ def refreshed(listing: ChunkListing, is_done: Callable[[], bool]) -> None:
         listing.refresh()
 
 
-def resolve_settings(folder: Path) -> None:
+def let_age(folder: Path) -> None:
     """As if the last change were a while ago."""
     long_ago = time.time() - 60
     os.utime(folder / "manifests", (long_ago, long_ago))
@@ -64,7 +64,8 @@ def test_what_others_list_and_take_off_is_carried_over() -> None:
     assert found(listing) == {second.chunk_id}
     changes = listing.take_changes(64)
     assert [m.chunk_id for m in changes.added] == [first.chunk_id, second.chunk_id]
-    assert [m.chunk_id for m in changes.removed] == [first.chunk_id]
+    assert changes.removed == []  # else it could not be told which of the two came first
+    assert [m.chunk_id for m in listing.take_changes(64).removed] == [first.chunk_id]
     assert listing.take_changes(64) == ListChanges()
     listing.close()
 
@@ -94,15 +95,98 @@ def test_the_list_is_read_in_a_thread_and_no_refresh_waits_for_it(monkeypatch: p
     assert not listing.refresh()  # and it came back at once
     let_go.set()
     listing.update()
-    assert listing.refresh()
     assert found(listing) == {first.chunk_id}
     refreshed(listing, lambda: listing._reading is None or listing._reading.done())
     let_go.clear()
     store.put_manifest(second)
-    assert listing.refresh()  # the old list serves while the new one is read
+    refreshed(listing, lambda: listing._reading is not None and not listing._reading.done())
+    listing.update()  # waits a little
+    assert listing.refresh()  # the old list serves while the new one is read: nobody waits for that one again
     assert found(listing) == {first.chunk_id}
     let_go.set()
     refreshed(listing, lambda: second.chunk_id in found(listing))
+    listing.close()
+
+
+def test_after_a_pause_what_others_stored_meanwhile_is_found_at_once() -> None:
+    store = MemoryStore(1 << 20)
+    first, second = manifests(2)
+    store.put_manifest(first)
+    listing = open_listing(store, refresh_s=0.05)
+    listing.update()
+    store.put_manifest(second)
+    time.sleep(0.1)  # no request came
+    assert not listing.refresh()
+    listing.update()
+    assert found(listing) == {first.chunk_id, second.chunk_id}
+    listing.close()
+
+
+def test_a_list_whose_reading_takes_long_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it was not changed, and quickly asked for, in between."""
+    store, let_go = MemoryStore(1 << 20), Event()
+    (first,) = manifests(1)
+    store.put_manifest(first)
+    stamp, read = ["one"], store.manifests
+    monkeypatch.setattr(store, "listing_stamp", lambda: stamp[0])
+    listing = ChunkListing(store, as_token_ids([1]), 64, 0.01, fresh_s=0.05)
+    listing.update()
+    monkeypatch.setattr(store, "manifests", lambda: let_go.wait(30) and read())
+
+    def read_again() -> bool:
+        """Whether a look-up waits for the reading that is due."""
+        time.sleep(0.02)
+        is_waited_for = not listing.refresh()
+        listing.update()
+        assert listing.refresh()  # not again
+        return is_waited_for
+
+    stamp[0] = "two"
+    assert read_again()
+    let_go.set()
+    refreshed(listing, lambda: listing._reading is None)
+    let_go.clear()
+    for _ in range(3):  # unchanged
+        time.sleep(0.02)
+        listing.refresh()
+        listing.update()
+    stamp[0] = "three"
+    time.sleep(0.02)
+    assert listing.refresh()
+    let_go.set()
+    listing.close()
+
+
+def test_evicted_chunks_are_announced_once_and_again_when_they_are_back() -> None:
+    """Their manifests stay, and with them their place in the list."""
+
+    def changed() -> tuple[set[BlockName], set[BlockName]]:
+        changes = listing.take_changes(9)
+        added, removed = ([chunk.chunk_id for chunk in each] for each in (changes.added, changes.removed))
+        assert len({*added, *removed}) == len(added) + len(removed)
+        return {*added}, {*removed}
+
+    store = MemoryStore(1 << 20)
+    one, other = manifests(2)
+    for manifest in (one, other):
+        store.put_manifest(manifest)
+    listing = open_listing(store, refresh_s=0)
+    listing.update()
+    assert changed() == ({one.chunk_id, other.chunk_id}, set())
+    for _ in range(2):
+        listing.observe({one.chunk_id: False, other.chunk_id: True, make_block(7).name: False})
+    assert changed() == (set(), {one.chunk_id})
+    listing.add([one, other])
+    assert changed() == ({one.chunk_id}, set())
+    listing.observe({one.chunk_id: False})
+    listing.observe({one.chunk_id: True})  # another server captured it again
+    assert changed() == (set(), {one.chunk_id})
+    assert changed() == ({one.chunk_id}, set())
+    listing.observe({one.chunk_id: False})
+    store.delete_manifest(one.chunk_id)
+    listing.update()
+    assert changed() == (set(), {one.chunk_id})
+    assert found(listing) == {other.chunk_id}
     listing.close()
 
 
@@ -144,7 +228,7 @@ def test_a_list_that_cannot_be_read_raises_until_it_is_there_and_is_logged_later
     refreshed(listing, lambda: first.chunk_id in found(listing))
     fails = True
     refreshed(listing, lambda: "gone" in caplog.text)
-    assert listing.refresh()
+    listing.update()  # the old list serves
     assert found(listing) == {first.chunk_id}
     listing.close()
 
@@ -154,7 +238,7 @@ def test_a_folder_that_did_not_change_is_not_listed_again(tmp_path: Path, monkey
         first, second = manifests(2)
         store.put_manifest(first)
         assert store.listing_stamp() is None  # a change may still come unseen
-        resolve_settings(tmp_path)
+        let_age(tmp_path)
         listing = open_listing(store, refresh_s=0)
         listing.update()
         read = store.manifests
@@ -164,7 +248,7 @@ def test_a_folder_that_did_not_change_is_not_listed_again(tmp_path: Path, monkey
         store.put_manifest(second)
         listing.update()
         assert len(found(listing)) == 2
-        resolve_settings(tmp_path)
+        let_age(tmp_path)
         before = store.listing_stamp()
         store.delete_manifest(first.chunk_id)
         assert store.listing_stamp() != before

@@ -58,6 +58,7 @@ KINDS: dict[str, Callable[[str], Exception]] = {
 
 _armed: dict[str, Any] = {}
 _seen = {"calls": 0, "raised": 0}
+_disk_reads = 0
 _is_in_step = False
 _delay_s = 0.0
 _answers = threading.Event()
@@ -109,6 +110,8 @@ def _step(self: Any, jobs: Any) -> None:
 
 
 def _read_many(self: Any, *args: Any, **options: Any) -> Any:
+    global _disk_reads
+    _disk_reads += len(args[0])
     time.sleep(_delay_s)
     _answers.wait()
     return _real_read(self, *args, **options)
@@ -128,6 +131,10 @@ class Injecting:
     def disarm_fault(self) -> dict[str, int]:
         _armed.clear()
         return dict(_seen)
+
+    def disk_reads(self) -> int:
+        """Records that were read from folders, since the start."""
+        return _disk_reads
 
     def attend_by(self, what: str) -> None:
         """Rows are attended to by the backend's kernel wherever they can be, or by products wherever they can be."""

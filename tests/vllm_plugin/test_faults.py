@@ -19,6 +19,13 @@ def test_a_fault_costs_its_request_the_blend_and_nothing_else() -> None:
     assert bad == {"wrong": 0, "ended": 0, "hung": 0, "left": 0}, words
 
 
+def test_blocks_damaged_on_both_ranks_hold_nobody_up() -> None:
+    found = run(Settings(tried=10, seed=4, only=("faults",), engines=("two ranks, ratio 1",)))
+    figures = found["figures"]
+    bad = {name: figures[name] for name in ("wrong", "ended", "hung", "left")}
+    assert bad == {"wrong": 0, "ended": 0, "hung": 0, "left": 0}, json.dumps(found["campaigns"]["faults"], indent=1)
+
+
 def test_one_lookup_a_request_and_one_blend_of_equal_prompts() -> None:
     found: dict[str, Any] = run(Settings(only=("lookups", "equal")))
     assert found["figures"]["lookups_per_request"] == 1, found["campaigns"]["lookups"]

@@ -105,7 +105,8 @@ class Backend:
 def test_rows_are_attended_to_by_products_where_they_are_faster(
     step: int, rows: int, run_rows: float, longest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend.core.layers.attention import AttentionSpec, attend_rows
+    from cacheblend.core.kernels.attention import attend_rows
+    from cacheblend.core.kernels.attention_spec import AttentionSpec
     from cacheblend.core.load.loader import LayerKV
     from cacheblend.engines.vllm import compat
     from cacheblend.engines.vllm.worker import paged_attention
@@ -127,3 +128,24 @@ def test_rows_are_attended_to_by_products_where_they_are_faster(
         assert backend.kernel_calls == 1
     attention(0, query, kv, positions, spec)  # what the kernel needs is known now
     assert (backend.kernel_calls == 0) is by_products
+
+
+@pytest.mark.parametrize(
+    ("dtype", "extensions", "found"),
+    [
+        (torch.float32, set(), math.inf),
+        (torch.float32, {"BF16", "AMX"}, math.inf),
+        (torch.bfloat16, {"BF16"}, 16),
+        (torch.bfloat16, {"BF16", "AMX"}, 0),
+        (torch.bfloat16, set(), 0),
+        (torch.float16, {"BF16"}, 0),
+    ],
+)
+def test_the_processor_and_the_dtype_decide_where_products_are_faster(
+    dtype: torch.dtype, extensions: set[str], found: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend.engines import processor
+    from cacheblend.engines.vllm.worker.paged_attention import longest_runs
+
+    monkeypatch.setattr(processor, "extensions", lambda: extensions)
+    assert longest_runs(dtype) == found

@@ -49,6 +49,43 @@ def test_fifty_prompts_at_ratio_one_answer_as_without_the_plugin(
     assert blended["metrics"]["vllm:cacheblend_requests"] >= 60
 
 
+def test_a_vllm_that_keeps_its_models_elsewhere_still_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the connector: this package's entry point runs wherever it is installed."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import registry
+
+    from cacheblend.engines.vllm import plugin
+
+    registered: list[str] = []
+    monkeypatch.setattr(ModelRegistry, "register_model", lambda name, path: registered.append(name))
+    kept = dict.fromkeys(["LlamaForCausalLM", "Qwen2ForCausalLM"], ("llama", "LlamaForCausalLM"))
+    monkeypatch.setattr(registry, "_TEXT_GENERATION_MODELS", kept)
+    plugin.register()
+    assert registered == [*kept]  # those that it dropped are left out
+    monkeypatch.delattr(registry, "_TEXT_GENERATION_MODELS")
+    plugin.register()
+    assert registered == [*kept]
+    assert "CacheBlendConnector cannot be used here" in caplog.text
+
+
+def test_answers_are_right_whatever_the_controller_leaves_out(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """It starts with nothing, and learns that a tiny model computes faster than anything is loaded."""
+    asked = mixed_prompts(5, 30)
+    ids, spans = [one.ids for one in asked], [one.spans for one in asked]
+    plain = vllm.run(models["llama"], [{"ask": ids}], None)
+    steps: list[dict[str, Any]] = [{"ask": ids, "chunks": spans, "alone": True}]
+    steps += [{"forget": True}, {"ask": ids, "chunks": spans}] * 3
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "controller": True}
+    found = vllm.run(models["llama"], steps, extra)
+    for step in found["answers"][::2]:
+        assert tokens(step) == tokens(plain["answers"][0])
+    assert found["metrics"]["vllm:cacheblend_requests"] >= 5
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
     vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str

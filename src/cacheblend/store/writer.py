@@ -138,6 +138,22 @@ class WriteBehind:
             self._written += new
             self._held += not new
 
+    def withdraw(self, name: BlockName) -> bool:
+        """Takes a waiting block out of the queue, and waits for it if it is being written; False if it did not wait.
+
+        Afterwards no block of this name that was submitted before reaches the store.
+        """
+        with self._changed:
+            queued = self._waiting.get(name)
+            if queued is None:
+                return False
+            if queued is not next(iter(self._waiting.values())):
+                self._waiting_bytes -= self._waiting.pop(name)[1]
+                self._changed.notify_all()
+            elif self._thread is not threading.current_thread():
+                self._changed.wait_for(lambda: self._waiting.get(name) is not queued)
+            return True
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all blocks submitted before are written; False if that takes longer than `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

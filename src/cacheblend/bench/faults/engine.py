@@ -5,7 +5,8 @@ Knows vLLM's public classes and the few attributes that lead from them to the co
 
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ Answer = dict[str, Any]
 
 TOLERANCE = 3e-3
 """Of log-probabilities in fp32: sums run in another order when prompts are cut or batched in another way."""
+
+LOOKUP_S = 5.0
+"""Seconds that a look-up in a folder is waited for."""
+
+PATIENT_S = 60.0
+"""Seconds that a look-up may take where every request has to be blended."""
 
 _EXTENSION = f"{injection.__name__}.{injection.Faults.__name__}"
 _CONNECTOR = {
@@ -72,6 +79,9 @@ class Engine:
         extra: `kv_connector_extra_config`; None: without the plug-in.
         beside: a connector that a `MultiConnector` holds in front of the plug-in; None: the plug-in alone.
         options: of vLLM's `LLM`.
+
+    Attributes:
+        beside: blends over a front that vLLM says it holds, delivered in a step that computes other tokens.
     """
 
     def __init__(
@@ -108,6 +118,7 @@ class Engine:
                 }
         self._llm = LLM(model=str(model), **(settings | options))
         self._engine: Any = self._llm.llm_engine
+        self.beside = 0
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -131,6 +142,34 @@ class Engine:
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
         self._engine.add_request(request.name, prompt, params)
+
+    def wait_for_lookups(self) -> None:
+        """Returns when the look-ups of the requests that came are over: they are delivered in the next step."""
+        for tracked in [*self.mine._scheduling._requests.values()]:
+            if tracked.lookup is not None:
+                tracked.lookup.wait(LOOKUP_S)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Inside, requests wait for look-ups however long a busy machine takes for them."""
+        lookups = self.mine._scheduling._finder._lookups
+        kept, lookups._timeout_s = lookups._timeout_s, PATIENT_S
+        try:
+            yield
+        finally:
+            lookups._timeout_s = kept
+
+    def count_blends_beside(self) -> None:
+        """From now on `beside` counts."""
+        scheduling = self.mine._scheduling
+        real = scheduling.take_jobs
+
+        def counted(*, is_idle: bool = False) -> Any:
+            jobs = real(is_idle=is_idle)
+            self.beside += 0 if is_idle else sum(job.local_tokens > 0 for job in jobs.blend)
+            return jobs
+
+        scheduling.take_jobs = counted
 
     def abort(self, name: str) -> None:
         """The client of a request went away."""

@@ -78,8 +78,11 @@ def _right_answers(engine: Engine, texts: Texts, pool: list[Asked], setting: Set
         for way, spans in (("plain", ()), ("blend", one.spans), ("again", one.spans)):
             if way != "again":
                 engine.forget()
-            name = f"{way}-{number}"
-            answers.append(engine.ask([Request(name, one.ids, spans, setting.answer_tokens)])[name])
+            name, blended = f"{way}-{number}", engine.counters().get("requests", 0.0)
+            with engine.patient():
+                answers.append(engine.ask([Request(name, one.ids, spans, setting.answer_tokens)])[name])
+            if way == "blend" and engine.counters()["requests"] == blended:
+                raise RuntimeError(f"prompt {number} was not blended: a right answer would be missing")
         found.append(answers)
     return found
 

@@ -75,7 +75,8 @@ def play(
 
     Yields:
         `tried` and `polluted`: plain requests compared, and those answered otherwise; `wrong`: blended ones at ratio 1
-        answered otherwise; `what`: the names of both; `blended`: requests whose prompts were blended.
+        answered otherwise; `what`: the names of both; `blended`: requests whose prompts were blended; `beside`: see
+        `Engine`.
     """
     setting = SETTINGS[name]
     extra: dict[str, Any] = {
@@ -95,15 +96,17 @@ def play(
     fill = Texts(seed).all_passages()
     engine.ask([Request("fill", fill.ids, fill.spans, 1)])
     engine.settle()
+    engine.count_blends_beside()
     for number, scene in enumerate(scenes_of(setting, seed, count)):
         if number < first:
             continue
         yield {"begin": number}
         known = _known_to_another(engine, number) if setting.is_beside_another else []
         engine.scramble(number)
-        before = engine.counters().get("requests", 0.0)
-        judged = _judged(scene, setting, _played(engine, scene, known), right)
-        yield judged | {"blended": int(engine.counters().get("requests", 0.0) - before)}
+        before, engine.beside = engine.counters().get("requests", 0.0), 0
+        judged = _judged(scene, setting, _played(engine, scene, known, waits=number % 2 == 0), right)
+        blended = int(engine.counters().get("requests", 0.0) - before)
+        yield judged | {"blended": blended, "beside": engine.beside}
 
 
 def _known_to_another(engine: Engine, number: int) -> list[Request]:
@@ -113,8 +116,11 @@ def _known_to_another(engine: Engine, number: int) -> list[Request]:
     return [replace(known, name=f"{known.name}-again")]
 
 
-def _played(engine: Engine, scene: Scene, beside: Sequence[Request]) -> dict[str, Answer]:
-    """The answers of a scene's requests; those that were aborted have none."""
+def _played(engine: Engine, scene: Scene, beside: Sequence[Request], *, waits: bool) -> dict[str, Answer]:
+    """The answers of a scene's requests; those that were aborted have none.
+
+    `waits`: look-ups end before the step, so that blends are delivered in the one that computes the front they share.
+    """
     answers: dict[str, Answer] = {}
     step, left = 0, list(scene.arrivals)
     for request in beside:
@@ -126,6 +132,8 @@ def _played(engine: Engine, scene: Scene, beside: Sequence[Request]) -> dict[str
         for arrival in scene.arrivals:
             if arrival.aborted == step and arrival.step <= step:
                 engine.abort(arrival.request.name)
+        if waits:
+            engine.wait_for_lookups()
         answers |= engine.step()
         step += 1
     for request in scene.later:

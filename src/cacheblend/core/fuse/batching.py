@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend, LayerRunner
 
 ROWS_OPEN = 32768

@@ -25,7 +25,8 @@ from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.question import QuestionPass
 from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
 from cacheblend.core.fuse.rows import ActiveRows, Cues
-from cacheblend.core.layers.attention import AttentionSpec, attend_rows
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.plan.plan import BlendPlan

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.loader import LayerKV, LayerLoader

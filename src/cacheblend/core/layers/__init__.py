@@ -1,1 +1,1 @@
-"""What an engine fills in (`runner`: its layers, one at a time), and attention of any rows of a prompt."""
+"""What an engine fills in (`runner`: its layers, one at a time), and attention weights for those who look at them."""

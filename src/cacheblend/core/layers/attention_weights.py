@@ -2,7 +2,7 @@
 
 import torch
 
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 
 
 def attention_weights(

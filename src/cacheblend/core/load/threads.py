@@ -6,9 +6,11 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any, ParamSpec, TypeVar
+
+from cacheblend.core.errors import StoreError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -67,6 +69,22 @@ class DaemonPool:
 
     def __del__(self) -> None:
         self.close()
+
+
+def results_of(asked: Sequence["Future[Result]"]) -> list[Result]:
+    """The results of calls, in their order; after an error those that have not begun are cancelled.
+
+    Raises:
+        StoreError: the pool was closed before a call began.
+        Exception: what a call raised.
+    """
+    try:
+        return [answer.result() for answer in asked]
+    except CancelledError:
+        raise StoreError("the store was closed while it was asked") from None
+    finally:
+        for answer in asked:
+            answer.cancel()
 
 
 class CallsInOrder:

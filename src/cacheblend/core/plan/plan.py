@@ -152,6 +152,21 @@ class BlendPlan:
                 missed.setdefault(block_name(self.anchor_name, segment.token_ids), segment)
         return list(missed.values())
 
+    def held_chunks(self) -> dict[BlockName, bool]:
+        """Whether the store holds all that the prompt has of a chunk, by the names under which chunks are listed.
+
+        Not of chunks that are held as part of an exact prefix: the store was not asked for their own blocks.
+        """
+        last = {span.segment: span.name for span in self.spans}  # of a chunk the name of its last block
+        exact = {span.segment for span in self.spans if span.source is Source.PREFIX}
+        held: dict[BlockName, bool] = {}
+        for span in self.spans:
+            segment = self.prompt.segments[span.segment]
+            if segment.is_chunk and span.segment not in exact:
+                name = last[span.segment] if segment.found_in is None else segment.found_in.chunk_id
+                held[name] = held.get(name, True) and (span.source is not Source.MISS or span.name in self.left_out)
+        return held
+
     def tokens_by_source(self) -> dict[str, int]:
         """Tokens of each source; LOADED tokens by tier."""
         counts = {"prefix": 0, "memory": 0, "disk": 0, "miss": 0, "text": 0}

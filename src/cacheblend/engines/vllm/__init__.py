@@ -17,7 +17,10 @@ __all__ = ["CacheBlendConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "CacheBlendConnector":  # vLLM looks the connector up here
-        from cacheblend.engines.vllm.connector import CacheBlendConnector
+        from cacheblend.engines.vllm.versions import explained_imports
+
+        with explained_imports():
+            from cacheblend.engines.vllm.connector import CacheBlendConnector
 
         return CacheBlendConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

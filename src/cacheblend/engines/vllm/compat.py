@@ -21,9 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
+from cacheblend.engines.vllm.architectures import ARCHITECTURES
 
 __all__ = [
-    "ARCHITECTURES",
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
@@ -32,16 +32,6 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "VllmConfig",
 ]
-
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-"""Architectures that can be blended: decoders whose layers are called with (positions, hidden, residual)."""
 
 FAILS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """A connector may say that a whole request failed (since 0.30), not only which blocks did."""

@@ -12,13 +12,24 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.load.rope import KeyRotation
-from cacheblend.engines.vllm.compat import ARCHITECTURES
+from cacheblend.engines.vllm.architectures import ARCHITECTURES
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.workspace import ModelSizes, gib, workspace_of
 
 _loaded: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def known_architectures() -> list[str]:
+    """Those of `ARCHITECTURES` that this vLLM has.
+
+    Raises:
+        ImportError: it keeps its models elsewhere.
+    """
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    return [name for name in ARCHITECTURES if name in _TEXT_GENERATION_MODELS]
 
 
 def recording(architecture: str) -> type[nn.Module]:

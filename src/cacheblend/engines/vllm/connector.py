@@ -171,7 +171,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
         reserved, needed = compat_model.release_reserved(), workspace_of(compat_model.model_sizes(self._vllm_config))
-        logger.info("blending takes at most %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
+        logger.info("blending takes up to %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
         scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
         rows = int(scheduler.max_num_batched_tokens)
         model = BlendModel(self._vllm_config)

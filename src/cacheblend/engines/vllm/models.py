@@ -6,7 +6,7 @@ from typing import Any
 
 @cache
 def __getattr__(name: str) -> Any:
-    from cacheblend.engines.vllm.compat import ARCHITECTURES
+    from cacheblend.engines.vllm.architectures import ARCHITECTURES
     from cacheblend.engines.vllm.compat_model import recording
 
     if name not in ARCHITECTURES:

@@ -8,7 +8,7 @@ READ_AHEAD = 2  # layers
 READ_AHEAD_BYTES = 128 << 20
 """Of each prompt's layers that are loaded ahead, but always one layer: eight prompts at once take 1 GiB."""
 
-_ATTENTION = 3 << 26  # a mask of 64 Mi booleans, and a bias of 2 bytes each from it
+_ATTENTION = 5 << 26  # a mask of 64 Mi numbers of 2 bytes, at most as large before it is repeated, and booleans
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerKV

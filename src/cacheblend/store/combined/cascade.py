@@ -123,10 +123,13 @@ class CascadeStore(CombinedStore):
         return self.members[0].write(block)
 
     def delete(self, name: BlockName) -> bool:
-        """See `KVStore.delete`. From all stores."""
+        """See `KVStore.delete`. From all stores, and from what waits to be written to them."""
         with self._lock:
             self._found.pop(name, None)
-        return super().delete(name)
+            dropped = self._gathered.pop(name, {})
+            self._gathered_bytes -= sum(part.nbytes for part in dropped.values())
+        waited = [writer.withdraw(name) for writer in self._writers]
+        return super().delete(name) or any(waited)
 
     # ---- promotion --------------------------------------------------------------------------------------
 
@@ -158,6 +161,9 @@ class CascadeStore(CombinedStore):
         store = self.members[number]
 
         def make() -> Block | None:
+            with self._lock:
+                if name not in self._found:  # deleted since
+                    return None
             try:
                 layers = range(len(entry.layout.layers))
                 records = [parts[layer] if layer in parts else store.read(name, layer) for layer in layers]

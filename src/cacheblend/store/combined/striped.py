@@ -5,7 +5,6 @@ removing a store moves only the blocks that this store gains or loses.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,6 +12,7 @@ import torch
 import xxhash
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry
 from cacheblend.store.base import KVStore, StoreStats
@@ -20,6 +20,11 @@ from cacheblend.store.checks import check_max_bytes
 from cacheblend.store.combined.base import CombinedStore
 
 T = TypeVar("T")
+CALLS = 4
+"""Calls to each store at the same time; others wait for one to end."""
+CLOSE_S = 5.0
+"""Seconds that `close` waits for the calls to each store that are under way."""
+
 _SUMMED = ("blocks", "bytes", "chunks", "pinned", "hits", "misses", "evictions", "damaged", "write_failures")
 
 
@@ -38,7 +43,8 @@ class StripedStore(CombinedStore):
             raise InvalidInputError("a striped store needs a store at least")
         super().__init__(list(stores.values()))
         self._labels = [label.encode() for label in stores]
-        self._pool = ThreadPoolExecutor(len(stores), thread_name_prefix="cacheblend-stripe")
+        # Each has its own threads: a store that hangs stops nobody who reads another one, and no process from ending.
+        self._pools = [DaemonPool(CALLS, "cacheblend-stripe") for _ in stores]
 
     @property
     def tier_names(self) -> tuple[str, ...]:
@@ -84,7 +90,10 @@ class StripedStore(CombinedStore):
 
     def close(self) -> None:
         """See `KVStore.close`. Closes all stores."""
-        self._pool.shutdown(wait=True)
+        for pool in self._pools:
+            pool.close()
+        for pool in self._pools:
+            pool.join(CLOSE_S)
         super().close()
 
     # ---- which store ------------------------------------------------------------------------------------
@@ -100,12 +109,9 @@ class StripedStore(CombinedStore):
         places: list[list[int]] = [[] for _ in self.members]
         for at, name in enumerate(names):
             places[self._index(name)].append(at)
-        asked = [
-            (own, self._pool.submit(ask, store, [names[at] for at in own]))
-            for store, own in zip(self.members, places, strict=True)
-            if own
-        ]
+        parts = [each for each in zip(self._pools, self.members, places, strict=True) if each[2]]
+        asked = [pool.submit(ask, store, [names[at] for at in own]) for pool, store, own in parts]
         answers: dict[int, T] = {}
-        for own, answer in asked:
-            answers.update(zip(own, answer.result(), strict=True))
+        for (_, _, own), found in zip(parts, results_of(asked), strict=True):
+            answers.update(zip(own, found, strict=True))
         return [answers[at] for at in range(len(names))]

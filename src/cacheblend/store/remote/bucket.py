@@ -14,16 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
+from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.naming import BlockName
 from cacheblend.store.remote.objects import Bytes, HeldBlock, Range
 
 AT_ONCE = 32
 """Requests at the same time."""
+
+CLOSE_S = 5.0
+"""Seconds that `close` waits for requests that are under way."""
 
 UPLOAD_S = 60.0
 """Seconds that writing an object may take; no request waits for it."""
@@ -83,7 +86,7 @@ class BucketObjects:
         self._missing = (exceptions.NotFoundError, FileNotFoundError)
         self._refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
         self._no_answer = (exceptions.BaseError, OSError)
-        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cacheblend-bucket")
+        self._pool = DaemonPool(AT_ONCE, "cacheblend-bucket")
         self._used: dict[BlockName, float] = {}
         self._lock = threading.Lock()
 
@@ -205,7 +208,8 @@ class BucketObjects:
 
     def close(self) -> None:
         """See `Objects`."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
+        self._pool.join(CLOSE_S)
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -274,7 +278,7 @@ class BucketObjects:
         """The answers to several requests, made at the same time."""
         if len(what) == 1:
             return [ask(what[0])]
-        return list(self._pool.map(ask, what))
+        return results_of([self._pool.submit(ask, each) for each in what])
 
 
 def check_keys(place: str) -> None:

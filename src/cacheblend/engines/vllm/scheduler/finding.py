@@ -32,6 +32,9 @@ from cacheblend.store import KVStore
 LONG_PROMPT = 1024
 """Tokens from which on contents are matched in a thread: that takes milliseconds."""
 
+FRESH_S = 0.25
+"""Seconds that a look-up waits at most for a list that is due."""
+
 logger = logging.getLogger("cacheblend.vllm")
 
 
@@ -61,10 +64,16 @@ class ChunkFinder:
         self._chunk_end_token_id = config.chunk_end_token_id
         self._lookups = LookUps[Found | None](config.lookup_timeout_s)
         self._listing: ChunkListing | None = None
+        self._keeps_events = keeps_events
         if config.match_content:
             anchor = join_ids(planners.of().anchor.segments(None))
             self._listing = ChunkListing(
-                store, anchor, config.min_match_tokens, config.refresh_s, keeps_changes=keeps_events
+                store,
+                anchor,
+                config.min_match_tokens,
+                config.refresh_s,
+                fresh_s=min(FRESH_S, config.lookup_timeout_s / 4),
+                keeps_changes=keeps_events,
             )
 
     def start(self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None) -> LookUp[Found | None] | str:
@@ -134,6 +143,8 @@ class ChunkFinder:
         missed = plan.missed_chunks() if self._settings.config.capture else []
         anchor = tuple(planner.anchor.segments(plan.prompt))
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner) for chunk in missed]
+        if self._listing is not None and self._keeps_events and self._store.is_reachable:
+            self._listing.observe(plan.held_chunks())
         if options.mode == "prefix":
             plan = plan.exact_only()
         return self._decide(plan.without_last_row(), options, planner, jobs, missed_at)

@@ -1,7 +1,7 @@
 """The chunks that a store lists, by tenant and content, kept up to date with a store that others write to.
 
     refresh (scheduler)   starts a reading in a thread when one is due; never waits
-    update (a look-up)    waits until the list has been read
+    update (a look-up)    waits until the list has been read; for a newer one only if that is quick
     match                 the stored chunks in a prompt of one root
 
 A reading changes a copy of the index, which then replaces the old one, so that `match` never waits for a reading. Knows
@@ -11,9 +11,9 @@ stores and manifests. Does not know requests.
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from cacheblend.core.load.threads import DaemonPool
@@ -46,6 +46,8 @@ class ChunkListing:
         anchor_ids: chunks with another anchor are of no use and left out.
         min_tokens: shorter runs are not matched.
         refresh_s: the list is read again after so many seconds; 0: for each request, which waits for it.
+        fresh_s: seconds that a look-up waits for a list that is due, while readings are as quick: else the old one
+            serves.
         keeps_changes: `take_changes` will be called.
     """
 
@@ -56,15 +58,18 @@ class ChunkListing:
         min_tokens: int,
         refresh_s: float,
         *,
+        fresh_s: float = 0.25,
         keeps_changes: bool = False,
     ) -> None:
         self._store, self._anchor, self._min_tokens = store, anchor_ids.tolist(), min_tokens
-        self._refresh_s, self._keeps_changes = refresh_s, keeps_changes
+        self._refresh_s, self._fresh_s, self._keeps_changes = refresh_s, fresh_s, keeps_changes
         self._listed: dict[BlockName, ChunkManifest] = {}
         self._indexes: OrderedDict[BlockName, ChunkIndex] = OrderedDict()
-        self._changes = ListChanges()
+        self._changes: deque[tuple[bool, ChunkManifest]] = deque()  # in their order; True: added
         self._stamp: Hashable | None = None
         self._is_read = False
+        self._reading_s = 0.0  # what the last reading took
+        self._lost: set[BlockName] = set()  # listed, and announced as taken off
         self._by_root: dict[BlockName, dict[BlockName, ChunkManifest]] = {}
         self._lock = threading.RLock()  # of everything above; held for changes, never while the store is asked
         self._building = threading.Lock()
@@ -84,21 +89,24 @@ class ChunkListing:
                 logger.warning("the store's list of chunks cannot be read: %s", reading.exception())
         if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
             self._start_reading()
-        return self._is_read
+        return self._is_read and not self._is_waited_for(self._reading)
 
     def update(self) -> None:
-        """Returns when the list has been read: at least once, or after this call if `refresh_s` is 0.
+        """Returns when the list has been read: at least once, or after this call if `refresh_s` is 0. A list that is
+        being read again is waited for while that is quick.
 
         Raises:
             StoreError: the list cannot be read.
         """
-        if self._refresh_s and self._is_read:
-            return
         reading = self._reading
-        if self._refresh_s and reading is not None:
-            reading.result()
-        else:
+        if self._refresh_s == 0 or (reading is None and not self._is_read):
             self._read()
+        elif reading is not None and not self._is_read:
+            reading.result()
+        elif reading is not None and self._is_waited_for(reading):
+            done, _ = wait([reading], self._fresh_s)  # its error is logged by the next `refresh`
+            if not done:
+                self._reading_s = float("inf")
 
     def match(self, root: BlockName, token_ids: TokenIds) -> Prompt:
         """A prompt cut at the chunks of this root that it contains."""
@@ -118,20 +126,38 @@ class ChunkListing:
             new = [chunk for chunk in chunks if chunk.chunk_id not in self._listed and self._is_wanted(chunk)]
             self._listed |= {chunk.chunk_id: chunk for chunk in new}
             self._apply(ListChanges(added=new))
+            self.observe({chunk.chunk_id: True for chunk in chunks})
+
+    def observe(self, held: Mapping[BlockName, bool]) -> None:
+        """Reports chunks as taken off, or back, by whether the store holds their blocks: evicted ones stay listed.
+
+        Args:
+            held: by chunk, as a look-up found it.
+        """
+        if not self._keeps_changes:
+            return
+        with self._lock:
+            lost = {name for name, is_held in held.items() if not is_held and name in self._listed} - self._lost
+            back = {name for name, is_held in held.items() if is_held and name in self._lost}
+            self._lost = (self._lost | lost) - back
+            self._note([self._listed[name] for name in back], [self._listed[name] for name in lost])
 
     def take_changes(self, most: int) -> ListChanges:
-        """What was listed and taken off since the last call, at most so many of each; none unless `keeps_changes`."""
+        """What was listed and taken off since the last call, at most so many; none unless `keeps_changes`."""
+        taken, seen = ListChanges(), set[BlockName]()
         with self._lock:
-            kept = self._changes
-            taken = ListChanges(kept.added[:most], kept.removed[:most])
-            self._changes = ListChanges(kept.added[most:], kept.removed[most:])
-            return taken
+            while self._changes and len(seen) < most and self._changes[0][1].chunk_id not in seen:
+                is_added, chunk = self._changes.popleft()  # in their order: of a chunk one at a time
+                (taken.added if is_added else taken.removed).append(chunk)
+                seen.add(chunk.chunk_id)
+        return taken
 
     def withdraw(self) -> None:
         """Reports every chunk as taken off: it is listed, but this engine finds it no more."""
         with self._lock:
             if self._keeps_changes:
-                self._changes = ListChanges(removed=[*self._changes.removed, *self._listed.values()])
+                self._changes = deque(change for change in self._changes if not change[0])
+                self._note([], [chunk for name, chunk in self._listed.items() if name not in self._lost])
 
     def close(self) -> None:
         """Waits for nothing."""
@@ -142,7 +168,7 @@ class ChunkListing:
         self._reading = self._pool.submit(self._read)
 
     def _read(self) -> None:
-        stamp = self._store.listing_stamp()
+        began, stamp = time.monotonic(), self._store.listing_stamp()
         if stamp is None or stamp != self._stamp:
             before = set(self._listed)  # a chunk added meanwhile may be missing in what is read
             found = {m.chunk_id: m for m in self._store.manifests() if self._is_wanted(m)}
@@ -154,7 +180,11 @@ class ChunkListing:
                 self._listed |= {chunk.chunk_id: chunk for chunk in added}
                 self._apply(ListChanges(added, removed))
                 self._stamp = stamp
+            self._reading_s = time.monotonic() - began  # of a list that has changed: asking whether it has is quick
         self._is_read = True
+
+    def _is_waited_for(self, reading: Future[None] | None) -> bool:
+        return reading is not None and not reading.done() and self._reading_s <= self._fresh_s
 
     def _is_wanted(self, chunk: ChunkManifest) -> bool:
         return bool(chunk.anchor_ids.tolist() == self._anchor)
@@ -170,8 +200,12 @@ class ChunkListing:
             index.add(chunk for chunk in changes.added if chunk.root == root)
             self._indexes[root] = index
         if self._keeps_changes:
-            self._changes.added += changes.added
-            self._changes.removed += changes.removed
+            self._note(changes.added, [chunk for chunk in changes.removed if chunk.chunk_id not in self._lost])
+            self._lost.difference_update(chunk.chunk_id for chunk in changes.removed)
+
+    def _note(self, added: Iterable[ChunkManifest], removed: Iterable[ChunkManifest]) -> None:
+        self._changes.extend((False, chunk) for chunk in removed)
+        self._changes.extend((True, chunk) for chunk in added)
 
     def _index(self, root: BlockName) -> ChunkIndex:
         index = self._indexes.get(root)

@@ -93,7 +93,7 @@ class Scheduling:
         self._longest_prompt = longest_prompt
         self.counts = Counts()
         self._captures = CaptureQueue(
-            settings.config.capture_queue, config.capture_bytes // max(1, bytes_per_token), self.counts
+            settings.config.capture_queue, tokens_within(config.capture_bytes, bytes_per_token), self.counts
         )
         self.pool: Any = None
         """vLLM's block pool; None until the connector is given it."""
@@ -177,7 +177,8 @@ class Scheduling:
         tracked.missed = (found.missed, found.missed_at)
         pool, size = self.pool, self._block_size
         cached = compat.cached_tokens(pool, request, size)
-        before = blended_before(request, found.plan, found.salt, pool, size)
+        takes_blended = tracked.options.mode != "prefix"  # not what vLLM holds of an equal prompt
+        before = blended_before(request, found.plan, found.salt, pool, size) if takes_blended else None
         if cached and found.held - cached < size and before is None:  # vLLM computes less than a block as fast
             tracked.leave(HELD_BY_VLLM if found.held else NOTHING_STORED)
         elif before is not None or found.reused_share(0) >= max(self._config.min_reused_share, 1e-9):
@@ -211,6 +212,9 @@ class Scheduling:
         if found.reused_share(start) < self._config.min_reused_share:
             tracked.reason = SHARED if is_shared else LITTLE_STORED
             return 0  # the rest is plain text or missed
+        if time.monotonic() < self._resume_at:  # its look-up ended before the store became slow
+            tracked.reason = SHARED if is_shared else SLOW_STORE
+            return 0
         return claimed
 
     def _leader(self, request: Any, claimed: int, start: int) -> str | None:
@@ -322,3 +326,8 @@ class Scheduling:
             logger.exception("request %s is not blended", request.request_id)
         self.counts.add_fallback(label)
         tracked.leave(reason, detail)
+
+
+def tokens_within(nbytes: int, bytes_per_token: int) -> int:
+    """Tokens whose KV is no larger; at least one, since 0 means no bound to `CaptureQueue`, and 0 without a size."""
+    return max(1, nbytes // bytes_per_token) if bytes_per_token else 0

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows
-from cacheblend.core.layers.attention import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 
 AttentionAnswer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

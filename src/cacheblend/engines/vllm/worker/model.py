@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.layers.attention import attend_rows
+from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.load.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.engines.vllm import compat, compat_model

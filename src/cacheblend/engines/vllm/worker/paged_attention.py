@@ -5,10 +5,10 @@ ends with the run, and all sequences share the prompt's blocks:
 
     active rows   2 3 . . 6 . 8 9        sequences   0..3 (rows 2 3)   0..6 (row 6)   0..9 (rows 8 9)
 
-The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill. Where matrix
-products of the library are faster than the kernel's own, rows are attended to over the prompt's own buffers
-(`core.layers.attention`): in float32 all, in bfloat16 those of short runs, on CPUs that multiply bf16 matrices fast but
-have no AMX, which the kernel does in float32.
+The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill. Where
+`core.kernels.attention` is faster than the kernel, rows are attended to over the prompt's own buffers: in float32 all,
+in bfloat16 those of short runs, on CPUs that multiply bf16 matrices fast but have no AMX, which the kernel does in
+float32.
 """
 
 import math
@@ -17,26 +17,26 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.layers.attention import AttentionSpec, attend_rows
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.load.loader import LayerKV
+from cacheblend.engines import processor
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.worker.paged import PagedLayer
 
 NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""
 
-_FEW_ROWS = 64  # less work than the products' own cost
+_FEW_ROWS = 64  # less work than a call's own cost (measured with products, before float32 went to PyTorch's attention)
 _LONG_RUNS = 16  # rows of a run, on average: from here on the kernel is as fast in bfloat16
 
 
 def longest_runs(dtype: torch.dtype) -> float:
-    """Rows of a run, on average, below which products are faster than vLLM's kernel on this CPU; 0: it is always."""
+    """Rows of a run, on average, below which `attend_rows` beats vLLM's kernel on this CPU; 0: the kernel wins."""
     if dtype == torch.float32:
         return math.inf
-    has_amx, has_bf16 = (
-        getattr(torch.cpu, name, lambda: False)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    )
-    return _LONG_RUNS if dtype == torch.bfloat16 and has_bf16 and not has_amx else 0
+    is_faster = dtype == torch.bfloat16 and processor.extensions() == {processor.BF16}
+    return _LONG_RUNS if is_faster else 0
 
 
 class PagedAttention:

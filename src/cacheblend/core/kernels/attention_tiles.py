@@ -1,19 +1,14 @@
-"""Attention of scattered rows, causal by true position.
+"""Attention of scattered rows by tiles of keys, in plain PyTorch.
 
-Knows tensors and positions; knows no model, cache or engine, and keeps no state between calls. Two routes:
-
-- tiles (on a CPU, and on any device with softcap or sinks): adjacent rows form a group, the keys are cut into tiles,
-  and an online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) joins the tiles.
-- PyTorch's `scaled_dot_product_attention` (elsewhere): one boolean mask for each group of rows.
+Adjacent rows form a group, the keys are cut into tiles, and an online softmax (Milakov and Gimelshein 2018, arXiv
+1805.02867) joins the tiles.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels.attention_spec import AttentionSpec, first_key
 
 _MIN_GROUP_ROWS = 32  # rows of a group: more rows score more hidden keys between scattered rows ...
 _MAX_GROUP_ROWS = 128  # ... fewer rows need more operations, whose overhead dominates where they are small
@@ -22,102 +17,9 @@ _MIN_TILE_KEYS, _MAX_TILE_KEYS = 256, 4096
 _END_STEP = 128  # tiles end at its multiples: oneDNN compiles a kernel for each shape (0.8 ms), so few shapes are used
 _SHIFT_ABOVE = 4.0  # largest error of a guessed shift, as a logit: weights are rounded by at most 4 / 2 ** 9
 _UNSEEN = -(2.0**100)  # the top score of a row that has seen no key; finite: inf - inf is NaN
-_SDPA_GROUP_ROWS = 512  # not tuned: fewer rows mask fewer keys, more rows use the device better
-_SDPA_MASK_ELEMENTS = 1 << 26  # a group's mask: 64 MB of booleans, and a bias of the query's dtype from it
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What a layer requires of attention besides causality.
-
-    Attributes:
-        scaling: factor on the dot products.
-        window: the row at position p sees keys p - window + 1 .. p; None: 0 .. p.
-        softcap: logits become softcap * tanh(logits / softcap); None: unchanged.
-        sinks: [heads] logit of each head that takes part in the softmax and has no value; None: no sinks.
-    """
-
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-
-def attend_rows(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
-) -> torch.Tensor:
-    """Attention of some rows of a prompt over its keys, each row up to its own position.
-
-    Mutates nothing. Keys and values behind the last row's position are never read. Head h of the query uses KV head
-    h // (heads // kv_heads).
-
-    Args:
-        query: [heads, rows, head_dim] floating point; may be a view.
-        keys: [kv_heads, length, head_dim] in the query's dtype; key j has position j.
-        values: [kv_heads, length, head_dim] in the query's dtype.
-        positions: [rows] int64, strictly ascending, each below length.
-        spec: of the layer.
-
-    Returns:
-        [rows, heads, head_dim] in the query's dtype. On a CPU this needs about 10 MB of scratch memory (up to 128 query
-        heads) and a copy of the visible keys and values, whatever the number of rows.
-
-    Raises:
-        InvalidInputError: the shapes do not fit together, or a row's position is behind the last key.
-    """
-    _check_shapes(query, keys, values, positions)
-    heads, rows, head_dim = query.shape
-    if rows == 0:
-        return query.new_empty(0, heads, head_dim)
-    at = positions.tolist()
-    if at[-1] >= keys.shape[1]:
-        raise InvalidInputError(f"a row has position {at[-1]}, but there are {keys.shape[1]} keys")
-    positions = positions.to(query.device)
-    tiled = query.device.type == "cpu" or spec.softcap is not None or spec.sinks is not None
-    route = _attend_tiles if tiled else _attend_sdpa
-    return route(query, keys, values, positions, at, spec)
-
-
-def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Attention of the last row of a sequence over all its keys, as in decoding.
-
-    Args:
-        query: [heads, head_dim].
-        keys, values: [kv_heads, length, head_dim]; the last are the row's own.
-        spec: of the layer.
-
-    Returns:
-        [heads, head_dim] in the query's dtype.
-    """
-    heads, head_dim = query.shape
-    kv_heads, length, _ = keys.shape
-    if spec.softcap is not None or spec.sinks is not None:
-        positions = torch.tensor([length - 1], device=query.device)
-        return attend_rows(query[:, None], keys, values, positions, spec)[0]
-    seen = slice(_first_key(length - 1, spec.window), length)
-    folded = query.view(1, kv_heads, heads // kv_heads, head_dim)  # the heads of a KV head as its rows
-    mixed = F.scaled_dot_product_attention(folded, keys[None, :, seen], values[None, :, seen], scale=spec.scaling)
-    return mixed.view(heads, head_dim)
-
-
-def _check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
-    fits = (
-        query.dim() == keys.dim() == 3
-        and keys.shape == values.shape
-        and query.shape[2] == keys.shape[2]
-        and positions.shape == query.shape[1:2]
-    )
-    if not fits:
-        raise InvalidInputError(
-            f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} and "
-            f"positions {tuple(positions.shape)} do not fit together"
-        )
-    heads, kv_heads = query.shape[0], keys.shape[0]
-    if kv_heads == 0 or heads % kv_heads:
-        raise InvalidInputError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
-
-
-def _attend_tiles(
+def attend_tiles(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -147,11 +49,6 @@ def _group_rows(heads: int, length: int) -> int:
     return min(max(_MIN_GROUP_ROWS, fitting), _MAX_GROUP_ROWS)
 
 
-def _first_key(position: int, window: int | None) -> int:
-    """The first key that is visible to a row at this position."""
-    return 0 if window is None else max(0, position - window + 1)
-
-
 class _KeyTiles:
     """The keys visible to some row, cut at multiples of `width` and laid out for the products, with scratch memory.
 
@@ -167,7 +64,7 @@ class _KeyTiles:
         fitting = 1 << max(0, (_TILE_SCORES // rows).bit_length() - 1)  # a power of two: few kernel shapes
         self.width = min(max(fitting, _MIN_TILE_KEYS), _MAX_TILE_KEYS)
         self._tiles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for begin in range(_first_key(at[0], window) // self.width * self.width, self.length, self.width):
+        for begin in range(first_key(at[0], window) // self.width * self.width, self.length, self.width):
             part = slice(begin, min(begin + self.width, self.length))
             tile = keys.new_zeros(self.kv_heads, head_dim + 2, part.stop - begin)
             tile[:, :head_dim] = keys[:, part].transpose(1, 2)
@@ -179,7 +76,7 @@ class _KeyTiles:
 
     def spans(self, at: list[int]) -> list[tuple[int, int]]:
         """[begin, end) of every tile with keys that are visible to rows at these positions."""
-        begin = _first_key(at[0], self.window) // _END_STEP * _END_STEP
+        begin = first_key(at[0], self.window) // _END_STEP * _END_STEP
         end = min(-(-(at[-1] + 1) // _END_STEP) * _END_STEP, self.length)
         starts = range(begin // self.width * self.width, end, self.width)
         return [(max(start, begin), min(start + self.width, end)) for start in starts]
@@ -290,40 +187,3 @@ class _GroupSoftmax:
             hidden = torch.arange(begin, cut, device=keys.device) <= self.positions - window
             by_head[..., : cut - begin].add_(torch.where(hidden, -torch.inf, 0.0))
         return torch.maximum(self.top, scores.amax(-1, keepdim=True) + self.shift)
-
-
-def _attend_sdpa(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    at: list[int],
-    spec: AttentionSpec,
-) -> torch.Tensor:
-    """PyTorch's own attention, without softcap and sinks; `at`: the positions, as a list.
-
-    With a mask the query heads of a KV head are folded into rows: kernels with masks do not support grouped queries,
-    and PyTorch would materialise all scores.
-    """
-    heads, rows, head_dim = query.shape
-    kv_heads, length, scale = keys.shape[0], at[-1] + 1, spec.scaling
-    if rows == length and (spec.window is None or spec.window >= length):  # ascending: these are all positions
-        q, k, v = query[None], keys[None, :, :length], values[None, :, :length]
-        grouped = heads != kv_heads
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        return mixed[0].transpose(0, 1)
-    out = query.new_empty(rows, heads, head_dim)
-    fold = heads // kv_heads
-    step = max(1, min(_SDPA_GROUP_ROWS, _SDPA_MASK_ELEMENTS // (fold * length)))
-    for first in range(0, rows, step):
-        group = slice(first, min(first + step, rows))
-        seen = slice(_first_key(at[first], spec.window), at[group.stop - 1] + 1)
-        key_positions = torch.arange(seen.start, seen.stop, device=query.device)
-        visible = key_positions <= positions[group, None]
-        if spec.window is not None:
-            visible &= key_positions > positions[group, None] - spec.window
-        q = query[:, group].reshape(1, kv_heads, -1, head_dim)
-        k, v, mask = keys[None, :, seen], values[None, :, seen], visible.repeat(fold, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        out[group] = mixed.view(heads, -1, head_dim).transpose(0, 1)
-    return out

@@ -1,0 +1,47 @@
+"""What a layer requires of attention, and what its arguments must be; shared by all implementations."""
+
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend.core.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer requires of attention besides causality.
+
+    Attributes:
+        scaling: factor on the dot products.
+        window: the row at position p sees keys p - window + 1 .. p; None: 0 .. p.
+        softcap: logits become softcap * tanh(logits / softcap); None: unchanged.
+        sinks: [heads] logit of each head that takes part in the softmax and has no value; None: no sinks.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+def check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+    """Raises `InvalidInputError` if these do not fit together."""
+    fits = (
+        query.dim() == keys.dim() == 3
+        and keys.shape == values.shape
+        and query.shape[2] == keys.shape[2]
+        and positions.shape == query.shape[1:2]
+    )
+    if not fits:
+        raise InvalidInputError(
+            f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} and "
+            f"positions {tuple(positions.shape)} do not fit together"
+        )
+    heads, kv_heads = query.shape[0], keys.shape[0]
+    if kv_heads == 0 or heads % kv_heads:
+        raise InvalidInputError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
+
+
+def first_key(position: int, window: int | None) -> int:
+    """The first key that is visible to a row at this position."""
+    return 0 if window is None else max(0, position - window + 1)

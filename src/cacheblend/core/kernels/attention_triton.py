@@ -1,0 +1,244 @@
+"""Attention of scattered rows as one Triton kernel; its slow counterpart is `attention.attend_rows`.
+
+    grid         (tiles of rows, KV heads, splits of the keys)
+    row tile     slots: the rows of a tile times the query heads of a KV head, so that a key is read once for all
+    key tiles    up to the tile's last row; below its first row without a mask; with a window, those that no row sees
+                 are skipped
+    softmax      online, in base 2 and fp32 (Dao 2023, arXiv 2307.08691)
+
+Where rows are few, several programs share a tile's keys, and a second kernel joins their parts. Nothing on the host
+depends on the positions: no call waits for the device.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+
+_MAX_SPLITS = 32
+_SPLIT_TILES = 4  # key tiles that a split has at least: fewer are not worth joining
+_UNSEEN = tl.constexpr(-(2.0**100))  # the top logit of a row that has seen no key; finite: inf - inf is NaN
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def attend_rows(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    block_table: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """As `attention.attend_rows`; positions are not checked, and a row sees the keys that there are.
+
+    Args:
+        query: [heads, rows, head_dim] bf16, fp16 or fp32, head_dim up to 256.
+        keys: [kv_heads, length, head_dim] of the query's dtype; with `block_table` a paged cache
+            [blocks, block_size, kv_heads, head_dim].
+        values: of the keys' shape.
+        positions: [rows] int64, ascending, on any device.
+        spec: of the layer.
+        block_table: [n] int32 or int64; key j is in block `block_table[j // block_size]`. None: dense buffers.
+        splits: programs that share a tile's keys; None: as many as keep the device busy.
+
+    Returns:
+        [rows, heads, head_dim] in the query's dtype.
+    """
+    heads, rows, head_dim = query.shape
+    out = query.new_empty(rows, heads, head_dim)
+    if rows == 0:
+        return out
+    positions = positions.to(query.device)
+    query, keys, values = (_with_dense_heads(each) for each in (query, keys, values))
+    if block_table is None:
+        page, (kv_heads, length) = 0, keys.shape[:2]
+        strides = [stride for each in (keys, values) for stride in (0, each.stride(1), each.stride(0))]
+    else:
+        page, kv_heads = keys.shape[1:3]
+        length = len(block_table) * page
+        strides = [stride for each in (keys, values) for stride in each.stride()[:3]]
+    group = heads // kv_heads
+    slots, tile_keys, warps, stages = tile_shape(group, rows, head_dim)
+    tiles = -(-rows // (slots // group))
+    if splits is None:
+        splits = _splits(tiles * kv_heads, -(-length // tile_keys), query.device)
+    mixed = out if splits == 1 else query.new_empty(splits, rows, heads, head_dim, dtype=torch.float32)
+    tops, totals = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
+    dims = max(16, triton.next_power_of_2(head_dim))  # products contract 16 numbers at least
+    logit, cap = (spec.scaling, 0.0) if spec.softcap is None else (spec.scaling / spec.softcap, spec.softcap)
+    with torch.cuda.device_of(query):  # Triton starts kernels on the current device
+        _attend[tiles, kv_heads, splits](
+            query, keys, values, positions, spec.sinks, block_table, mixed, tops, totals,
+            rows, length, heads, logit, cap, *query.stride()[:2], *strides,
+            group, head_dim, dims, slots, tile_keys, spec.window or 0, spec.softcap is not None, page,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        if splits > 1:
+            _join[rows, heads](mixed, tops, totals, out, rows, heads, head_dim, dims, splits)
+    return out
+
+
+def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with the numbers of a head side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def tile_shape(group: int, rows: int, head_dim: int) -> tuple[int, int, int, int]:
+    """(slots of a row tile, keys of a key tile, warps, stages): at most 100 KB of shared memory in 16 bits."""
+    most = 128 if head_dim <= 128 else 64
+    slots = max(16, triton.next_power_of_2(group), min(most, triton.next_power_of_2(group * rows)))
+    return slots, 64 if head_dim <= 128 else 32, 8 if slots >= 128 else 4, 2
+
+
+def _splits(programs: int, key_tiles: int, device: torch.device) -> int:
+    """Programs for each row tile and KV head, so that all processors of the device have one."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    wanted = -(-processors // programs)
+    return max(1, min(wanted, key_tiles // _SPLIT_TILES, _MAX_SPLITS))
+
+
+@triton.jit
+def _attend(
+    query, keys, values, positions, sinks, block_table, mixed, tops, totals,
+    rows, length, heads, logit, cap, query_head, query_row,
+    key_block, key_row, key_head, value_block, value_row, value_head,
+    group: tl.constexpr, head_dim: tl.constexpr, dims: tl.constexpr, slots: tl.constexpr, tile_keys: tl.constexpr,
+    window: tl.constexpr, is_capped: tl.constexpr, page: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows, one KV head, one split. Strides are in numbers; `logit` is the factor on the products."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see most keys: they begin first
+    kv_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    slot, dim = tl.arange(0, slots), tl.arange(0, dims)
+    row = tile * (slots // group) + slot // group
+    head = kv_head * group + slot % group
+    used = (slot < slots // group * group) & (row < rows)
+    at = tl.load(positions + row, mask=used, other=-1).to(tl.int32)
+    mask = used[:, None] & (dim < head_dim)[None, :]
+    q = tl.load(query + (head * query_head + row * query_row)[:, None] + dim[None, :], mask=mask, other=0.0)
+
+    top = tl.full((slots,), _UNSEEN, tl.float32)
+    total = tl.zeros((slots,), tl.float32)
+    if sinks is not None:
+        if split == 0:  # like a first key with this logit and the value 0
+            top = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * _LOG2_E
+            total = tl.full((slots,), 1.0, tl.float32)
+    acc = tl.zeros((slots, dims), tl.float32)
+
+    keys += kv_head * key_head
+    values += kv_head * value_head
+    begin, whole, end = _span(at, used, length, split, tile_keys, window)
+    for start in range(begin, whole, tile_keys):
+        acc, top, total = _add_tile(
+            acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, value_block,
+            value_row, dim, head_dim, tile_keys, 0, is_capped, page, False,
+        )  # fmt: skip
+    for start in range(whole, end, tile_keys):
+        if _is_seen(at, start, tile_keys, window):
+            acc, top, total = _add_tile(
+                acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row,
+                value_block, value_row, dim, head_dim, tile_keys, window, is_capped, page, True,
+            )  # fmt: skip
+
+    place = (split * rows + row) * heads.to(tl.int64) + head
+    if tl.num_programs(2) == 1:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    else:
+        tl.store(tops + place, top, mask=used)
+        tl.store(totals + place, total, mask=used)
+    tl.store(mixed + place[:, None] * head_dim + dim[None, :], acc.to(mixed.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _span(at, used, length, split, tile_keys: tl.constexpr, window: tl.constexpr):
+    """(begin, whole, end) of a split's keys: below `whole` every row of the tile sees every key, behind it some do."""
+    last = tl.max(at, 0)
+    first = tl.min(tl.where(used, at, last), 0)
+    begin = 0
+    if window > 0:
+        begin = tl.maximum(first - window + 1, 0) // tile_keys * tile_keys
+    end = tl.minimum(last + 1, length)
+    share = tl.cdiv(tl.cdiv(end - begin, tile_keys), tl.num_programs(2)) * tile_keys
+    begin = begin + split * share
+    end = tl.minimum(begin + share, end)
+    whole = begin
+    if window == 0:
+        whole = tl.maximum(begin, tl.minimum(end, (first + 1) // tile_keys * tile_keys))
+    return begin, whole, end
+
+
+@triton.jit
+def _is_seen(at, start, tile_keys: tl.constexpr, window: tl.constexpr):
+    """Whether some row sees some key of the tile; without a window, those that are asked for are seen."""
+    if window > 0:
+        seen = tl.max(((at >= start) & (at - window < start + tile_keys - 1)).to(tl.int32), 0) > 0
+    else:
+        seen = True
+    return seen
+
+
+@triton.jit
+def _add_tile(
+    acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, value_block,
+    value_row, dim, head_dim: tl.constexpr, tile_keys: tl.constexpr, window: tl.constexpr,
+    is_capped: tl.constexpr, page: tl.constexpr, is_masked: tl.constexpr,
+):  # fmt: skip
+    """The online softmax with the keys start .. start + tile_keys - 1, of which those from `end` on are hidden."""
+    key = start + tl.arange(0, tile_keys)
+    if page > 0:
+        block = tl.load(block_table + key // page, mask=key < end, other=0).to(tl.int64)
+        key_at = block * key_block + key % page * key_row
+        value_at = block * value_block + key % page * value_row
+    else:
+        key_at, value_at = key * key_row, key * value_row
+    mask = (dim < head_dim)[None, :]
+    if is_masked:
+        mask = mask & (key < end)[:, None]
+    k = tl.load(keys + key_at[:, None] + dim[None, :], mask=mask, other=0.0)
+    scores = _product(q, tl.trans(k), tl.zeros((q.shape[0], tile_keys), tl.float32)) * logit
+    if is_capped:
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
+    scores = scores * _LOG2_E
+    if is_masked:
+        hidden = (key[None, :] > at[:, None]) | (key >= end)[None, :]
+        if window > 0:
+            hidden = hidden | (key[None, :] <= at[:, None] - window)
+        scores = tl.where(hidden, float("-inf"), scores)
+    highest = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    faded = tl.exp2(top - highest)
+    v = tl.load(values + value_at[:, None] + dim[None, :], mask=mask, other=0.0)
+    acc = _product(weights.to(v.dtype), v, acc * faded[:, None])
+    return acc, highest, total * faded + tl.sum(weights, 1)
+
+
+@triton.jit
+def _product(left, right, add):
+    if _IS_INTERPRETED:  # the interpreter multiplies the bits of bf16 numbers (Triton 3.9)
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, add, input_precision="ieee")
+
+
+@triton.jit
+def _join(
+    mixed, tops, totals, out, rows, heads, head_dim: tl.constexpr, dims: tl.constexpr, splits: tl.constexpr
+):  # fmt: skip
+    """Joins the splits of one row and head: each weighs 2 ** (its top logit - the highest)."""
+    dim = tl.arange(0, dims)
+    place = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+    highest = tl.load(tops + place)
+    for split in range(1, splits):
+        highest = tl.maximum(highest, tl.load(tops + place + split * rows * heads))
+    acc, total = tl.zeros((dims,), tl.float32), 0.0
+    for split in range(splits):
+        part = place + split * rows * heads
+        weight = tl.exp2(tl.load(tops + part) - highest)
+        total += weight * tl.load(totals + part)
+        acc += weight * tl.load(mixed + part * head_dim + dim, mask=dim < head_dim, other=0.0)
+    acc = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out + place * head_dim + dim, acc.to(out.dtype.element_ty), mask=dim < head_dim)

@@ -1,0 +1,38 @@
+"""Every kernel compiles for GPUs of several generations; no GPU is needed for that, so it is found out here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+CHILD = Path(__file__).parent.parent / "kernel_compiling.py"
+SMALLEST_SHARED = 99 * 1024  # bytes of shared memory for a program on compute capability 8.6 and 8.9
+ATTENTION = [
+    {"capability": 80, "head_dim": 128, "group": 4, "rows": 2048},
+    {"capability": 86, "head_dim": 256, "group": 2, "rows": 2048, "window": 512, "is_capped": True},
+    {"capability": 89, "head_dim": 64, "group": 8, "rows": 2048, "sinks": True, "window": 128},
+    {"capability": 90, "head_dim": 128, "group": 4, "rows": 2048, "page": 16},
+    {"capability": 90, "head_dim": 8, "group": 2, "rows": 40},
+    {"capability": 90, "head_dim": 96, "group": 1, "rows": 1, "splits": 8},
+    {"capability": 100, "head_dim": 128, "group": 5, "rows": 300, "page": 48},
+]
+
+
+def test_attention_compiles_and_fits() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, str(CHILD), json.dumps(ATTENTION)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    for case, taken in zip(ATTENTION, json.loads(child.stdout.splitlines()[-1]), strict=True):
+        assert taken["shared"] <= SMALLEST_SHARED, case
+        assert taken["products"] != "none", case

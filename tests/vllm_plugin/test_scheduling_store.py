@@ -1,0 +1,200 @@
+"""The scheduler side alone: a store that is slow, hangs, fails or does not answer."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from cacheblend.core.errors import StoreError
+from cacheblend.store import MemoryStore
+from vllm_requests import CHUNK, OTHER, PROMPT, Pool, Request, SlowStore, claim, scheduling, start, turn, with_options
+from vllm_running import needs_vllm
+
+pytestmark = needs_vllm
+
+
+def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
+    store = SlowStore()
+    side = scheduling([CHUNK], store, lookup_timeout_s=0.2)
+    side.on_new(Request([1, 2, 3], name="listed"))
+    claim(side, Request(PROMPT, name="warm"), 0)
+    assert start(side, Request(PROMPT, name="quick")) == 141
+    store.let_go.clear()
+    requests = [Request([number, *PROMPT], name=f"r{number}") for number in range(12)]
+    began = time.monotonic()
+    for request in requests:
+        side.on_new(request)
+        assert side.claim(request, 0) in (None, 0)
+    side.take_jobs(is_idle=True)
+    assert time.monotonic() - began < 5  # the store never answers
+    for request in requests:
+        assert claim(side, request, 0) == 0
+        assert side.finished(request)["cacheblend"]["reason"] == "slow store"
+    late = Request([77, *PROMPT], name="late")  # every thread waits for the store
+    side.on_new(late)
+    assert side.claim(late, 0) == 0
+    assert side.counts.take().data["fallbacks"] == {"slow store": 13}
+    side.close()  # waits for nothing
+    store.let_go.set()
+
+
+def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+    from cacheblend.engines.vllm.scheduler import scheduling as module
+
+    side = scheduling([CHUNK])
+    first = Request(PROMPT, name="first")
+    side.allocated(first, [1] * 9, start(side, first))
+    side.reported(StepReport(0, {"first": BlendOutcome("slow store")}))
+    assert start(side, Request([5, *PROMPT], name="second")) == 0
+    now = time.monotonic()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.PAUSE_S)
+    assert start(side, Request([6, *PROMPT], name="third")) == 142
+
+
+def test_who_was_looked_up_before_the_store_became_slow_does_not_wait_for_it_in_turn() -> None:
+    """Equal prompts would lead one after the other, and each wait for the reads in vain."""
+    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+
+    side = scheduling([CHUNK])
+    first, *others = [Request(PROMPT, name=str(number)) for number in range(4)]
+    side.allocated(first, [1] * 9, start(side, first))
+    assert [start(side, other) for other in others] == [None] * 3
+    side.provided([first.request_id])
+    side.reported(StepReport(0, {first.request_id: BlendOutcome("slow store")}))
+    for other in others:
+        assert side.claim(other, 0) == 0
+        side.allocated(other, [2] * 9, 0)
+        assert side.finished(other)["cacheblend"]["reason"] == "slow store"
+
+
+def test_what_is_shared_in_such_a_pause_is_said_to_be_blended() -> None:
+    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+
+    side, pool = scheduling([CHUNK, OTHER]), Pool()
+    side.pool = pool
+    ids, spans = [*range(40), *CHUNK, *range(40)], [[40, 140]]
+    turn(side, pool, ids, spans, "first turn")
+    more = Request([*ids, *OTHER, 7, 8], [*spans, [180, 280]], "second turn")
+    side.on_new(more)
+    side.reported(StepReport(0, {"another": BlendOutcome("slow store")}))
+    assert claim(side, more, pool.computed(more)) in (0, None)
+    assert side.claim(more, pool.computed(more)) == 0
+    side.allocated(more, [1] * 20, 0)
+    told = side.finished(more)["cacheblend"]
+    assert (told["blended"], told["reason"]) == (True, "prefix cache has it, blended")
+
+
+def test_a_request_that_ends_during_its_look_up() -> None:
+    store = SlowStore()
+    side = scheduling([CHUNK], store)
+    start(side, Request(PROMPT, name="warm"))
+    store.let_go.clear()
+    request = Request([5, *PROMPT])
+    side.on_new(request)
+    assert side.claim(request, 0) is None
+    assert side.finished(request)["cacheblend"]["reason"] == "ended before its look-up"
+    store.let_go.set()
+    assert side.take_jobs().dropped == []
+
+
+@pytest.mark.parametrize("stored", [0, 1, 20])
+@pytest.mark.parametrize("by", ["spans", "content"])
+def test_a_request_asks_the_store_once(by: str, stored: int) -> None:
+    store = SlowStore()
+    chunks = [list(range(at * 100, at * 100 + 80)) for at in range(1, 21)]
+    side = scheduling(chunks[:stored], store, refresh_s=1000)
+    start(side, Request(PROMPT, name="warm"))
+    store.asked.clear()
+    ids, spans = [1, 2, 3], []
+    for chunk in chunks:
+        spans.append([len(ids), len(ids) + len(chunk)])
+        ids += chunk
+    request = Request([*ids, 4, 5], spans if by == "spans" else None)
+    start(side, request)
+    side.allocated(request, [1], 0)
+    request.num_output_tokens = 1
+    side.take_jobs()
+    side.finished(request)
+    assert store.asked == ["find"] * (by == "spans" or stored > 0)
+
+
+def test_a_store_that_fails_disables_blending_only() -> None:
+    class Broken(MemoryStore):
+        def manifests(self) -> Any:
+            raise StoreError("gone")
+
+    side = scheduling([], Broken(1 << 20))
+    request = Request(PROMPT)
+    assert start(side, request) == 0
+    assert side.finished(request)["cacheblend"]["reason"] == "store"
+
+
+def test_a_request_that_comes_to_an_idle_engine_is_looked_up_within_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = scheduling([CHUNK])
+    request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
+    monkeypatch.setattr("cacheblend.engines.vllm.scheduler.scheduling.IDLE_WAIT_S", 30.0)  # the machine may be busy
+    side.on_new(request)
+    assert side.claim(request, 0) == 104
+
+
+@contextmanager
+def hanging() -> Iterator[Any]:
+    """A scheduler side whose store answers no look-up."""
+    store = SlowStore()
+    side = scheduling([CHUNK], store)
+    store.let_go.clear()
+    try:
+        yield side
+    finally:
+        store.let_go.set()
+
+
+def test_a_look_up_is_waited_for_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm.scheduler.lookups import LookUp
+
+    waits: list[float] = []
+    monkeypatch.setattr(LookUp, "wait", lambda self, seconds: waits.append(seconds))
+    slow = [Request([name, *CHUNK, 4, 5], [[1, 101]], str(name)) for name in range(3)]
+    plain = with_options([1, 2, 3], "plain", mode="full")
+    with hanging() as side:
+
+        def step(*, is_idle: bool) -> int:
+            waits.clear()
+            assert [side.claim(request, 0) for request in slow] == [None] * 3
+            side.take_jobs(is_idle=is_idle)
+            return len(waits)
+
+        for request in slow:
+            side.on_new(request)
+        assert step(is_idle=False) == 3
+        assert step(is_idle=True) == 0  # tokens were computed in the step before
+        assert step(is_idle=True) == 3
+        side.on_new(plain)
+        assert step(is_idle=False) == 0  # it may be computed in this step
+        assert step(is_idle=True) == 0
+        assert step(is_idle=True) == 0  # a step without tokens, and yet it goes on decoding: vLLM had no blocks
+        side.finished(plain)
+        step(is_idle=True)
+        assert step(is_idle=True) == 3
+        side.allocated(Request([7, 8, 9], None, "unknown to the connector"), [1], 0)
+        assert step(is_idle=True) == 0
+
+
+def test_a_look_up_is_waited_for_once_and_not_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm.scheduler import lookups
+
+    waits: list[float] = []
+    monkeypatch.setattr(lookups, "wait", lambda futures, seconds: waits.append(seconds))
+    request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
+    with hanging() as side:
+        side.on_new(request)
+        for _ in range(4):
+            assert side.claim(request, 0) is None
+            side.take_jobs(is_idle=True)
+            time.sleep(0.006)
+    assert waits[-2:] == [0.0, 0.0]
