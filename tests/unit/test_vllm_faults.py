@@ -2,14 +2,16 @@
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cacheblend.bench.faults import damage, injection, watching
-from cacheblend.bench.faults.engine import found_in, is_same
+from cacheblend.bench.faults import damage, engine, injection, watching
+from cacheblend.bench.faults.engine import Engine, found_in, is_same
 from cacheblend.bench.faults.scenes import draw, plain_twins
 from cacheblend.bench.vllm_faults import Settings
 from cacheblend.core.errors import InvalidInputError
@@ -60,6 +62,40 @@ def test_names_left_behind_are_found_through_objects_and_containers() -> None:
     held.itself = held
     assert len(found_in([held], ("t-",))) == 2
     assert found_in([held], ("other",)) == []
+
+
+class SlowDisk(Engine):
+    """Stores so many tokens each time that it is asked."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.stored, self.asked = tokens, 0.0, 0
+
+    def ask(self, requests: Any) -> dict[str, Any]:
+        self.asked += len(requests)
+        return {}
+
+    def settle(self) -> None:
+        self.stored += self.tokens
+
+    def counters(self) -> dict[str, float]:
+        return {"captured_tokens": self.stored} if self.stored else {}
+
+    def forget(self) -> None: ...
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        yield
+
+
+def test_nothing_is_compared_before_every_passage_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blend without one of them would be taken for the right answer, and every later one would be wrong."""
+    slow, full = SlowDisk(40), SlowDisk(100)
+    slow.fill(range(130), [(10, 60), (60, 110)])
+    full.fill(range(130), [(10, 60), (60, 110)])
+    assert (slow.asked, full.asked) == (3, 1)
+    monkeypatch.setattr(engine, "PATIENT_S", 0.0)
+    with pytest.raises(RuntimeError, match="0 of 100 tokens were stored in 0 s"):
+        SlowDisk(0).fill(range(130), [(10, 110)])
 
 
 def test_files_are_damaged_and_put_back(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Knows vLLM's public classes and the few attributes that lead from them to the co
 """
 
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -198,6 +199,23 @@ class Engine:
         connector = self.connector
         while connector is not None and connector.has_pending_push_work():
             self._engine.step()
+
+    def fill(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> None:
+        """Has every chunk of a prompt stored. While a chunk is missing a blend is right, and has another answer.
+
+        Raises:
+            RuntimeError: some are missing after `PATIENT_S`: on a device that is busy for so long nothing is measured.
+        """
+        wanted, began = sum(stop - start for start, stop in spans), time.monotonic()
+        captured = before = self.counters().get("captured_tokens", 0.0)
+        while captured - before < wanted:
+            if time.monotonic() - began > PATIENT_S:
+                raise RuntimeError(f"{captured - before:.0f} of {wanted} tokens were stored in {PATIENT_S:.0f} s")
+            self.forget()
+            with self.patient():
+                self.ask([Request("fill", ids, spans, 1)])
+            self.settle()  # ends early where a write takes long
+            captured = self.counters().get("captured_tokens", 0.0)
 
     # ---- state ------------------------------------------------------------------------------------------
 

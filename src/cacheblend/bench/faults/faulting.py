@@ -70,21 +70,25 @@ def _right_answers(engine: Engine, texts: Texts, pool: list[Asked], setting: Set
     The last one computes the tokens behind the last full block itself, passages included, as vLLM does.
     """
     fill = texts.all_passages()
-    engine.ask([Request("fill", fill.ids, fill.spans, 1)])
-    engine.settle()
+    engine.fill(fill.ids, fill.spans)
     found = []
     for number, one in enumerate(pool):
         answers = []
         for way, spans in (("plain", ()), ("blend", one.spans), ("again", one.spans)):
             if way != "again":
                 engine.forget()
-            name, blended = f"{way}-{number}", engine.counters().get("requests", 0.0)
+            name, before = f"{way}-{number}", _loaded_tokens(engine)
             with engine.patient():
                 answers.append(engine.ask([Request(name, one.ids, spans, setting.answer_tokens)])[name])
-            if way == "blend" and engine.counters()["requests"] == blended:
-                raise RuntimeError(f"prompt {number} was not blended: a right answer would be missing")
+            loaded, held = _loaded_tokens(engine) - before, sum(stop - start for start, stop in one.spans)
+            if way == "blend" and loaded != held:  # a right answer would be missing
+                raise RuntimeError(f"of prompt {number} {loaded:.0f} tokens were loaded, the store holds {held}")
         found.append(answers)
     return found
+
+
+def _loaded_tokens(engine: Engine) -> float:
+    return sum(value for name, value in engine.counters().items() if name.startswith("hit_tokens"))
 
 
 def _trial_of(
@@ -116,15 +120,16 @@ def _tried(trial: Trial, kind: str) -> dict[str, Any]:
     answers = KINDS[kind](trial)
     trial.engine.settle()
     stayed = [each.name for each in trial.requests if each.name not in trial.aborted]
-    wrong = [
-        name
+    wrong = {
+        name: {key: [answer[key] for answer in (answers[name], *trial.right[name])] for key in ("tokens", "cached")}
         for name in stayed
         if name in answers and not any(is_same(answers[name], right) for right in trial.right[name])
-    ]
+    }
     return {
         "what": trial.what,
         "met": trial.met,
         "wrong": len(wrong),
+        **({"answers": wrong} if wrong else {}),
         "hung": int(trial.is_hung or any(name not in answers for name in stayed)),
         "longest_step_s": round(trial.longest_step_s, 3),
     }

@@ -176,9 +176,7 @@ def _copies(request: Request, count: int) -> list[Request]:
 
 def _fill(engine: Engine, texts: Texts) -> None:
     fill = texts.all_passages()
-    engine.forget()
-    engine.ask([Request("fill", fill.ids, fill.spans, 1)])
-    engine.settle()
+    engine.fill(fill.ids, fill.spans)
     time.sleep(0.5)  # the last captured chunks are listed in a thread
     engine.forget()
 

@@ -94,8 +94,7 @@ def play(
     options = {"enable_prefix_caching": True, "num_gpu_blocks_override": BLOCKS, **setting.engine}
     engine = Engine(model, extra, beside, **options)
     fill = Texts(seed).all_passages()
-    engine.ask([Request("fill", fill.ids, fill.spans, 1)])
-    engine.settle()
+    engine.fill(fill.ids, fill.spans)
     engine.count_blends_beside()
     for number, scene in enumerate(scenes_of(setting, seed, count)):
         if number < first:
