@@ -7,9 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cacheblend.core.kernels import attention_triton
-
-POINTERS = {"positions": "*i64", "block_table": "*i32", "tops": "*fp32", "totals": "*fp32"}
+from cacheblend.core.kernels import attention_triton, placing_triton
 
 
 def attention(capability, head_dim, group, rows, window=0, is_capped=False, sinks=False, page=0, splits=1):
@@ -29,30 +27,61 @@ def attention(capability, head_dim, group, rows, window=0, is_capped=False, sink
     }
     types = {
         **dict.fromkeys(("query", "keys", "values", "sinks"), "*bf16"),
+        **dict.fromkeys(("tops", "totals"), "*fp32"),
         "mixed": "*bf16" if splits == 1 else "*fp32",
         "logit": "fp32",
         "cap": "fp32",
-        **POINTERS,
+        "positions": "*i64",
+        "block_table": "*i32",
     }
-    kernel = attention_triton._attend
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     aligned = ("query_", "key_", "value_")
+    return compiled(attention_triton._attend, capability, types, constants, aligned, num_warps=warps, num_stages=stages)
+
+
+def placing(capability, head_dim, kind, half=0, is_half=True, page=0):
+    """The placing kernel as `place` would launch it."""
+    constants = {
+        "kind": placing_triton._KINDS[kind],
+        "head_dim": head_dim,
+        "dims": triton.next_power_of_2(head_dim),
+        "pairs": triton.next_power_of_2(half),
+        "rest": triton.next_power_of_2(head_dim - 2 * half),
+        "tile_rows": placing_triton._TILE_ROWS,
+        "half": half,
+        "is_half": is_half,
+        "page": page,
+        "key_dim": 1,
+        "value_dim": 1,
+        **({} if half else {"turns": None}),
+        **({} if page else {"block_table": None}),
+    }
+    types = {
+        **dict.fromkeys(("addresses", "tiles"), "*i64"),
+        **dict.fromkeys(("keys", "values"), "*bf16"),
+        "turns": "*fp32",
+        "block_table": "*i32",
+    }
+    return compiled(placing_triton._place, capability, types, constants, ("key_", "value_"), num_warps=4)
+
+
+def compiled(kernel, capability, types, constants, aligned, **options):
+    """Shared memory and code; strides with one of the beginnings `aligned` are multiples of 16, as pointers are."""
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     divisible = {
         (place,): [["tt.divisibility", 16]]
         for place, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.startswith(aligned)
+        if kind.startswith("*") or (kind != "constexpr" and name.startswith(aligned))
     }
     source = ASTSource(kernel, signature, constants, divisible)
-    options = {"num_warps": warps, "num_stages": stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"shared": compiled.metadata.shared, "ptx": compiled.asm["ptx"]}
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return {"shared": found.metadata.shared, "ptx": found.asm["ptx"]}
 
+
+KERNELS = {"attention": attention, "placing": placing}
 
 if __name__ == "__main__":
     taken = []
     for case in json.loads(sys.argv[1]):
-        found = attention(**case)
-        products = "wgmma.mma_async" if "wgmma.mma_async" in found["ptx"] else "mma.sync"
-        has_products = any(each in found["ptx"] for each in ("wgmma.mma_async", "mma.sync", "tcgen05.mma"))
-        taken.append({"shared": found["shared"], "products": products if has_products else "none"})
+        found = KERNELS[case.pop("kernel")](**case)
+        taken.append({"shared": found["shared"], "ptx": found["ptx"]})
     print(json.dumps(taken))

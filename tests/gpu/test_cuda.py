@@ -2,12 +2,14 @@
 
 import copy
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.operations import ATTEND_ROWS, attend_rows
+from cacheblend.core.kernels.operations import ATTEND_ROWS, PLACE, attend_rows
+from cacheblend.core.kernels.registry import Operation
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows
@@ -172,11 +174,12 @@ ROWS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_the_kernel_serves_this_device(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("operation", [ATTEND_ROWS, PLACE], ids=["attention", "placing"])
+def test_the_kernel_serves_this_device(operation: Operation[Any], dtype: torch.dtype) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the kernel is for compute capability 8.0 and later")
     pytest.importorskip("triton", reason="Triton is not installed here")
-    served = ATTEND_ROWS.on(torch.device(DEVICE, 0), dtype)
+    served = operation.on(torch.device(DEVICE, 0), dtype)
     assert served.name == "Triton", served.reason
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend.core.config import AnchorKind
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
-from cacheblend.core.load.rope import reposition_keys, turn_by
+from cacheblend.core.kernels.rope import reposition_keys, turn_by
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from cacheblend.core.errors import BlockLostError
+from cacheblend.core.kernels import placing
+from cacheblend.core.kernels.placing import ROWS_AT_ONCE
+from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.load import loader as loader_module
-from cacheblend.core.load.loader import ROWS_AT_ONCE, LayerLoader
-from cacheblend.core.load.rope import KeyRotation, Turn, reposition_keys, turn_by
+from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
@@ -132,7 +134,7 @@ def test_keys_move_in_the_thread_that_has_the_processor_for_it(overlap: bool, mo
         moved.add(threading.current_thread().name in source.threads)
         return reposition_keys(keys, turn)
 
-    monkeypatch.setattr(loader_module, "reposition_keys", spied)
+    monkeypatch.setattr(placing, "reposition_keys", spied)
     plan, source = planned()
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, overlap=overlap) as loader:
         check(plan, source, [loader.layer(i) for i in range(len(LAYOUT.layers))], 0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.load.rope import SHIFTABLE_ROPE, KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
+from cacheblend.core.kernels.rope import SHIFTABLE_ROPE, KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
 
 HEADS, ROWS, HEAD_DIM = 2, 6, 12
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")

@@ -1,14 +1,23 @@
 """The operations, each served by whatever is fastest and right on its tensors' device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import get_args
 
 import torch
 
-from cacheblend.core.kernels import attention
+from cacheblend.core.kernels import attention, placing
 from cacheblend.core.kernels.attention_spec import AttentionSpec, check_shapes
+from cacheblend.core.kernels.placing import Piece, Placement, check_records
 from cacheblend.core.kernels.registry import Kernel, Operation
+from cacheblend.core.kernels.rope import KeyRotation, Pairing
+from cacheblend.core.plan.codec import CODECS
 
 AttendRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
+
+Place = Callable[
+    [Sequence[torch.Tensor], Placement, torch.Tensor, torch.Tensor, KeyRotation | None, torch.Tensor | None], None
+]
 
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
@@ -31,10 +40,46 @@ def attend_rows(
     return ATTEND_ROWS.on(query.device, query.dtype).call(query, keys, values, positions, spec)
 
 
+def place(
+    records: Sequence[torch.Tensor],
+    placement: Placement,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotation: KeyRotation | None = None,
+    block_table: torch.Tensor | None = None,
+) -> None:
+    """Writes stored records into a layer's buffers, keys at their new positions; see `placing.place`.
+
+    Does not wait for the device, so it cannot check that blocks of `block_table` are in the cache.
+
+    Raises:
+        InvalidInputError: a record has not the bytes that the placement expects, or a piece ends behind the buffers.
+    """
+    if block_table is None:
+        kv_heads, length, head_dim = keys.shape
+    else:
+        page, kv_heads, head_dim = keys.shape[1:]
+        length = page * len(block_table)
+    check_records(records, placement, kv_heads, head_dim, length, keys.dtype)
+    if head_dim > _MAX_HEAD_DIM or head_dim % 4:
+        placing.place(records, placement, keys, values, rotation, block_table)
+    else:
+        PLACE.on(keys.device, keys.dtype).call(records, placement, keys, values, rotation, block_table)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------
+
+
 def _load_triton_attention() -> AttendRows:
     from cacheblend.core.kernels import attention_triton
 
     return attention_triton.attend_rows
+
+
+def _load_triton_placing() -> Place:
+    from cacheblend.core.kernels import placing_triton
+
+    return placing_triton.place
 
 
 def _serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -58,9 +103,36 @@ def attention_differs(kernel: AttendRows, plain: AttendRows, device: torch.devic
     return ""
 
 
+def placing_differs(kernel: Place, plain: Place, device: torch.device, dtype: torch.dtype) -> str:
+    """Compares every codec and pairing, with keys that are moved and not, in dense buffers and in pages."""
+    draw, kv_heads, head_dim = torch.Generator().manual_seed(0), 2, 64
+    drawn = [torch.randn(kv_heads, 2, tokens, head_dim, generator=draw).to(dtype) for tokens in (70, 33)]
+    pieces = [Piece(0, 70, 5, 3, 60, -2), Piece(1, 33, 0, 80, 33, 4711), Piece(1, 33, 1, 70, 5)]
+    frequencies = 1e4 ** (-torch.arange(24) / 24)
+    table = torch.randperm(10, generator=draw).to(device)
+    for (name, codec), pairing, in_pages in product(CODECS.items(), get_args(Pairing), (False, True)):
+        records = [codec.encode(record).to(device) for record in drawn]
+        rotation, placement = KeyRotation(frequencies, pairing), Placement(pieces, name)
+        shape = (10, 16, kv_heads, head_dim) if in_pages else (kv_heads, 160, head_dim)
+        placed = torch.zeros(2, 2, *shape, device=device, dtype=dtype)
+        for each, (keys, values) in zip((kernel, plain), placed, strict=True):
+            each(records, placement, keys, values, rotation, table if in_pages else None)
+        error = float((placed[0].float() - placed[1].float()).abs().max())
+        if not error <= _TOLERANCE[dtype]:
+            return f"differs from PyTorch by {error:.2g} ({name}, {pairing}), more than {_TOLERANCE[dtype]}"
+    return ""
+
+
 ATTEND_ROWS: Operation[AttendRows] = Operation(
     "attention of rows",
     attention.attend_rows,
     [Kernel("Triton", _serves, _load_triton_attention)],
     attention_differs,
+)
+
+PLACE: Operation[Place] = Operation(
+    "placing",
+    placing.place,
+    [Kernel("Triton", _serves, _load_triton_placing)],
+    placing_differs,
 )

@@ -11,23 +11,23 @@ would take processors from the layers and cost more time than it saves (docs/log
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.load.rope import KeyRotation, Turn, reposition_keys, turn_by
+from cacheblend.core.kernels.operations import place
+from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.staging import Staging
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 
-ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
 AHEAD_BYTES = 1 << 30  # bounds the buffers of layers that are loaded ahead; one layer is always loaded ahead
 
 
@@ -44,9 +44,8 @@ class LayerKV(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """One layer's records as stored, the spans they belong to, and the seconds that reading took, by tier."""
+    """One layer's records as stored, and the seconds that reading took, by tier."""
 
-    spans: list[Span]
     records: dict[BlockName, torch.Tensor]
     seconds: dict[str, float]
 
@@ -103,7 +102,6 @@ class LayerLoader:
         ahead_bytes: int | None = None,
     ) -> None:
         self._plan, self._source, self._layout, self._rotations = plan, source, layout, rotations
-        self._stored = replace(layout, codec=codec)
         self._first_reused_layer, self._heads = first_reused_layer, heads
         self._staging = Staging(torch.device(device))
         self._device = self._staging.device
@@ -112,8 +110,8 @@ class LayerLoader:
         self._spans = [s for s in found if s.name != RESIDENT]
         self._resident = resident if len(self._spans) < len(found) else None
         self._read_ahead = min(read_ahead, self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes))
-        self._runs = _moved_runs(self._spans)
-        self._turns: dict[tuple[int, int], Turn] = {}
+        exact, reused = ([s for s in self._spans if (s.source is Source.LOADED) == is_reused] for is_reused in (0, 1))
+        self._exact, self._reused = _Placed.of(exact, "raw"), _Placed.of(reused, codec)
         self._pending: dict[int, Future[_Read] | Future[_Loaded]] = {}
         self._given: dict[int, LayerKV] = {}
         self._threads = threads
@@ -187,7 +185,6 @@ class LayerLoader:
                 self._reader.join()
             self._reader = None
         self._given.clear()
-        self._turns.clear()
 
     def _layers_of(self, nbytes: int) -> int:
         """Number of layers whose buffers fit in this many bytes; at least one."""
@@ -234,7 +231,7 @@ class LayerLoader:
         if lost:
             *_, reason = (error.reason for error in lost.values())
             raise BlockLostError(list(lost), f"layer {index}: {reason}")
-        return _Read(spans, records, seconds)
+        return _Read(records, seconds)
 
     def _spans_of(self, index: int) -> list[Span]:
         """The spans that are read for a layer."""
@@ -246,13 +243,9 @@ class LayerLoader:
         started = time.perf_counter()
         on_device = {name: self._staging.send(record) for name, record in read.records.items()}
         self._staging.wait(allocated, kv)
-        for span in read.spans:
-            record = self._decoded(index, span, on_device[span.name])
-            rows = slice(span.record_start, span.record_start + len(span))
-            kv.keys[:, span.start : span.stop] = record[:, 0, rows]
-            kv.values[:, span.start : span.stop] = record[:, 1, rows]
+        self._exact.fill(kv, on_device, None)
         if index >= self._first_reused_layer:
-            self._reposition(index, kv.keys)
+            self._reused.fill(kv, on_device, self._rotations[index])
         return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds)
 
     @staticmethod
@@ -260,22 +253,33 @@ class LayerLoader:
         for part, rows in zip(kv, record.unbind(1), strict=True):
             part[:, : rows.shape[1]] = rows
 
-    def _decoded(self, index: int, span: Span, stored: torch.Tensor) -> torch.Tensor:
-        """A record as computed; decompressed on the buffers' device, so that fewer bytes are copied to it."""
-        if stored.dim() == 4:
-            return stored
-        return self._stored.decode(index, stored.to(self._device), span.record_tokens or len(span))
 
-    def _reposition(self, index: int, keys: torch.Tensor) -> None:
-        rotation = self._rotations[index]
-        if rotation is None:
-            return
-        for start, offsets in self._runs:
-            key = (start, id(rotation))
-            if key not in self._turns:
-                self._turns[key] = turn_by(rotation, offsets, self._device)
-            rows = keys[:, start : start + len(offsets)]
-            rows.copy_(reposition_keys(rows, self._turns[key]))
+class _Placed(NamedTuple):
+    """Where the records of some spans go: the records' names, in the order of the placement's indices."""
+
+    names: list[BlockName]
+    placement: Placement
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], codec: str) -> "_Placed":
+        """Each name once, however often its rows stand in the prompt; exact rows are not moved."""
+        indices = {name: index for index, name in enumerate(dict.fromkeys(span.name for span in spans))}
+        pieces = [
+            Piece(
+                indices[span.name],
+                span.record_tokens or len(span),
+                span.record_start,
+                span.start,
+                len(span),
+                span.start - span.stored_start if span.source is Source.LOADED else 0,
+            )
+            for span in spans
+        ]
+        return cls(list(indices), Placement(pieces, codec))
+
+    def fill(self, kv: LayerKV, records: Mapping[BlockName, torch.Tensor], rotation: KeyRotation | None) -> None:
+        if self.names:
+            place([records[name] for name in self.names], self.placement, kv.keys, kv.values, rotation)
 
 
 def _by_tier(spans: Sequence[Span]) -> dict[str, list[BlockName]]:
@@ -284,19 +288,3 @@ def _by_tier(spans: Sequence[Span]) -> dict[str, list[BlockName]]:
     for span in spans:
         tiers.setdefault(span.tier, {})[span.name] = None
     return {tier: list(names) for tier, names in tiers.items()}
-
-
-def _moved_runs(spans: Sequence[Span]) -> list[tuple[int, torch.Tensor]]:
-    """Runs of adjacent rows whose keys must move: (first position, [rows] offsets)."""
-    runs: list[tuple[int, list[torch.Tensor], int]] = []
-    for span in spans:
-        offset = span.start - span.stored_start
-        if span.source is not Source.LOADED or offset == 0:
-            continue
-        offsets = torch.full((len(span),), offset, dtype=torch.int64)
-        if runs and runs[-1][0] + runs[-1][2] == span.start and runs[-1][2] + len(span) <= ROWS_AT_ONCE:
-            start, parts, rows = runs[-1]
-            runs[-1] = (start, [*parts, offsets], rows + len(span))
-        else:
-            runs.append((span.start, [offsets], len(span)))
-    return [(start, torch.cat(parts)) for start, parts, _ in runs]

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.core.load.rope import KeyRotation
+from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.engines.fingerprint import WEIGHT_FILES
 from cacheblend.engines.hf.live_check import LiveCheck

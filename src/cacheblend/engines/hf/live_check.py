@@ -14,8 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.rope import reposition_keys, turn_by
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.core.load.rope import reposition_keys, turn_by
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
 from cacheblend.engines.hf.engine import BlendEngine

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_rows
-from cacheblend.core.load.rope import KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
+from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.view import LayerMask, ModelView

@@ -13,7 +13,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.load.rope import KeyRotation
+from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.engines.vllm.architectures import ARCHITECTURES
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.workspace import ModelSizes, gib, workspace_of

@@ -11,7 +11,7 @@ import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.operations import attend_rows
-from cacheblend.core.load.rope import KeyRotation, reposition_keys, turn_by
+from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.engines.vllm import compat, compat_model
 from cacheblend.engines.vllm.worker.layers import AttentionAnswer, VllmLayerRunner

@@ -1,0 +1,183 @@
+"""Placing: a layer's records, as they are stored, become rows of its KV buffers, keys at their new positions.
+
+Plain PyTorch: serves everywhere, and is what a device's kernel is compared with.
+
+    records   [ a a a a a a | b b b ]      pieces: rows of a record that go to a place in the prompt
+    buffers   . . . a a a a . . b b b      decompressed, rounded to the buffers' type, keys moved by the piece's offset
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, turn_by
+from cacheblend.core.plan.codec import codec_of
+
+ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a record that stand next to each other in the prompt.
+
+    Attributes:
+        record: index into the layer's records.
+        tokens: of that record.
+        first: the first of the rows in the record.
+        start: the first of the rows in the prompt.
+        rows: how many.
+        offset: new position minus stored position; 0: its keys are not moved.
+    """
+
+    record: int
+    tokens: int
+    first: int
+    start: int
+    rows: int
+    offset: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The position after its last row."""
+        return self.start + self.rows
+
+
+class Placement:
+    """Where the records of one codec go in a prompt: the same for each layer, so that it is made once.
+
+    Args:
+        pieces: in any order; no two of them share a row of the prompt.
+        codec: of the records.
+
+    Raises:
+        InvalidInputError: a piece that its record or a prompt cannot have, or an unknown codec.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], codec: str = "raw") -> None:
+        codec_of(codec)
+        for piece in pieces:
+            fits = piece.first >= 0 and 0 < piece.rows <= piece.tokens - piece.first
+            if not fits or piece.start < 0 or piece.record < 0:
+                raise InvalidInputError(f"there are no such rows of a record of {piece.tokens} tokens: {piece}")
+        self.pieces, self.codec = tuple(pieces), codec
+        self.stop = max((piece.stop for piece in pieces), default=0)
+        self._runs = _moved_runs(self.pieces)
+        self._turns: dict[tuple[KeyRotation, torch.device], list[Turn]] = {}
+        self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._offsets = sorted({piece.offset for piece in self.pieces})
+
+    def moves(self, rotation: KeyRotation, device: torch.device) -> list[tuple[int, int, Turn]]:
+        """(start, stop, turn) of runs of neighbouring rows whose keys are moved."""
+        if (rotation, device) not in self._turns:
+            self._turns[rotation, device] = [turn_by(rotation, offsets, device) for _, offsets in self._runs]
+        turns = zip(self._runs, self._turns[rotation, device], strict=True)
+        return [(start, start + len(offsets), turn) for (start, offsets), turn in turns]
+
+    def turns(self, rotation: KeyRotation, device: torch.device) -> torch.Tensor:
+        """[2, offsets, rotary_dim / 2] fp32: cosines and sines of each offset of a piece, ascending."""
+        table = f"turns {id(rotation)}"
+        if (table, device) not in self._tables:
+            turn = turn_by(rotation, torch.tensor(self._offsets, dtype=torch.int64))
+            self._tables[table, device] = torch.stack([turn.cos, turn.sin]).to(device)
+        return self._tables[table, device]
+
+    def tiles(self, rows: int, device: torch.device) -> torch.Tensor:
+        """[n, 6] int64, pieces cut to at most so many rows: record, its tokens, first row in it, first row in the
+        prompt, rows, and the index of the offset in `turns`, -1 for 0."""
+        table = f"tiles {rows}"
+        if (table, device) not in self._tables:
+            turn = {offset: index if offset else -1 for index, offset in enumerate(self._offsets)}
+            cut = [
+                (p.record, p.tokens, p.first + at, p.start + at, min(rows, p.rows - at), turn[p.offset])
+                for p in self.pieces
+                for at in range(0, p.rows, rows)
+            ]
+            self._tables[table, device] = torch.tensor(cut, dtype=torch.int64).view(-1, 6).to(device)
+        return self._tables[table, device]
+
+
+def place(
+    records: Sequence[torch.Tensor],
+    placement: Placement,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotation: KeyRotation | None = None,
+    block_table: torch.Tensor | None = None,
+) -> None:
+    """Writes the pieces of some records into a layer's buffers; all other rows stay as they are.
+
+    Args:
+        records: of one layer, on the buffers' device, in the form in which they are stored: [kv_heads, 2, tokens,
+            head_dim] of the buffers' dtype, or uint8 [kv_heads, bytes of a head].
+        placement: where they go.
+        keys: [kv_heads, length, head_dim]; with `block_table` a paged cache [blocks, block_size, kv_heads, head_dim].
+        values: of the keys' shape.
+        rotation: of the layer's keys; None: they have no position.
+        block_table: [n] int32 or int64; row j is in block `block_table[j // block_size]`. None: dense buffers.
+    """
+    if block_table is not None:
+        _place_in_pages(records, placement, keys, values, rotation, block_table)
+        return
+    codec = codec_of(placement.codec)
+    for piece in placement.pieces:
+        record = codec.decode(records[piece.record], piece.tokens, keys.shape[-1], keys.dtype)
+        rows = slice(piece.first, piece.first + piece.rows)
+        keys[:, piece.start : piece.stop] = record[:, 0, rows]
+        values[:, piece.start : piece.stop] = record[:, 1, rows]
+    if rotation is None:
+        return
+    for start, stop, turn in placement.moves(rotation, keys.device):
+        moved = keys[:, start:stop]
+        moved.copy_(reposition_keys(moved, turn))
+
+
+def check_records(
+    records: Sequence[torch.Tensor], placement: Placement, kv_heads: int, head_dim: int, length: int, dtype: torch.dtype
+) -> None:
+    """Raises `InvalidInputError` if a record has not the bytes that pieces expect, or a piece ends behind `length`."""
+    if placement.stop > length:
+        raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
+    codec = codec_of(placement.codec)
+    for piece in placement.pieces:
+        if piece.record >= len(records):
+            raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
+        record, wanted = records[piece.record], kv_heads * codec.head_bytes(piece.tokens, head_dim, dtype)
+        if record.nbytes != wanted:
+            raise InvalidInputError(
+                f"a record of {piece.tokens} tokens has {record.nbytes} bytes; {kv_heads} heads of {head_dim} in "
+                f"{dtype} and {placement.codec} have {wanted}"
+            )
+
+
+def _place_in_pages(
+    records: Sequence[torch.Tensor],
+    placement: Placement,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotation: KeyRotation | None,
+    block_table: torch.Tensor,
+) -> None:
+    page, kv_heads, head_dim = keys.shape[1:]
+    dense = [keys.new_empty(kv_heads, placement.stop, head_dim) for _ in range(2)]
+    place(records, placement, dense[0], dense[1], rotation)
+    for piece in placement.pieces:
+        rows = torch.arange(piece.start, piece.stop, device=keys.device)
+        at = block_table[rows // page].to(torch.int64), rows % page
+        keys[at], values[at] = (each[:, piece.start : piece.stop].transpose(0, 1) for each in dense)
+
+
+def _moved_runs(pieces: Sequence[Piece]) -> list[tuple[int, torch.Tensor]]:
+    """Runs of neighbouring rows whose keys are moved: (first position, [rows] offsets). Long runs take fewer calls."""
+    runs: list[tuple[int, list[torch.Tensor], int]] = []
+    for piece in sorted(pieces, key=lambda each: each.start):
+        if not piece.offset:
+            continue
+        offsets = torch.full((piece.rows,), piece.offset, dtype=torch.int64)
+        if runs and runs[-1][0] + runs[-1][2] == piece.start and runs[-1][2] + piece.rows <= ROWS_AT_ONCE:
+            start, parts, rows = runs[-1]
+            runs[-1] = (start, [*parts, offsets], rows + piece.rows)
+        else:
+            runs.append((piece.start, [offsets], piece.rows))
+    return [(start, torch.cat(parts)) for start, parts, _ in runs]

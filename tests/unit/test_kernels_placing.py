@@ -1,0 +1,173 @@
+"""Placing: plain PyTorch against decoding and turning row by row, and the kernel against plain PyTorch."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels import operations, placing
+from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
+from cacheblend.core.plan.codec import CODECS, codec_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEP = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-6}  # of the number's size
+CODEC, DTYPE = st.sampled_from(list(CODECS)), st.sampled_from(list(STEP))
+SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+
+
+@st.composite
+def cases(draw):
+    """(records, placement, rotation, shape of the buffers, dtype): pieces in any order, some of one record twice."""
+    kv_heads, head_dim = draw(st.integers(1, 4)), draw(st.sampled_from([4, 8, 64, 96, 128, 256]))
+    tokens = draw(st.lists(st.integers(1, 60) | st.integers(1, 60) | st.integers(1, 200), min_size=1, max_size=3))
+    random, dtype = torch.Generator().manual_seed(draw(st.integers(0, 2**32))), draw(DTYPE)
+    name = draw(CODEC)
+    records = [
+        codec_of(name).encode(torch.randn(kv_heads, 2, count, head_dim, generator=random).to(dtype)).to(DEVICE)
+        for count in tokens
+    ]
+    pieces, at = [], 0
+    for index in draw(st.lists(st.integers(0, len(tokens) - 1), min_size=1, max_size=4)):
+        first = draw(st.integers(0, tokens[index] - 1))
+        rows, at = draw(st.integers(1, tokens[index] - first)), at + draw(st.integers(0, 3))
+        offset = draw(st.sampled_from([0, 0, 1, -7]) | st.integers(-100_000, 100_000))
+        pieces.append(Piece(index, tokens[index], first, at, rows, offset))
+        at += rows
+    rotated = draw(st.sampled_from([head_dim, head_dim, head_dim // 2]))
+    frequencies = 1e4 ** (-torch.arange(rotated // 2) / max(1, rotated // 2))
+    rotation = KeyRotation(frequencies, draw(st.sampled_from(["half", "interleaved"])))
+    placement = Placement(draw(st.permutations(pieces)), name)
+    return records, placement, draw(st.sampled_from([rotation, rotation, None])), (kv_heads, at + 2, head_dim), dtype
+
+
+def placed(place, records, placement, rotation, shape, dtype):
+    buffers = torch.full((2, *shape), 9.0, dtype=dtype, device=DEVICE)
+    place(records, placement, *buffers, rotation)
+    return buffers
+
+
+def check(found, expected):
+    distance = (found.float() - expected.float()).abs()
+    assert bool((distance <= STEP[found.dtype] * expected.float().abs().clamp(min=1.0)).all())
+
+
+@SETTINGS
+@given(cases())
+def test_every_row_is_decoded_and_moved_and_no_other_is_touched(case) -> None:
+    records, placement, rotation, shape, dtype = case
+    keys, values = placed(placing.place, *case)
+    untouched = torch.ones(shape[1], dtype=torch.bool)
+    for piece in placement.pieces:
+        record = codec_of(placement.codec).decode(records[piece.record], piece.tokens, shape[2], dtype)
+        key, value = record[:, :, piece.first : piece.first + piece.rows].unbind(1)
+        if rotation is not None and piece.offset:
+            key = reposition_keys(key, turn_by(rotation, torch.full((piece.rows,), piece.offset), DEVICE))
+        check(keys[:, piece.start : piece.stop], key)
+        assert torch.equal(values[:, piece.start : piece.stop], value)
+        untouched[piece.start : piece.stop] = False
+    assert bool((keys[:, untouched] == 9).all()) and bool((values[:, untouched] == 9).all())
+
+
+@SETTINGS
+@given(cases(), st.sampled_from([8, 16, 48]))
+def test_pages_hold_what_buffers_would(case, page) -> None:
+    check_pages(placing.place, *case, page)
+
+
+def check_pages(place, records, placement, rotation, shape, dtype, page):
+    expected = placed(placing.place, records, placement, rotation, shape, dtype)
+    kv_heads, length, head_dim = shape
+    blocks = -(-length // page)
+    table = torch.randperm(blocks + 2)[:blocks].to(DEVICE, torch.int32)
+    caches = torch.full((2, blocks + 2, page, kv_heads, head_dim), 9.0, dtype=dtype, device=DEVICE)
+    place(records, placement, *caches, rotation, table)
+    for cache, dense in zip(caches, expected, strict=True):
+        rows = cache[table.long()].reshape(blocks * page, kv_heads, head_dim).transpose(0, 1)
+        check(rows[:, :length], dense)
+        assert bool((rows[:, length:] == 9).all())
+        others = torch.ones(blocks + 2, dtype=torch.bool, device=DEVICE).index_fill(0, table.long(), value=False)
+        assert bool((cache[others] == 9).all())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for wrong in (Piece(0, 9, 4, 0, 6), Piece(0, 9, -1, 0, 3), Piece(0, 9, 0, 0, 0), Piece(0, 9, 0, -1, 3)):
+        with pytest.raises(InvalidInputError, match="no such rows of a record of 9 tokens"):
+            Placement([wrong])
+    with pytest.raises(InvalidInputError, match="unknown codec 'zip'"):
+        Placement([], "zip")
+    record, buffers = torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 20, 8)
+    for piece, message in (
+        (Piece(0, 8, 0, 0, 8), "a record of 8 tokens has 1152 bytes; 2 heads of 8 in torch.float32 and raw have 1024"),
+        (Piece(1, 9, 0, 0, 9), "a piece is of record 1, but there are 1"),
+        (Piece(0, 9, 0, 12, 9), "a piece ends at 21, but there are 20 rows"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            operations.place([record], Placement([piece]), *buffers)
+    pages = torch.zeros(2, 3, 4, 2, 8)
+    with pytest.raises(InvalidInputError, match="a piece ends at 9, but there are 8 rows"):
+        operations.place([record], Placement([Piece(0, 9, 0, 0, 9)]), *pages, None, torch.tensor([2, 0]))
+
+
+# ---- the kernel ---------------------------------------------------------------------------------------------
+
+
+def kernel():
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    from cacheblend.core.kernels import placing_triton
+
+    return placing_triton.place
+
+
+@SETTINGS
+@given(cases())
+def test_the_kernel_places_as_pytorch_does(case) -> None:
+    found, expected = placed(kernel(), *case), placed(placing.place, *case)
+    check(found, expected)
+    _, placement, rotation, *_ = case
+    if placement.codec == "raw":
+        assert torch.equal(found[1], expected[1])  # no bit of a value changes
+        still = [p for p in placement.pieces if rotation is None or not p.offset]
+        assert all(torch.equal(found[0][:, p.start : p.stop], expected[0][:, p.start : p.stop]) for p in still)
+
+
+@SETTINGS
+@given(cases(), st.sampled_from([8, 16, 48]))
+def test_the_kernel_places_in_pages(case, page) -> None:
+    check_pages(kernel(), *case, page)
+
+
+def test_the_kernel_takes_views_and_no_pieces() -> None:
+    place, buffers = kernel(), torch.zeros(2, 3, 20, 8, device=DEVICE)
+    place([], Placement([]), *buffers)
+    assert not buffers.any()
+    record = torch.randn(5, 2, 9, 8, device=DEVICE)
+    heads = record[1:4]
+    turned = torch.zeros(2, 20, 8, 3, device=DEVICE).permute(0, 3, 1, 2)  # a layout of another engine
+    place([heads], Placement([Piece(0, 9, 2, 5, 7)]), *turned)
+    assert torch.equal(turned[0][:, 5:12], heads[:, 0, 2:]) and torch.equal(turned[1][:, 5:12], heads[:, 1, 2:])
+
+
+def test_every_number_of_eight_bits_is_decoded() -> None:
+    for name, dtype in (("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
+        numbers = torch.arange(256, dtype=torch.uint8)
+        scales = torch.full((2, 4), 0.5, dtype=torch.float16).view(torch.uint8).flatten()
+        record = torch.cat([numbers, numbers, scales]).view(1, -1).to(DEVICE)
+        found = torch.zeros(2, 1, 4, 64, device=DEVICE)
+        kernel()([record], Placement([Piece(0, 4, 0, 0, 4)], name), *found)
+        expected = numbers.view(dtype).float().view(1, 4, 64) * 0.5
+        for each in found:
+            torch.testing.assert_close(each.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_check_before_use_finds_a_wrong_kernel() -> None:
+    device, dtype = torch.device(DEVICE), torch.bfloat16
+
+    def unmoved(records, placement, keys, values, rotation=None, block_table=None):
+        placing.place(records, placement, keys, values, None, block_table)
+
+    assert operations.placing_differs(placing.place, placing.place, device, dtype) == ""
+    assert operations.placing_differs(kernel(), placing.place, device, dtype) == ""
+    assert "differs from PyTorch" in operations.placing_differs(unmoved, placing.place, device, dtype)
+    assert operations.PLACE.on(torch.device("cpu"), torch.float32).name == "PyTorch"
