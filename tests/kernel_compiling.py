@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cacheblend.core.kernels import attention_triton, placing_triton
+from cacheblend.core.kernels import attention_triton, deviation_triton, placing_triton
 
 
 def attention(capability, head_dim, group, rows, window=0, is_capped=False, sinks=False, page=0, splits=1):
@@ -64,6 +64,23 @@ def placing(capability, head_dim, kind, half=0, is_half=True, page=0):
     return compiled(placing_triton._place, capability, types, constants, ("key_", "value_"), num_warps=4)
 
 
+def deviation(capability, head_dim):
+    """The deviation kernel as `kv_deviation` would launch it, of keys and values with dense heads."""
+    dims = {f"{pair}_{part}_dim": 1 for pair in ("fresh", "loaded") for part in ("key", "value")}
+    constants = {
+        **dims,
+        "has_keys": True,
+        "has_values": True,
+        "head_dim": head_dim,
+        "dims": triton.next_power_of_2(head_dim),
+        "tile_rows": deviation_triton._TILE_ROWS,
+    }
+    tensors = dict.fromkeys(("fresh_keys", "fresh_values", "loaded_keys", "loaded_values"), "*bf16")
+    types = {**tensors, "positions": "*i64", "distance": "*fp32"}
+    aligned = ("fresh_key_", "fresh_value_", "loaded_key_", "loaded_value_")
+    return compiled(deviation_triton._deviation, capability, types, constants, aligned, num_warps=4)
+
+
 def compiled(kernel, capability, types, constants, aligned, **options):
     """Shared memory and code; strides with one of the beginnings `aligned` are multiples of 16, as pointers are."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -77,7 +94,7 @@ def compiled(kernel, capability, types, constants, aligned, **options):
     return {"shared": found.metadata.shared, "ptx": found.asm["ptx"]}
 
 
-KERNELS = {"attention": attention, "placing": placing}
+KERNELS = {"attention": attention, "deviation": deviation, "placing": placing}
 
 if __name__ == "__main__":
     taken = []

@@ -1,6 +1,7 @@
 """The invariants on CUDA, in fp32 and bf16, and parity of the attention's routes there."""
 
 import copy
+import warnings
 from functools import cache
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.operations import ATTEND_ROWS, PLACE, attend_rows
+from cacheblend.core.kernels.operations import ATTEND_ROWS, KV_DEVIATION, PLACE, attend_rows
 from cacheblend.core.kernels.registry import Operation
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
@@ -174,13 +175,28 @@ ROWS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("operation", [ATTEND_ROWS, PLACE], ids=["attention", "placing"])
+@pytest.mark.parametrize("operation", [ATTEND_ROWS, PLACE, KV_DEVIATION], ids=["attention", "placing", "deviation"])
 def test_the_kernel_serves_this_device(operation: Operation[Any], dtype: torch.dtype) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the kernel is for compute capability 8.0 and later")
     pytest.importorskip("triton", reason="Triton is not installed here")
     served = operation.on(torch.device(DEVICE, 0), dtype)
     assert served.name == "Triton", served.reason
+
+
+def test_a_pass_waits_for_the_device_twice_at_most() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    engine = open_engine(on_device("llama", torch.bfloat16), store=MemoryStore())
+    engine.prefill(RAG, selector=Hkvd((1, 2), (0.5, 0.2)))  # kernels are compiled and checked
+    with warnings.catch_warnings(record=True) as waited:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            engine.prefill(RAG, selector=Hkvd((1, 2), (0.5, 0.2)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in waited if "synchroniz" in str(each.message)]
+    assert len(waits) <= 2, [f"{each.filename}:{each.lineno}" for each in waits]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

@@ -1,11 +1,17 @@
 """KV deviation against a plain loop."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cacheblend.core.select.deviation import kv_deviation
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels import operations
+from cacheblend.core.kernels.deviation import Measure, kv_deviation
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,3 +66,39 @@ def test_inputs_are_not_written_to() -> None:
     before = [t.clone() for t in (*fresh, *loaded)]
     kv_deviation(fresh, loaded)
     assert all(torch.equal(a, b) for a, b in zip(before, (*fresh, *loaded), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_the_kernel_measures_as_pytorch_does(dtype: torch.dtype, data: st.DataObject) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    from cacheblend.core.kernels import deviation_triton
+
+    heads, rows, length = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 40)), data.draw(st.integers(40, 90))
+    head_dim = data.draw(st.sampled_from([5, 8, 64, 96, 128, 256]))
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    fresh = torch.randn(2, heads, rows, head_dim, generator=draw).to(DEVICE, dtype).unbind()
+    loaded = torch.randn(2, heads, length, head_dim, generator=draw).to(DEVICE, dtype).unbind()
+    positions = torch.randperm(length, generator=draw)[:rows].sort().values.to(DEVICE)
+    if data.draw(st.booleans()):  # views, as layers give them
+        fresh = tuple(each.transpose(0, 1).contiguous().transpose(0, 1) for each in fresh)
+    for measure in get_args(Measure):
+        found = deviation_triton.kv_deviation(fresh, loaded, measure, positions)
+        torch.testing.assert_close(found, kv_deviation(fresh, loaded, measure, positions), rtol=1e-4, atol=1e-6)
+    if rows:
+        here = tuple(each[:, :rows] for each in loaded)
+        found = deviation_triton.kv_deviation(fresh, here)
+        torch.testing.assert_close(found, kv_deviation(fresh, here), rtol=1e-4, atol=1e-6)
+
+
+def test_a_wrong_kernel_and_shapes_that_do_not_fit_are_found() -> None:
+    def wrong(fresh, loaded, measure="kv", positions=None):  # type: ignore[no-untyped-def]
+        return kv_deviation(fresh, loaded, "k", positions)
+
+    place = torch.device(DEVICE), torch.float16
+    assert operations.deviation_differs(kv_deviation, kv_deviation, *place) == ""
+    assert "differs from PyTorch" in operations.deviation_differs(wrong, kv_deviation, *place)
+    fresh, loaded = pairs((2, 4, 8), torch.float32)
+    with pytest.raises(InvalidInputError, match=r"\[2, 4, 8\] fresh rows, \[2, 4, 8\] loaded, 3 compared"):
+        operations.kv_deviation(fresh, loaded, "kv", torch.arange(3))

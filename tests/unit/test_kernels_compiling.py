@@ -30,7 +30,6 @@ PLACING = [
     {"capability": 100, "head_dim": 64, "kind": "raw", "page": 48},
 ]
 PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
-WIDE = ("ld.global.v4", "ld.global.v2.b64", "ld.global.v2.u64")  # 16 bytes at once
 
 
 def compiled(kernel: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -58,3 +57,9 @@ def test_placing_compiles_and_loads_several_numbers_at_once() -> None:
         assert taken["shared"] <= SMALLEST_SHARED, case
         assert "ld.global.v" in taken["ptx"] or case["kind"] != "raw", case
         assert "st.global.v" in taken["ptx"], case
+
+
+def test_deviation_compiles_and_loads_several_numbers_at_once() -> None:
+    for taken in compiled("deviation", [{"capability": 80, "head_dim": 128}, {"capability": 90, "head_dim": 64}]):
+        assert taken["shared"] <= SMALLEST_SHARED
+        assert "ld.global.v" in taken["ptx"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query, ranks_by_attention
 from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd
+from selections import masked
 
 shares = st.floats(0, 1)
 pools = st.sampled_from(["sentence", 1, 2, 5, 100])
@@ -53,7 +54,7 @@ leads = st.integers(0, 3)
 
 @given(asked(), shares, pools, leads)
 def test_query_spends_its_budget_and_never_more(candidates: Candidates, ratio: float, pool: Pool, lead: int) -> None:
-    keep = Query(ratio, pool, lead).select(candidates)
+    keep = masked(Query(ratio, pool, lead), candidates)
     n = len(candidates.positions)
     assert keep.dtype == torch.bool and keep.shape == (n,)
     assert int(keep.sum()) == min(round(ratio * candidates.total), n)
@@ -63,7 +64,7 @@ def test_query_spends_its_budget_and_never_more(candidates: Candidates, ratio: f
 def test_spans_are_taken_whole_in_order_and_one_in_part(
     candidates: Candidates, ratio: float, pool: Pool, lead: int
 ) -> None:
-    keep = Query(ratio, pool, lead).select(candidates).tolist()
+    keep = masked(Query(ratio, pool, lead), candidates).tolist()
     assert candidates.attention is not None
     attention = candidates.attention.tolist()
     members: dict[tuple[int, ...], list[int]] = {}
@@ -110,8 +111,8 @@ def test_the_sentence_in_front_is_taken_too() -> None:
         segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
         sentences=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]),
     )
-    assert Query(0.5, lead=1).select(found).tolist() == [True] * 4 + [False] * 4
-    assert Query(0.5, lead=0).select(found).tolist() == [False, False, True, True, False, False, True, True]
+    assert masked(Query(0.5, lead=1), found).tolist() == [True] * 4 + [False] * 4
+    assert masked(Query(0.5, lead=0), found).tolist() == [False, False, True, True, False, False, True, True]
 
 
 @given(asked(), pools)
@@ -126,7 +127,7 @@ def test_ranks_are_a_permutation_and_keep_spans_together(candidates: Candidates,
 @given(asked(layer=2), shares, pools)
 def test_either_keeps_the_top_of_both_rankings(candidates: Candidates, ratio: float, pool: Pool) -> None:
     assert candidates.deviation is not None
-    keep = Hybrid((2,), (ratio,), early=1.0, rank="either", pool=pool).select(candidates)
+    keep = masked(Hybrid((2,), (ratio,), early=1.0, rank="either", pool=pool), candidates)
     n = len(candidates.positions)
     count = min(round(ratio * candidates.total), n)
     assert int(keep.sum()) == count
@@ -141,21 +142,21 @@ def test_either_keeps_the_top_of_both_rankings(candidates: Candidates, ratio: fl
 @given(asked(layer=1), shares)
 def test_by_deviation_alone_hybrid_is_hkvd(candidates: Candidates, ratio: float) -> None:
     assert candidates.deviation is not None
-    keep = Hybrid((1,), (ratio,), early=1.0, rank="deviation").select(candidates)
-    hkvd = Hkvd((1,), (ratio,)).select(candidates)
+    keep = masked(Hybrid((1,), (ratio,), early=1.0, rank="deviation"), candidates)
+    hkvd = masked(Hkvd((1,), (ratio,)), candidates)
     assert candidates.deviation[keep].sort().values.tolist() == candidates.deviation[hkvd].sort().values.tolist()
 
 
 @given(asked(), shares, pools)
 def test_hybrids_early_share_is_querys(candidates: Candidates, early: float, pool: Pool) -> None:
-    keep = Hybrid((1,), (0.0,), early=early, pool=pool).select(candidates)
-    assert torch.equal(keep, Query(early, pool).select(candidates))
+    keep = masked(Hybrid((1,), (0.0,), early=early, pool=pool), candidates)
+    assert torch.equal(keep, masked(Query(early, pool), candidates))
 
 
 @given(asked())
 def test_everything_is_everything(candidates: Candidates) -> None:
-    assert torch.equal(Query(1.0).select(candidates), AllRows().select(candidates))
-    assert torch.equal(Hybrid((1,), (1.0,), 1.0).select(candidates), AllRows().select(candidates))
+    assert torch.equal(masked(Query(1.0), candidates), masked(AllRows(), candidates))
+    assert torch.equal(masked(Hybrid((1,), (1.0,), 1.0), candidates), masked(AllRows(), candidates))
 
 
 @pytest.mark.parametrize("selector", [Query(0.5), Hybrid()])

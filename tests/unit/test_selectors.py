@@ -21,6 +21,7 @@ from cacheblend.core.select.selectors import (
     Threshold,
     row_count,
 )
+from selections import masked
 
 EVERY = [Hkvd(), Threshold(0.5), Head(0.5), RandomRows(0.5), AllRows(), NoRows(), Query(0.5), Hybrid()]
 shares = st.floats(0, 1)
@@ -45,9 +46,12 @@ def candidates(deviation: list[float], layer: int | None = 1, total: int | None 
 @pytest.mark.parametrize("rows", [0, 1, 9])
 def test_every_selector_fills_the_protocol(selector: Selector, rows: int) -> None:
     asked = candidates([1.0] * rows)
-    keep = selector.select(asked)
-    assert keep.dtype == torch.bool
-    assert keep.shape == (rows,)
+    selected = selector.select(asked)
+    if selected.dtype == torch.bool:
+        assert selected.shape == (rows,)
+    else:
+        assert selected.dtype == torch.int64
+        assert selected.tolist() == sorted(set(selected.tolist()) & set(range(rows)))
     assert list(selector.check_layers) == sorted(set(selector.check_layers))
     assert selector.measure in ("kv", "k", "v")
     assert selector.at_start or selector.check_layers
@@ -59,7 +63,7 @@ def test_every_selector_fills_the_protocol(selector: Selector, rows: int) -> Non
 
 @given(deviations, shares)
 def test_hkvd_keeps_the_highest_and_as_many_as_the_share_comes_to(deviation: list[float], ratio: float) -> None:
-    keep = Hkvd(ratios=(ratio,)).select(candidates(deviation))
+    keep = masked(Hkvd(ratios=(ratio,)), candidates(deviation))
     assert int(keep.sum()) == round(ratio * len(deviation))
     kept = [d for d, k in zip(deviation, keep.tolist(), strict=True) if k]
     dropped = [d for d, k in zip(deviation, keep.tolist(), strict=True) if not k]
@@ -67,7 +71,7 @@ def test_hkvd_keeps_the_highest_and_as_many_as_the_share_comes_to(deviation: lis
 
 
 def test_ties_do_not_change_the_count() -> None:
-    assert int(Hkvd(ratios=(0.3,)).select(candidates([1.0] * 10)).sum()) == 3
+    assert int(masked(Hkvd(ratios=(0.3,)), candidates([1.0] * 10)).sum()) == 3
 
 
 @given(deviations.filter(lambda d: len(d) > 4), st.lists(shares, min_size=2, max_size=3))
@@ -77,32 +81,32 @@ def test_gradual_ratios_refer_to_all_candidates(deviation: list[float], ratios: 
     selector = Hkvd(layers, falling)
     left = deviation
     for layer, ratio in zip(layers, falling, strict=True):
-        keep = selector.select(candidates(left, layer=layer, total=len(deviation)))
+        keep = masked(selector, candidates(left, layer=layer, total=len(deviation)))
         assert int(keep.sum()) == round(ratio * len(deviation))
         left = [d for d, k in zip(left, keep.tolist(), strict=True) if k]
 
 
 def test_a_share_of_all_never_exceeds_what_is_left() -> None:
-    assert Hkvd((1, 2), (0.5, 0.5)).select(candidates([1.0, 2.0], layer=2, total=10)).all()
+    assert masked(Hkvd((1, 2), (0.5, 0.5)), candidates([1.0, 2.0], layer=2, total=10)).all()
 
 
 @given(deviations, st.floats(0, 100, width=32))
 def test_threshold_keeps_what_exceeds_the_bound(deviation: list[float], bound: float) -> None:
-    keep = Threshold(bound).select(candidates(deviation))
+    keep = masked(Threshold(bound), candidates(deviation))
     assert keep.tolist() == [d > bound for d in deviation]
 
 
 def test_head_spends_its_rows_evenly_over_the_chunks() -> None:
     asked = candidates([0.0] * 24, layer=None, chunk=8)
-    keep = Head(0.25).select(asked)
+    keep = masked(Head(0.25), asked)
     assert asked.chunk_offsets[keep].tolist() == [0, 1] * 3
-    keep = Head(7 / 24).select(asked)  # one more than even: the first chunk's
+    keep = masked(Head(7 / 24), asked)  # one more than even: the first chunk's
     assert asked.chunk_offsets[keep].tolist() == [0, 1, 2, 0, 1, 0, 1]
 
 
 def test_random_rows_are_the_same_for_the_same_seed() -> None:
     asked = candidates([0.0] * 50, layer=None)
-    one, same, other = (RandomRows(0.5, seed).select(asked) for seed in (7, 7, 8))
+    one, same, other = (masked(RandomRows(0.5, seed), asked) for seed in (7, 7, 8))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert int(one.sum()) == int(other.sum()) == 25
@@ -118,8 +122,8 @@ def test_random_rows_leave_the_global_generator_alone() -> None:
 
 def test_the_baselines() -> None:
     asked = candidates([1.0] * 5, layer=None)
-    assert AllRows().select(asked).all()
-    assert not NoRows().select(asked).any()
+    assert masked(AllRows(), asked).all()
+    assert not masked(NoRows(), asked).any()
 
 
 @pytest.mark.parametrize("selector", [Hkvd(), Threshold(1.0)])

@@ -9,6 +9,7 @@ from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import Candidates
 from cacheblend.core.select.text_cues import LONGEST_SENTENCE, sentence_indices, shared_words
+from selections import masked
 
 STOP, MARK = 1, 2
 
@@ -38,8 +39,8 @@ def test_a_rare_word_selects_its_whole_span() -> None:
         words=torch.tensor([0.0, 0, 0, 0, 0, 1.0, 0, 0.1]),
         segments=torch.zeros(8, dtype=torch.int64),
     )
-    assert Query(0.5, pool=4).select(candidates).tolist() == [True] * 4 + [False] * 4
-    assert Query(0.5, pool=4, lead=0, words=0.5).select(candidates).tolist() == [False] * 4 + [True] * 4
+    assert masked(Query(0.5, pool=4), candidates).tolist() == [True] * 4 + [False] * 4
+    assert masked(Query(0.5, pool=4, lead=0, words=0.5), candidates).tolist() == [False] * 4 + [True] * 4
 
 
 def test_sentences_end_after_a_run_of_stops_and_with_their_segment() -> None:

@@ -26,11 +26,10 @@ from cacheblend.core.fuse.question import QuestionPass
 from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
 from cacheblend.core.fuse.rows import ActiveRows, Cues
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.operations import attend_rows
+from cacheblend.core.kernels.operations import attend_rows, kv_deviation
 from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
-from cacheblend.core.select.deviation import kv_deviation
 from cacheblend.core.select.selectors import Selector
 from cacheblend.core.select.text_cues import sentence_indices, shared_words
 
@@ -235,14 +234,14 @@ class BlendedPrefill:
         self._hand_out(layer, kv)
 
     def _check(self, layer: int, kv: LayerKV) -> None:
-        """Measures the deviation of every candidate and drops those that are not selected."""
+        """Measures the deviation of every candidate and drops those that are not selected.
+
+        It is measured of all active rows: which of them are candidates is known on the device only.
+        """
         parts = []
         for tile in self._rows.tiles(self._options.tile_rows):
-            candidates = self._rows.is_candidate(tile)
-            keys, values = self._project(layer, tile)
-            at = self._rows.positions(tile)[candidates]
-            fresh, loaded = (keys[:, candidates], values[:, candidates]), (kv.keys[:, at], kv.values[:, at])
-            parts.append(kv_deviation(fresh, loaded, self._selector.measure))
+            fresh, at = self._project(layer, tile), self._rows.positions(tile)
+            parts.append(kv_deviation(fresh, kv, self._selector.measure, at))
         deviation = torch.cat(parts)
         if self._options.over_ranks is not None:
             deviation = self._options.over_ranks(deviation, "sum")

@@ -5,6 +5,8 @@
     row                        0 1 2 ...                                     the layer runner's rows
     active      no             yes      candidates: may be dropped, for good
 
+How many rows are active is known on the host, which of them only on the device: nothing here waits for it.
+
 Knows plans and tensors; does not know why a row is kept or dropped (`core.select`).
 """
 
@@ -52,8 +54,7 @@ class ActiveRows:
         self.index = torch.arange(len(hidden), device=hidden.device)
         self.cues = Cues()
         candidates = torch.from_numpy(plan.candidate_rows - plan.prefix_length).to(hidden.device)
-        self._is_candidate = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-        self._is_candidate[candidates] = True
+        self._candidates = candidates  # their places among the active rows, ascending
         self._chunk_offsets = self.of_runner(plan.chunk_offsets)
         self._segments = self.of_runner(plan.segment_indices)
         self.total = self.recomputed = len(candidates)
@@ -71,29 +72,25 @@ class ActiveRows:
         """[n] int64, in the prompt."""
         return self.index[tile] + self._plan.prefix_length
 
-    def is_candidate(self, tile: slice) -> torch.Tensor:
-        """Boolean [n]: rows with loaded KV that may still be dropped."""
-        return self._is_candidate[tile]
-
     @property
     def has_candidates(self) -> bool:
         """Some row may still be dropped."""
-        return bool(self._is_candidate.any())
+        return len(self._candidates) > 0
 
     def candidates(self, layer: int | None = None, deviation: torch.Tensor | None = None) -> Candidates:
         """What a selector chooses from, at a check layer or before the first one.
 
         Args:
             layer: the check layer; None before layer 0.
-            deviation: [n] of the candidates at that layer.
+            deviation: [n] of all active rows at that layer.
         """
-        rows, cues = self.index[self._is_candidate], self.cues
+        rows, cues = self.index[self._candidates], self.cues
         return Candidates(
             positions=rows + self._plan.prefix_length,
             chunk_offsets=self._chunk_offsets[rows],
             total=self.total,
             layer=layer,
-            deviation=deviation,
+            deviation=None if deviation is None else deviation[self._candidates],
             attention=None if cues.attention is None else cues.attention[rows],
             words=None if cues.words is None else cues.words[rows],
             segments=self._segments[rows],
@@ -109,20 +106,30 @@ class ActiveRows:
             place.copy_(output)
 
     def keep(self, selected: torch.Tensor) -> None:
-        """Drops the candidates that are not selected, boolean [candidates]; all other rows stay active."""
-        active = ~self._is_candidate
-        active[self._is_candidate] = selected
-        self.recomputed = int(selected.sum())
-        if bool(active.all()):
+        """Drops the candidates that are not selected; all other rows stay active.
+
+        Args:
+            selected: see `Selector.select`.
+        """
+        if selected.dtype == torch.bool:
+            selected = selected.nonzero().flatten()
+        self.recomputed = len(selected)
+        if len(selected) == len(self._candidates):
             return
         self.has_dropped = True
-        self.hidden, self.index = self.hidden[active], self.index[active]
-        self._is_candidate = self._is_candidate[active]
+        count = len(self) - len(self._candidates) + len(selected)
+        stays = torch.ones_like(self.index, dtype=torch.bool).index_fill_(0, self._candidates, value=False)
+        stays.index_fill_(0, self._candidates[selected], value=True)
+        places = stays.cumsum(0) - 1  # among those that stay
+        active = torch.empty_like(self.index[: count + 1])  # the last takes what is dropped
+        active.scatter_(0, places.masked_fill_(~stays, count), torch.arange(len(self), device=active.device))
+        self._candidates = places[self._candidates[selected]]
+        self.hidden, self.index = self.hidden[active[:count]], self.index[active[:count]]
 
     def keep_last(self) -> None:
-        """Leaves the last row alone: in the last layer only its output is read."""
+        """Leaves the last row alone, which is no candidate: in the last layer only its output is read."""
         self.hidden, self.index = self.hidden[-1:].clone(), self.index[-1:]
-        self._is_candidate = self._is_candidate[-1:]
+        self._candidates = self._candidates[:0]
 
     def of_runner(self, by_position: npt.NDArray[np.generic]) -> torch.Tensor:
         """[len(plan)] by position to [rows] of the runner, on its device."""

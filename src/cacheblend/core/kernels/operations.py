@@ -6,8 +6,10 @@ from typing import get_args
 
 import torch
 
-from cacheblend.core.kernels import attention, placing
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels import attention, deviation, placing
 from cacheblend.core.kernels.attention_spec import AttentionSpec, check_shapes
+from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.placing import Piece, Placement, check_records
 from cacheblend.core.kernels.registry import Kernel, Operation
 from cacheblend.core.kernels.rope import KeyRotation, Pairing
@@ -18,8 +20,10 @@ AttendRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, A
 Place = Callable[
     [Sequence[torch.Tensor], Placement, torch.Tensor, torch.Tensor, KeyRotation | None, torch.Tensor | None], None
 ]
+Deviation = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Measure, torch.Tensor | None], torch.Tensor]
 
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
+_SUM_TOLERANCE = 1e-4  # of fp32 sums in another order
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
 
 
@@ -67,6 +71,27 @@ def place(
         PLACE.on(keys.device, keys.dtype).call(records, placement, keys, values, rotation, block_table)
 
 
+def kv_deviation(
+    fresh: Sequence[torch.Tensor],
+    loaded: Sequence[torch.Tensor],
+    measure: Measure = "kv",
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Squared distance of fresh and loaded rows, [rows] fp32; see `deviation.kv_deviation`.
+
+    Raises:
+        InvalidInputError: the shapes do not fit together.
+    """
+    kv_heads, rows, head_dim = fresh[0].shape
+    asked = loaded[0].shape[1] if positions is None else len(positions)
+    if loaded[0].shape[::2] != (kv_heads, head_dim) or asked != rows:
+        raise InvalidInputError(f"{list(fresh[0].shape)} fresh rows, {list(loaded[0].shape)} loaded, {asked} compared")
+    serves: Deviation = deviation.kv_deviation
+    if head_dim <= _MAX_HEAD_DIM:
+        serves = KV_DEVIATION.on(fresh[0].device, fresh[0].dtype).call
+    return serves(fresh, loaded, measure, positions)
+
+
 # ---- kernels ------------------------------------------------------------------------------------------------
 
 
@@ -80,6 +105,12 @@ def _load_triton_placing() -> Place:
     from cacheblend.core.kernels import placing_triton
 
     return placing_triton.place
+
+
+def _load_triton_deviation() -> Deviation:
+    from cacheblend.core.kernels import deviation_triton
+
+    return deviation_triton.kv_deviation
 
 
 def _serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -123,6 +154,20 @@ def placing_differs(kernel: Place, plain: Place, device: torch.device, dtype: to
     return ""
 
 
+def deviation_differs(kernel: Deviation, plain: Deviation, device: torch.device, dtype: torch.dtype) -> str:
+    """Compares scattered rows, by each measure."""
+    draw = torch.Generator().manual_seed(0)
+    fresh = torch.randn(2, 3, 37, 96, generator=draw).to(device, dtype).unbind()
+    loaded = torch.randn(2, 3, 300, 96, generator=draw).to(device, dtype).unbind()
+    positions = torch.randperm(300, generator=draw)[:37].to(device)
+    for measure in get_args(Measure):
+        found, expected = (each(fresh, loaded, measure, positions) for each in (kernel, plain))
+        error = float(((found - expected).abs() / expected).max())
+        if not error <= _SUM_TOLERANCE:
+            return f"differs from PyTorch by {error:.2g} of the sum ({measure}), more than {_SUM_TOLERANCE}"
+    return ""
+
+
 ATTEND_ROWS: Operation[AttendRows] = Operation(
     "attention of rows",
     attention.attend_rows,
@@ -135,4 +180,11 @@ PLACE: Operation[Place] = Operation(
     placing.place,
     [Kernel("Triton", _serves, _load_triton_placing)],
     placing_differs,
+)
+
+KV_DEVIATION: Operation[Deviation] = Operation(
+    "deviation",
+    deviation.kv_deviation,
+    [Kernel("Triton", _serves, _load_triton_deviation)],
+    deviation_differs,
 )

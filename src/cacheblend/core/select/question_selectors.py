@@ -11,9 +11,9 @@ from typing import ClassVar, Literal, TypeGuard, get_args
 import torch
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.select.selectors import (
     Candidates,
-    Measure,
     Selector,
     check_measure,
     check_ratio,
@@ -132,7 +132,9 @@ def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0, words:
     attention = candidates.attention
     if words and candidates.words is not None:
         attention = attention + words * candidates.words
-    _, span = torch.unique(_spans(candidates, candidates.segments, pool), return_inverse=True)
+    spans = _spans(candidates, candidates.segments, pool)
+    span = torch.zeros_like(spans)
+    span[1:] = (spans[1:] != spans[:-1]).cumsum(0)
     best = attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
     best = _with_lead(best, torch.zeros_like(span).scatter(0, span, candidates.segments), lead)
     by_row = torch.argsort(attention, descending=True, stable=True)
@@ -166,10 +168,8 @@ def _ranks(order: torch.Tensor) -> torch.Tensor:
 
 
 def _first_rows(ranks: torch.Tensor, count: int) -> torch.Tensor:
-    """Boolean [n]: the `count` rows of lowest rank; ranks are unique."""
-    keep = torch.zeros(len(ranks), dtype=torch.bool, device=ranks.device)
-    keep[torch.argsort(ranks)[:count]] = True
-    return keep
+    """The `count` rows of lowest rank, ascending; ranks are unique."""
+    return torch.argsort(ranks)[:count].sort().values
 
 
 def _check_question(pool: Pool, lead: int, question_rows: int, words: float) -> None:

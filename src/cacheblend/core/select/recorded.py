@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cacheblend.core.select.selectors import Candidates, Measure, Selector
+from cacheblend.core.kernels.deviation import Measure
+from cacheblend.core.select.selectors import Candidates, Selector, as_mask
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Recorded(Selector):
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """See `Selector`."""
-        keep = self.inner.select(candidates)
+        selected = self.inner.select(candidates)
         self.asked.append(candidates)
-        self.keeps.append(keep)
-        return keep
+        self.keeps.append(as_mask(selected, len(candidates.positions)))
+        return selected

@@ -7,13 +7,12 @@ its type. `core.select.question_selectors` has the selectors that use the questi
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
 
 from cacheblend.core.errors import InvalidInputError
-
-Measure = Literal["kv", "k", "v"]
+from cacheblend.core.kernels.deviation import Measure
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,17 @@ class Selector(Protocol):
         return "kv"
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """Boolean [n] on the candidates' device: True stays active."""
+        """The candidates that stay active, on their device: [m] int64 indices into them, ascending. Or boolean [n], for
+        which the host has to wait until the device knows how many there are."""
         ...
+
+
+def as_mask(selected: torch.Tensor, candidates: int) -> torch.Tensor:
+    """What `select` returned as boolean [candidates]: True stays active."""
+    if selected.dtype == torch.bool:
+        return selected
+    mask = torch.zeros(candidates, dtype=torch.bool, device=selected.device)
+    return mask.index_fill_(0, selected, value=True)
 
 
 @dataclass(frozen=True)
@@ -100,9 +108,7 @@ class Hkvd(Selector):
         deviation, layer = measured(candidates)
         ratio = self.ratios[self.check_layers.index(layer)]
         count = min(row_count(ratio, candidates.total), len(deviation))
-        keep = torch.zeros_like(deviation, dtype=torch.bool)
-        keep[deviation.topk(count).indices] = True
-        return keep
+        return deviation.topk(count).indices.sort().values
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class Threshold(Selector):
             raise InvalidInputError(f"a deviation bound is finite and at least 0, got {self.bound}")
 
     def select(self, candidates: Candidates) -> torch.Tensor:
-        """The rows above the bound."""
+        """The rows above the bound, as booleans: how many they are depends on the numbers."""
         return measured(candidates)[0] > self.bound
 
 
@@ -139,10 +145,7 @@ class Head(Selector):
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The rows nearest to the start of their chunk; ties go to the row that comes first in the prompt."""
         count = row_count(self.ratio, candidates.total)
-        order = torch.argsort(candidates.chunk_offsets, stable=True)
-        keep = torch.zeros_like(candidates.positions, dtype=torch.bool)
-        keep[order[:count]] = True
-        return keep
+        return torch.argsort(candidates.chunk_offsets, stable=True)[:count].sort().values
 
 
 @dataclass(frozen=True)
@@ -160,9 +163,7 @@ class RandomRows(Selector):
         n = len(candidates.positions)
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randperm(n, generator=generator)[: row_count(self.ratio, candidates.total)]
-        keep = torch.zeros(n, dtype=torch.bool)
-        keep[drawn] = True
-        return keep.to(candidates.positions.device)
+        return drawn.sort().values.to(candidates.positions.device)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class AllRows(Selector):
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """All candidates."""
-        return torch.ones_like(candidates.positions, dtype=torch.bool)
+        return torch.arange(len(candidates.positions), device=candidates.positions.device)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class NoRows(Selector):
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """No candidate."""
-        return torch.zeros_like(candidates.positions, dtype=torch.bool)
+        return candidates.positions.new_empty(0)
 
 
 def check_ratio(ratio: float) -> None:

@@ -74,7 +74,7 @@ def compute_logits(view: ModelView, answers: Sequence[Decoding]) -> None:
 def _forward(view: ModelView, answers: Sequence[Decoding]) -> torch.Tensor:
     """[answers, vocab] logits that follow the last token of each answer."""
     token_ids = torch.cat([answer.sampler.last_id for answer in answers])
-    positions = torch.tensor([answer.position for answer in answers], device=token_ids.device)
+    positions = torch.tensor([answer.position for answer in answers])
     runner, rows = HfLayerRunner(view, token_ids, positions), torch.arange(len(answers), device=token_ids.device)
     hidden = runner.embed()
     for layer in range(runner.num_layers):

@@ -39,7 +39,7 @@ class HfLayerRunner:
     Args:
         view: view of the model.
         token_ids: [rows] int64 on the model's device.
-        positions: [rows] int64.
+        positions: [rows] int64, best on the host, see `ModelView.open`.
     """
 
     def __init__(self, view: ModelView, token_ids: torch.Tensor, positions: torch.Tensor) -> None:

@@ -107,7 +107,7 @@ class Prefiller:
     def _open_runner(self, plan: BlendPlan) -> HfLayerRunner:
         first = plan.prefix_length
         ids = torch.from_numpy(plan.prompt.token_ids[first:].astype("i8")).to(self.device)
-        return HfLayerRunner(self._view, ids, torch.arange(first, len(plan), device=self.device))
+        return HfLayerRunner(self._view, ids, torch.arange(first, len(plan)))
 
     def _options(self, selector: Selector, decision: Decision | None) -> PrefillOptions:
         return PrefillOptions(

@@ -149,10 +149,12 @@ class ModelView:
 
         Args:
             token_ids: [n] int64 on the model's device.
-            positions: [n] int64. Rows at non-consecutive positions are passed to the model as sequences of one row
-                each: as one sequence, transformers would treat them as packed sequences and mask them from each other.
+            positions: [n] int64, best on the host, which looks at them. Rows at non-consecutive positions are passed
+                to the model as sequences of one row each: as one sequence, transformers would treat them as packed
+                sequences and mask them from each other.
         """
         shell, apart = _Shell(self, None), bool((positions.diff() != 1).any())
+        positions = positions.to(token_ids.device)
         ids, places = (part[:, None] if apart else part[None] for part in (token_ids, positions))
         with contextlib.suppress(_AllLayersSeenError):
             shell.model(input_ids=ids, position_ids=places, use_cache=False)
@@ -180,6 +182,7 @@ class ModelView:
             hidden: the last layer's output for these rows, [n, width].
             token_ids, positions: token ids and positions of the rows, [n] each.
         """
+        positions = positions.to(token_ids.device)
         shell = _Shell(self, (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
         out = shell.model(input_ids=token_ids[:, None], position_ids=positions[:, None], use_cache=False)
         logits: torch.Tensor = out.logits[:, 0]

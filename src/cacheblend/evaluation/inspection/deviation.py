@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cacheblend.core.kernels.deviation import kv_deviation
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.core.select.deviation import kv_deviation
 
 Array = npt.NDArray[np.float64]
 
