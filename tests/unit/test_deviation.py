@@ -70,7 +70,7 @@ def test_inputs_are_not_written_to() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_kernel_measures_as_pytorch_does(dtype: torch.dtype, data: st.DataObject) -> None:
     pytest.importorskip("triton", reason="Triton is not installed here")
     from cacheblend.core.kernels import deviation_triton

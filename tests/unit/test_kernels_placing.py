@@ -14,7 +14,7 @@ from cacheblend.core.plan.codec import CODECS, codec_of
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-6}  # of the number's size
 CODEC, DTYPE = st.sampled_from(list(CODECS)), st.sampled_from(list(STEP))
-SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+SETTINGS = settings(max_examples=130, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
 @st.composite
