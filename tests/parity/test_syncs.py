@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cacheblend.core.fuse import rows
 from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.registry import Served
 from cacheblend.core.select.question_selectors import Hybrid, Query
@@ -29,6 +30,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (operations.KV_DEVIATION, deviation_triton.kv_deviation),
     ):
         monkeypatch.setitem(operation._served, place, Served(kernel, "Triton"))
+    monkeypatch.setattr(rows, "_is_on_host", lambda tensor: False)  # this processor stands for a device
     real = interpreter.GridExecutor.__call__
 
     def call(*args: object, **options: object) -> object:

@@ -99,12 +99,18 @@ def test_what_does_not_fit_is_refused() -> None:
         Placement([], "zip")
     record, buffers = torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 20, 8)
     for piece, message in (
-        (Piece(0, 8, 0, 0, 8), "a record of 8 tokens has 1152 bytes; 2 heads of 8 in torch.float32 and raw have 1024"),
+        (
+            Piece(0, 8, 0, 0, 8),
+            "of 8 tokens is 1152 bytes of torch.float32 on cpu; 2 heads of 8 in torch.float32 and raw are 1024",
+        ),
         (Piece(1, 9, 0, 0, 9), "a piece is of record 1, but there are 1"),
         (Piece(0, 9, 0, 12, 9), "a piece ends at 21, but there are 20 rows"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             operations.place([record], Placement([piece]), *buffers)
+    halves = record.to(torch.bfloat16), buffers.to(torch.float16)  # as many bytes
+    with pytest.raises(InvalidInputError, match=r"of torch\.bfloat16 on cpu; .* of torch\.float16 on cpu"):
+        operations.place([halves[0]], Placement([Piece(0, 9, 0, 0, 9)]), *halves[1])
     pages = torch.zeros(2, 3, 4, 2, 8)
     with pytest.raises(InvalidInputError, match="a piece ends at 9, but there are 8 rows"):
         operations.place([record], Placement([Piece(0, 9, 0, 0, 9)]), *pages, None, torch.tensor([2, 0]))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.select.selectors import Candidates
 
@@ -109,10 +110,12 @@ class ActiveRows:
         """Drops the candidates that are not selected; all other rows stay active.
 
         Args:
-            selected: see `Selector.select`.
+            selected: see `Selector.select`. On a host its order is checked; on a device that would be waited for.
+
+        Raises:
+            InvalidInputError: it is no selection of these candidates.
         """
-        if selected.dtype == torch.bool:
-            selected = selected.nonzero().flatten()
+        selected = self._checked(selected)
         self.recomputed = len(selected)
         if len(selected) == len(self._candidates):
             return
@@ -121,10 +124,25 @@ class ActiveRows:
         stays = torch.ones_like(self.index, dtype=torch.bool).index_fill_(0, self._candidates, value=False)
         stays.index_fill_(0, self._candidates[selected], value=True)
         places = stays.cumsum(0) - 1  # among those that stay
-        active = torch.empty_like(self.index[: count + 1])  # the last takes what is dropped
+        active = torch.zeros_like(self.index[: count + 1])  # the last takes what is dropped
         active.scatter_(0, places.masked_fill_(~stays, count), torch.arange(len(self), device=active.device))
         self._candidates = places[self._candidates[selected]]
         self.hidden, self.index = self.hidden[active[:count]], self.index[active[:count]]
+
+    def _checked(self, selected: torch.Tensor) -> torch.Tensor:
+        """The selected candidates' indices."""
+        most = len(self._candidates)
+        if selected.dtype == torch.bool and selected.shape == (most,):
+            return selected.nonzero().flatten()
+        fits = selected.dtype == torch.int64 and selected.dim() == 1 and len(selected) <= most
+        if fits and _is_on_host(selected) and len(selected):
+            fits = bool((selected.diff() > 0).all()) and int(selected[0]) >= 0 and int(selected[-1]) < most
+        if not fits:
+            raise InvalidInputError(
+                f"a selector gave {selected.dtype} {list(selected.shape)} for {most} candidates; it gives their "
+                f"indices, int64, ascending, each once, or {most} booleans"
+            )
+        return selected
 
     def keep_last(self) -> None:
         """Leaves the last row alone, which is no candidate: in the last layer only its output is read."""
@@ -134,3 +152,8 @@ class ActiveRows:
     def of_runner(self, by_position: npt.NDArray[np.generic]) -> torch.Tensor:
         """[len(plan)] by position to [rows] of the runner, on its device."""
         return torch.from_numpy(by_position[self._plan.prefix_length :]).to(self.hidden.device)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Reading it waits for nothing."""
+    return tensor.device.type == "cpu"

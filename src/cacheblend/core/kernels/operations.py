@@ -57,14 +57,14 @@ def place(
     Does not wait for the device, so it cannot check that blocks of `block_table` are in the cache.
 
     Raises:
-        InvalidInputError: a record has not the bytes that the placement expects, or a piece ends behind the buffers.
+        InvalidInputError: see `placing.check_records`.
     """
     if block_table is None:
         kv_heads, length, head_dim = keys.shape
     else:
         page, kv_heads, head_dim = keys.shape[1:]
         length = page * len(block_table)
-    check_records(records, placement, kv_heads, head_dim, length, keys.dtype)
+    check_records(records, placement, keys, kv_heads, length)
     if head_dim > _MAX_HEAD_DIM or head_dim % 4:
         placing.place(records, placement, keys, values, rotation, block_table)
     else:

@@ -65,7 +65,7 @@ class Placement:
         self.stop = max((piece.stop for piece in pieces), default=0)
         self._runs = _moved_runs(self.pieces)
         self._turns: dict[tuple[KeyRotation, torch.device], list[Turn]] = {}
-        self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._tables: dict[tuple[KeyRotation | int, torch.device], torch.Tensor] = {}
         self._offsets = sorted({piece.offset for piece in self.pieces})
 
     def moves(self, rotation: KeyRotation, device: torch.device) -> list[tuple[int, int, Turn]]:
@@ -77,25 +77,23 @@ class Placement:
 
     def turns(self, rotation: KeyRotation, device: torch.device) -> torch.Tensor:
         """[2, offsets, rotary_dim / 2] fp32: cosines and sines of each offset of a piece, ascending."""
-        table = f"turns {id(rotation)}"
-        if (table, device) not in self._tables:
+        if (rotation, device) not in self._tables:
             turn = turn_by(rotation, torch.tensor(self._offsets, dtype=torch.int64))
-            self._tables[table, device] = torch.stack([turn.cos, turn.sin]).to(device)
-        return self._tables[table, device]
+            self._tables[rotation, device] = torch.stack([turn.cos, turn.sin]).to(device)
+        return self._tables[rotation, device]
 
     def tiles(self, rows: int, device: torch.device) -> torch.Tensor:
         """[n, 6] int64, pieces cut to at most so many rows: record, its tokens, first row in it, first row in the
         prompt, rows, and the index of the offset in `turns`, -1 for 0."""
-        table = f"tiles {rows}"
-        if (table, device) not in self._tables:
+        if (rows, device) not in self._tables:
             turn = {offset: index if offset else -1 for index, offset in enumerate(self._offsets)}
             cut = [
                 (p.record, p.tokens, p.first + at, p.start + at, min(rows, p.rows - at), turn[p.offset])
                 for p in self.pieces
                 for at in range(0, p.rows, rows)
             ]
-            self._tables[table, device] = torch.tensor(cut, dtype=torch.int64).view(-1, 6).to(device)
-        return self._tables[table, device]
+            self._tables[rows, device] = torch.tensor(cut, dtype=torch.int64).view(-1, 6).to(device)
+        return self._tables[rows, device]
 
 
 def place(
@@ -134,20 +132,31 @@ def place(
 
 
 def check_records(
-    records: Sequence[torch.Tensor], placement: Placement, kv_heads: int, head_dim: int, length: int, dtype: torch.dtype
+    records: Sequence[torch.Tensor], placement: Placement, keys: torch.Tensor, kv_heads: int, length: int
 ) -> None:
-    """Raises `InvalidInputError` if a record has not the bytes that pieces expect, or a piece ends behind `length`."""
+    """Checks what a kernel takes for granted: it would read and write where nothing is.
+
+    Args:
+        records, placement, keys: see `place`.
+        kv_heads: of the buffers.
+        length: rows that the buffers have.
+
+    Raises:
+        InvalidInputError: a piece ends behind the buffers, or its record is elsewhere or of another type or size.
+    """
     if placement.stop > length:
         raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
-    codec = codec_of(placement.codec)
+    codec, head_dim = codec_of(placement.codec), keys.shape[-1]
+    dtype = keys.dtype if placement.codec == "raw" else torch.uint8
     for piece in placement.pieces:
         if piece.record >= len(records):
             raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
-        record, wanted = records[piece.record], kv_heads * codec.head_bytes(piece.tokens, head_dim, dtype)
-        if record.nbytes != wanted:
+        record, wanted = records[piece.record], kv_heads * codec.head_bytes(piece.tokens, head_dim, keys.dtype)
+        if (record.nbytes, record.dtype, record.device) != (wanted, dtype, keys.device):
             raise InvalidInputError(
-                f"a record of {piece.tokens} tokens has {record.nbytes} bytes; {kv_heads} heads of {head_dim} in "
-                f"{dtype} and {placement.codec} have {wanted}"
+                f"a record of {piece.tokens} tokens is {record.nbytes} bytes of {record.dtype} on {record.device}; "
+                f"{kv_heads} heads of {head_dim} in {keys.dtype} and {placement.codec} are {wanted} of {dtype} on "
+                f"{keys.device}"
             )
 
 
