@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreReadOnlyError
 from cacheblend.core.naming import BlockName, chain_names, split_blocks
-from cacheblend.core.plan.blocks import Block
+from cacheblend.core.plan.blocks import Block, RecordMemory
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
@@ -504,14 +504,18 @@ class LosingStore(MemoryStore):
 
     lost: frozenset[BlockName] = frozenset()
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        lost = self.lost if layer > 1 else frozenset()
-        records = super().read_many(names, layer, heads)
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        lost = self.lost if layers[-1] > 1 else frozenset()
+        read = super().read_layers(names, layers, heads, memory)
         return [
-            BlockLostError([name], "checksum") if name in lost else record
-            for name, record in zip(names, records, strict=True)
+            BlockLostError([name], "checksum") if name in lost else records
+            for name, records in zip(names, read, strict=True)
         ]
 
 

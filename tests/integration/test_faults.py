@@ -148,16 +148,16 @@ def test_another_blocks_bytes(tier: Tier, faults: Faults) -> None:
 
 def fail_at(store: KVStore, number: int, event: Callable[[], object]) -> None:
     """Before that read of a layer something happens."""
-    reads, inner = 0, store.read_many
+    reads, inner = 0, store.read_layers
 
-    def read_many(*arguments: object) -> object:
+    def read_layers(*arguments: object) -> object:
         nonlocal reads
         reads += 1
         if reads == number:
             event()
         return inner(*arguments)  # type: ignore[arg-type]
 
-    store.read_many = read_many  # type: ignore[method-assign, assignment]
+    store.read_layers = read_layers  # type: ignore[method-assign, assignment]
 
 
 def check_all_recomputed(engine: BlendEngine) -> None:

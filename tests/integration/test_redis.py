@@ -71,16 +71,16 @@ def test_a_server_that_dies_between_two_layers_costs_a_recompute_and_no_answer(
 ) -> None:
     model = tiny_model("llama")
     with open_store(server.url) as store, open_engine(model, store=store, read_ahead=0) as engine:
-        reads, inner = 0, store.read_many
+        reads, inner = 0, store.read_layers
 
-        def read_many(*arguments: object) -> object:
+        def read_layers(*arguments: object) -> object:
             nonlocal reads
             reads += 1
             if reads == 3:
                 server.kill()
             return inner(*arguments)  # type: ignore[arg-type]
 
-        store.read_many = read_many  # type: ignore[method-assign, assignment]
+        store.read_layers = read_layers  # type: ignore[method-assign, assignment]
         started = time.monotonic()
         answer = engine.generate(RAG, FOUR, ratio=1.0)
         assert answer.report.fallbacks and "does not answer" in answer.report.fallbacks[0]

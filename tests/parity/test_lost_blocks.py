@@ -8,6 +8,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import Head, Hkvd, NoRows, Selector
@@ -44,15 +45,19 @@ class LossyStore(MemoryStore):
         self.losses: list[Loss] = []
         self.failed: set[BlockName] = set()
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        records = super().read_many(names, layer, heads)
-        return [self._lost(name, layer) or record for name, record in zip(names, records, strict=True)]
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        read = super().read_layers(names, layers, heads, memory)
+        return [self._lost(name, layers) or records for name, records in zip(names, read, strict=True)]
 
-    def _lost(self, name: BlockName, layer: int) -> BlockLostError | None:
+    def _lost(self, name: BlockName, layers: range) -> BlockLostError | None:
         for loss in self.losses:
-            if loss.name == name and layer >= loss.layer and len(self.failed - {name}) >= loss.after:
+            if loss.name == name and layers[-1] >= loss.layer and len(self.failed - {name}) >= loss.after:
                 self.failed.add(name)
                 return BlockLostError([name], REASON)
         return None

@@ -199,13 +199,13 @@ def test_interleaved_question_passes(selector: str) -> None:
 def test_each_layer_is_read_once(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(tiny_model("llama")) as engine:
         reads = []
-        read_many = engine.store.read_many
+        read_layers = engine.store.read_layers
 
-        def read(names: Sequence[BlockName], layer: int, heads: slice | None = None) -> list[Any]:
-            reads.extend((name, layer) for name in names)
-            return read_many(names, layer, heads)
+        def read(names: Sequence[BlockName], layers: range, *options: Any) -> list[Any]:
+            reads.extend((name, layer) for name in names for layer in layers)
+            return read_layers(names, layers, *options)
 
-        monkeypatch.setattr(engine.store, "read_many", read)
+        monkeypatch.setattr(engine.store, "read_layers", read)
         engine.prefill(RAG, selector=SELECTORS[selector])
     assert len(reads) == len(set(reads)) == 4 * (2 + 3 + 4)  # blocks of 16 in chunks of 25, 40 and 50
 

@@ -34,7 +34,7 @@ class Holds:
     def find(self, names: list[BlockName]) -> list[BlockEntry | None]:
         return [self.entries.get(name) for name in names]
 
-    def read_many(self, *_: object) -> list[object]:
+    def read_layers(self, *_: object) -> list[object]:
         raise AssertionError("a decision reads nothing")
 
 

@@ -15,7 +15,7 @@ from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, root_name
-from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
@@ -45,18 +45,31 @@ class FakeSource:
         generator = torch.Generator().manual_seed(int.from_bytes(name[:6], "little") + layer)
         return torch.randn(shape.kv_heads, 2, len(self.held[name]), shape.head_dim, generator=generator)
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
         self.threads.add(threading.current_thread().name)
-        time.sleep(self.delay_s * len(names))
-        self.reads += [(name, layer) for name in names]
+        time.sleep(self.delay_s * len(names) * len(layers))
+        self.reads += [(name, layer) for name in names for layer in layers]
+        heads = slice(None) if heads is None else heads
         return [
             BlockLostError([name], "gone")
-            if (name, layer) in self.lost
-            else self.record(name, layer)[slice(None) if heads is None else heads]
+            if any((name, layer) in self.lost for layer in layers)
+            else [self._in(memory, self.record(name, layer)[heads]) for layer in layers]
             for name in names
         ]
+
+    @staticmethod
+    def _in(memory: RecordMemory | None, record: torch.Tensor) -> torch.Tensor:
+        if memory is None:
+            return record
+        taken = memory(record.nbytes)
+        taken.copy_(record.contiguous().view(-1).view(torch.uint8))
+        return taken.view(record.dtype).view(record.shape)
 
 
 def planned(drop: int | None = None) -> tuple[BlendPlan, FakeSource]:
@@ -77,9 +90,13 @@ class _Nothing:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [None] * len(names)
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
         raise AssertionError
 
 
@@ -281,11 +298,15 @@ class GatedSource(FakeSource):
         super().__init__(plan)
         self.gates = [threading.Event() for _ in LAYOUT.layers]
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        self.gates[layer].wait()
-        return super().read_many(names, layer, heads)
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        self.gates[layers[-1]].wait()
+        return super().read_layers(names, layers, heads, memory)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

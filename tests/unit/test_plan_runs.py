@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, chain_names, join_ids, root_name, split_blocks
-from cacheblend.core.plan.blocks import BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape
+from cacheblend.core.plan.blocks import BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
@@ -33,9 +33,13 @@ class CountingSource:
         self.finds += 1
         return [BlockEntry(self.held[n], LAYOUT, "memory") if n in self.held else None for n in names]
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
         raise AssertionError("a plan reads no records")
 
 

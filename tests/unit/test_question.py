@@ -14,7 +14,7 @@ from cacheblend.core.fuse.question import rows_to_ask
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.naming import BlockName, root_name
-from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
+from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
@@ -89,9 +89,13 @@ class Holds:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [self.entries.get(name) for name in names]
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
         raise AssertionError("a plan reads no records")
 
 

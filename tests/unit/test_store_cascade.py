@@ -10,7 +10,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block
+from cacheblend.core.plan.blocks import Block, RecordMemory
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
 from cacheblend.store.combined import CascadeStore, ThrottledStore, TieredStore
 from cacheblend.store.speed import named_tiers
@@ -27,12 +27,16 @@ class Broken(MemoryStore):
 
     from_layer = 0
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        if layer >= self.from_layer:
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        if layers[-1] >= self.from_layer:
             return [BlockLostError([name], "broken") for name in names]
-        return super().read_many(names, layer, heads)
+        return super().read_layers(names, layers, heads, memory)
 
 
 def test_a_write_goes_to_all_of_them_and_the_nearest_has_it_at_once() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, LayerShape
+from cacheblend.core.plan.blocks import Block, LayerShape, RecordMemory
 from cacheblend.store import MemoryStore, TieredStore
 from cacheblend.store.combined import ThrottledStore
 from store_blocks import make_block, same_bits
@@ -26,11 +26,15 @@ class Back(ThrottledStore):
         super().__init__(1e15, tier="slow", max_bytes=1 << 24)
         self.reads: list[tuple[BlockName, int, slice | None]] = []
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        self.reads += [(name, layer, heads) for name in names]
-        return super().read_many(names, layer, heads)
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        self.reads += [(name, layer, heads) for name in names for layer in layers]
+        return super().read_layers(names, layers, heads, memory)
 
 
 def stored(count: int = 1, shapes: Sequence[LayerShape] = SHAPES[:2]) -> tuple[Back, list[Block]]:

@@ -94,8 +94,8 @@ def test_a_read_that_hangs_in_one_folder_stops_nobody_elsewhere(
     for block in blocks:
         store.write(block)
     hanging, other = store.members  # type: ignore[attr-defined]
-    read = hanging.read_many
-    monkeypatch.setattr(hanging, "read_many", lambda *arguments: answers.wait(60) and read(*arguments))
+    read = hanging.read_layers
+    monkeypatch.setattr(hanging, "read_layers", lambda *arguments: answers.wait(60) and read(*arguments))
     in_hanging = [block.name for block in blocks if hanging.find([block.name])[0] is not None]
     in_other = [block.name for block in blocks if other.find([block.name])[0] is not None]
     readers = [threading.Thread(target=store.read_many, args=(in_hanging[:1], 0)) for _ in range(16)]
@@ -124,10 +124,10 @@ def test_a_store_is_closed_although_a_read_hangs_and_who_waits_is_told(
     (holder,) = [each for each in store.members if each.find([block.name]) != [None]]  # type: ignore[attr-defined]
     begun = threading.Semaphore(0)
 
-    def read_many(*arguments: object) -> list[object]:
+    def read_layers(*arguments: object) -> list[object]:
         begun.release()
         answers.wait(60)
-        return [None]
+        return [[None]]
 
     def reader() -> None:
         try:
@@ -135,7 +135,7 @@ def test_a_store_is_closed_although_a_read_hangs_and_who_waits_is_told(
         except Exception as error:
             told.append(error)
 
-    monkeypatch.setattr(holder, "read_many", read_many)
+    monkeypatch.setattr(holder, "read_layers", read_layers)
     readers = [threading.Thread(target=reader) for _ in range(striped.CALLS + 3)]
     for each in readers:
         each.start()
@@ -158,7 +158,7 @@ import sys, threading
 from cacheblend.store import open_store
 store = open_store(sys.argv[1])
 for member in store.members:
-    member.read_many = lambda *arguments: threading.Event().wait()
+    member.read_layers = lambda *arguments: threading.Event().wait()
 threading.Thread(target=store.read_many, args=([bytes(32)], 0), daemon=True).start()
 """
 

@@ -52,7 +52,7 @@ class Holds:
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         return [self.entries.get(name) for name in names]
 
-    def read_many(self, *_: Any) -> list[Any]:
+    def read_layers(self, *_: Any) -> list[Any]:
         raise AssertionError("a decision reads nothing")
 
 

@@ -97,7 +97,7 @@ def _inject(place: str, owner: Any, name: str) -> None:
 for _place, (_owner, _name) in PLACES.items():
     _inject(_place, _owner, _name)
 
-_real_step, _real_read = Worker.step, DiskStore.read_many
+_real_step, _real_read = Worker.step, DiskStore.read_layers
 
 
 def _step(self: Any, jobs: Any) -> None:
@@ -109,16 +109,16 @@ def _step(self: Any, jobs: Any) -> None:
         _is_in_step = False
 
 
-def _read_many(self: Any, *args: Any, **options: Any) -> Any:
+def _read_layers(self: Any, *args: Any, **options: Any) -> Any:
     global _disk_reads
-    _disk_reads += len(args[0])
+    _disk_reads += len(args[0]) * len(args[1])
     time.sleep(_delay_s)
     _answers.wait()
     return _real_read(self, *args, **options)
 
 
 Worker.step = _step  # type: ignore[method-assign]
-DiskStore.read_many = _read_many  # type: ignore[method-assign]
+DiskStore.read_layers = _read_layers  # type: ignore[method-assign]
 
 
 class Injecting:

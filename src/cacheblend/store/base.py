@@ -14,7 +14,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource, ChunkManifest
+from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource, ChunkManifest, RecordMemory
 
 Progress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all)."""
@@ -109,18 +109,28 @@ class KVStore(BlockSource):
         return [entry is not None for entry in self.find(names)]
 
     @abstractmethod
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """One layer's records of several blocks, of all heads or of `heads`; the error where a block is lost.
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `BlockSource.read_layers`. A remote store asks once for all blocks and layers.
 
-        Records have the shape and dtype of their block's layout, are on the CPU and verified. A tensor stays valid
-        for as long as it is referenced, whatever happens to the block. It may share memory with the store: do not
-        write to it. A damaged block is reported and removed. A remote store asks once for all blocks.
+        A tensor stays valid for as long as it is referenced, whatever happens to the block; in `memory`, for as long as
+        that does.
 
         Raises:
             InvalidInputError: no such layer, or `heads` is not a non-empty run of its heads.
         """
+
+    def read_many(
+        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
+    ) -> list[torch.Tensor | BlockLostError]:
+        """One layer's records of several blocks, as `read_layers` returns them; the error where a block is lost."""
+        read = self.read_layers(names, range(layer, layer + 1), heads)
+        return [each if isinstance(each, BlockLostError) else each[0] for each in read]
 
     def read(self, name: BlockName, layer: int, heads: slice | None = None) -> torch.Tensor:
         """One block's record, as `read_many` returns it.
@@ -287,7 +297,7 @@ class FindCounter:
 def read_all_layers(store: KVStore, names: Sequence[BlockName]) -> None:
     """Finds these blocks and reads every layer of them, one block after the other; skips lost blocks."""
     for name, entry in zip(names, store.find(names), strict=True):
-        for layer in range(len(entry.layout.layers) if entry else 0):
+        for layer in range(len(entry.layout.layers) if entry else 0):  # a whole block may be more than a timeout allows
             if isinstance(store.read_many([name], layer)[0], BlockLostError):
                 break
 

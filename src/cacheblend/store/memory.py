@@ -13,7 +13,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
 from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range
 from cacheblend.store.eviction import eviction_of
@@ -87,20 +87,24 @@ class MemoryStore(KVStore):
             return None
         return BlockEntry(held.token_ids, held.layout, "memory", held.parent)
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`. The stored tensors themselves, or views of them."""
-        return [self._record(name, layer, heads) for name in names]
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `KVStore.read_layers`. The stored tensors themselves, or views of them."""
+        return [self._records(name, layers, heads) for name in names]
 
-    def _record(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | BlockLostError:
-        record = self.peek(name, layer)
-        if record is None:
-            return BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)")
-        if heads is None:
-            return record
-        start, stop = head_range(heads, record.shape[0])
-        return record[start:stop]
+    def _records(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | BlockLostError:
+        records = []
+        for layer in layers:
+            record = self.peek(name, layer)
+            if record is None:
+                return BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)")
+            records.append(record if heads is None else record[slice(*head_range(heads, record.shape[0]))])
+        return records
 
     def peek(self, name: BlockName, layer: int) -> torch.Tensor | None:
         """The record of a whole or partial block, None if it is not here. Does not mark the block as used.

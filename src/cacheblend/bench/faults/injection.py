@@ -38,7 +38,7 @@ PLACES = {
     "gather": f"{_VLLM}.worker.capture_writer:CaptureWriter.gather",
     "gather heads": f"{_VLLM}.compat_ranks:TensorParallel.gather_heads",
     "host copy": f"{_VLLM}.worker.capture_writer:CaptureWriter._on_host",
-    "store read": f"{_DISK}.read_many",
+    "store read": f"{_DISK}.read_layers",
     "store find": f"{_DISK}.find",
     "store write": f"{_DISK}.write",
     "store list": f"{_DISK}.manifests",

@@ -22,13 +22,15 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.kernels.operations import place
 from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.core.load.staging import Staging
+from cacheblend.core.load.staging import Lease, Staging
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 
 AHEAD_BYTES = 1 << 30  # bounds the buffers of layers that are loaded ahead; one layer is always loaded ahead
+_AT_ONCE = 1 << 20  # bytes of a block that are worth a read of their own
+_MOMENT_S = 0.002  # layers are read together while that takes no longer: so long a layer may wait for others
 
 
 class LayerKV(NamedTuple):
@@ -44,10 +46,12 @@ class LayerKV(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """One layer's records as stored, and the seconds that reading took, by tier."""
+    """One layer's records as stored, on the CPU or the device; the seconds that reading took, by tier; and the memory
+    that they lie in, with those of other layers."""
 
-    records: dict[BlockName, torch.Tensor]
+    records: Mapping[BlockName, torch.Tensor]
     seconds: dict[str, float]
+    lease: Lease
 
 
 class _Loaded(NamedTuple):
@@ -58,6 +62,9 @@ class _Loaded(NamedTuple):
     seconds: float
     read: dict[str, float]
     done: Any = None
+
+
+_Group = dict[int, _Read] | dict[int, _Loaded]
 
 
 class LayerLoader:
@@ -109,10 +116,13 @@ class LayerLoader:
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._spans = [s for s in found if s.name != RESIDENT]
         self._resident = resident if len(self._spans) < len(found) else None
-        self._read_ahead = min(read_ahead, self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes))
+        most_ahead = self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes)
+        self._read_ahead = min(read_ahead, most_ahead)
         exact, reused = ([s for s in self._spans if (s.source is Source.LOADED) == is_reused] for is_reused in (0, 1))
         self._exact, self._reused = _Placed.of(exact, "raw"), _Placed.of(reused, codec)
-        self._pending: dict[int, Future[_Read] | Future[_Loaded]] = {}
+        self._next = 0  # the first layer that has not been asked for
+        self._together, self._most = 1, min(most_ahead, self._most_together())
+        self._pending: dict[int, Future[dict[int, _Read]] | Future[dict[int, _Loaded]]] = {}
         self._given: dict[int, LayerKV] = {}
         self._threads = threads
         self._reader: DaemonPool | CallsInOrder | None = None
@@ -135,7 +145,8 @@ class LayerLoader:
         try:
             self._schedule(index)
             pending = self._pending.pop(index, None)
-            got = self._read(index) if pending is None else pending.result()
+            group: _Group = self._read(range(index, index + 1)) if pending is None else pending.result()
+            got = group[index]
             loaded = self._fill(index, got, self._buffers(index)) if isinstance(got, _Read) else got
             self._staging.wait(loaded.done)
             if self._resident is not None:
@@ -192,46 +203,78 @@ class LayerLoader:
 
     def _schedule(self, index: int) -> None:
         """Has this layer and those ahead of it read, as far as they have records."""
-        for ahead in range(index, min(index + self._read_ahead, len(self._layout.layers) - 1) + 1):
-            if self._read_ahead and ahead not in self._pending and self._spans_of(ahead):
-                self._pending[ahead] = self._submit(ahead)
+        last = min(index + self._read_ahead, len(self._layout.layers) - 1) if self._read_ahead else -1
+        self._next = max(self._next, index)
+        while self._next <= last:
+            layers = self._group_from(self._next)
+            if self._spans_of(layers.start):
+                self._pending |= dict.fromkeys(layers, self._submit(layers))
+            self._next = layers.stop
 
-    def _submit(self, index: int) -> "Future[_Read] | Future[_Loaded]":
+    def _group_from(self, start: int) -> range:
+        """The layers that are read at once: as many as are read in a moment, all with the same spans."""
+        ends = [start + self._together, len(self._layout.layers)]
+        if start < self._first_reused_layer:
+            ends.append(self._first_reused_layer)
+        return range(start, min(ends))
+
+    def _most_together(self) -> int:
+        """The most layers that are worth reading at once: reads of larger parts of a file cost no less by byte."""
+        tokens = max((span.record_tokens or len(span) for span in self._spans), default=1)
+        return -(-_AT_ONCE * len(self._layout.layers) // self._layout.block_bytes(tokens))
+
+    def _submit(self, layers: range) -> "Future[dict[int, _Read]] | Future[dict[int, _Loaded]]":
         if self._reader is None:
             shared = self._threads
             self._reader = DaemonPool(1, "cacheblend-loader") if shared is None else CallsInOrder(shared)
         if not self._overlap:
-            return self._reader.submit(self._read, index)
+            return self._reader.submit(self._read, layers)
         # Allocated on the caller's stream, which frees it: else torch caches a whole KV cache for the other stream.
+        buffers = [self._buffers(index) for index in layers]
         mode = torch.is_inference_mode_enabled()  # of this thread, and so of the buffers
-        return self._reader.submit(self._load_overlapped, index, self._buffers(index), self._staging.now(), mode)
+        return self._reader.submit(self._load_overlapped, layers, buffers, self._staging.now(), mode)
 
-    def _load_overlapped(self, index: int, kv: LayerKV, allocated: Any, inference_mode: bool) -> _Loaded:
+    def _load_overlapped(
+        self, layers: range, buffers: Sequence[LayerKV], allocated: Any, inference_mode: bool
+    ) -> dict[int, _Loaded]:
         with torch.inference_mode(inference_mode), torch.no_grad(), self._staging.stream():
-            read = self._read(index)
-            return self._fill(index, read, kv, allocated)._replace(done=self._staging.now())
+            group = self._read(layers)
+            sent = self._staging.send({(i, name): r for i, read in group.items() for name, r in read.records.items()})
+            loaded = {}
+            for index, kv in zip(layers, buffers, strict=True):
+                read = group[index]._replace(records={name: sent[index, name] for name in group[index].records})
+                loaded[index] = self._fill(index, read, kv, allocated)
+            return loaded
 
     def _buffers(self, index: int) -> LayerKV:
         shape = self._layout.layers[index]
         size = (shape.kv_heads, len(self._plan), shape.head_dim)
         return LayerKV(*(torch.zeros(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
 
-    def _read(self, index: int) -> _Read:
-        spans, seconds = self._spans_of(index), dict[str, float]()
-        records: dict[BlockName, torch.Tensor] = {}
+    def _read(self, layers: range) -> dict[int, _Read]:
+        """Reads layers that have the same spans."""
+        seconds, lease = dict[str, float](), self._staging.memory.lease(len(layers))
+        records: dict[BlockName, list[torch.Tensor]] = {}
         lost: dict[BlockName, BlockLostError] = {}
-        for tier, names in _by_tier(spans).items():
+        for tier, names in _by_tier(self._spans_of(layers.start)).items():
             asked = time.perf_counter()
-            for name, record in zip(names, self._source.read_many(names, index, self._heads), strict=True):
-                if isinstance(record, BlockLostError):
-                    lost[name] = record
+            read = self._source.read_layers(names, layers, self._heads, lease.take)
+            for name, found in zip(names, read, strict=True):
+                if isinstance(found, BlockLostError):
+                    lost[name] = found
                 else:
-                    records[name] = record
-            seconds[tier] = time.perf_counter() - asked
+                    records[name] = found
+            seconds[tier] = (time.perf_counter() - asked) / len(layers)
+        is_slow = sum(seconds.values()) * len(layers) > _MOMENT_S
+        self._together = max(1, len(layers) // 2) if is_slow else min(self._most, 2 * len(layers))
         if lost:
             *_, reason = (error.reason for error in lost.values())
-            raise BlockLostError(list(lost), f"layer {index}: {reason}")
-        return _Read(records, seconds)
+            which = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start} to {layers.stop - 1}"
+            raise BlockLostError(list(lost), f"{which}: {reason}")
+        return {
+            index: _Read({name: found[number] for name, found in records.items()}, seconds, lease)
+            for number, index in enumerate(layers)
+        }
 
     def _spans_of(self, index: int) -> list[Span]:
         """The spans that are read for a layer."""
@@ -241,12 +284,14 @@ class LayerLoader:
     def _fill(self, index: int, read: _Read, kv: LayerKV, allocated: Any = None) -> _Loaded:
         """Writes records into the buffers, after the event `allocated`, when the device has them."""
         started = time.perf_counter()
-        on_device = {name: self._staging.send(record) for name, record in read.records.items()}
+        on_device = self._staging.send(read.records)
         self._staging.wait(allocated, kv)
         self._exact.fill(kv, on_device, None)
         if index >= self._first_reused_layer:
             self._reused.fill(kv, on_device, self._rotations[index])
-        return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds)
+        done = self._staging.now()
+        read.lease.release(done)
+        return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds, done)
 
     @staticmethod
     def _put_resident(kv: LayerKV, record: torch.Tensor) -> None:

@@ -1,32 +1,155 @@
-"""A separate CUDA stream for loading, so that copies overlap with computing.
+"""Memory of fixed size that records are read into, and CUDA's stream for loading: copies overlap with computing.
 
-Records go through pinned memory, and are decompressed and written into their buffers on that stream while layers
-compute on another, which waits for the result. Streams wait for each other; the host waits for neither. On a CPU all
-methods do nothing.
+    store ── read ──▶ slabs ── one copy a slab ──▶ device ── place ──▶ buffers       all of it on the loading stream
+                        ▲                            │
+                        └──── event: copied ─────────┘
+
+A layer's records lie in slabs, which are pinned where a GPU copies from them. A slab is used again once the device has
+copied it: who reads faster than the device copies waits for it, and for nobody else. Where all slabs wait to be used by
+the host, records get ordinary memory instead: a wait could be for a reader of the same thread.
+
+Streams wait for each other; the host waits for neither. On a CPU there are slabs, and nothing is copied.
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+SLAB_BYTES = 16 << 20
+CPU_BYTES = 64 << 20
+"""Staging memory of a process that computes on the CPU: it spares the system new pages for each read."""
+
+PINNED_BYTES = 256 << 20
+"""Staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model."""
+
+_ALIGNMENT = 4096  # as direct reads need it
+Key = TypeVar("Key")
+
+
+class StagingMemory:
+    """Slabs of memory, made when they are needed and then kept; safe to call from several threads.
+
+    Args:
+        nbytes: of all slabs, at most.
+        slab_bytes: of one; a larger record gets memory of its own.
+        pinned: memory that a GPU copies from without the host.
+    """
+
+    def __init__(self, nbytes: int, slab_bytes: int = SLAB_BYTES, *, pinned: bool = False) -> None:
+        self.slab_bytes, self._pinned = slab_bytes, pinned
+        self._most = nbytes // slab_bytes
+        self._made = 0
+        self._free: list[torch.Tensor] = []  # the last one used is used next: it is in the processor's cache
+        self._copied: deque[tuple[Any, list[torch.Tensor]]] = deque()  # slabs that the device copies until an event
+        self._lock = threading.Lock()
+
+    def lease(self, uses: int = 1) -> "Lease":
+        """Slabs for the records of one read, whose records are used up in so many parts."""
+        return Lease(self, uses)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slabs that have been made."""
+        return self._made * self.slab_bytes
+
+    def slab(self) -> torch.Tensor | None:
+        """A slab that nobody uses, uint8 [slab_bytes]; waits for the device if only copies use one; None: none left."""
+        with self._lock:
+            while self._copied and ((not self._free and self._made == self._most) or self._copied[0][0].query()):
+                event, slabs = self._copied.popleft()
+                event.synchronize()
+                self._free += slabs
+            if self._free:
+                return self._free.pop()
+            if self._made == self._most:
+                return None
+            self._made += 1
+        try:
+            return _aligned(self.slab_bytes, self._pinned)
+        except BaseException:
+            self.forget(1)
+            raise
+
+    def plain(self, nbytes: int) -> torch.Tensor:
+        """Memory that is not kept, uint8 [nbytes]."""
+        return _aligned(nbytes, self._pinned)
+
+    def give_back(self, slabs: list[torch.Tensor], event: Any) -> None:
+        """Takes slabs back that the device copies until an event; None: that nobody uses."""
+        with self._lock:
+            if event is None:
+                self._free += slabs
+            else:
+                self._copied.append((event, slabs))
+
+    def forget(self, count: int) -> None:
+        """So many slabs are gone; others may be made for them."""
+        with self._lock:
+            self._made -= count
+
+
+class Lease:
+    """Memory for the records of one read; slabs go back once every part of the records has been used up.
+
+    Dropped before that, its slabs are not used again: something may still read from them, or write to them.
+    """
+
+    def __init__(self, memory: StagingMemory, uses: int) -> None:
+        self._memory, self._uses = memory, uses
+        self._slabs: list[torch.Tensor] = []
+        self._used = memory.slab_bytes  # bytes of the last slab
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Memory for one record, uint8 [nbytes]; a `RecordMemory`."""
+        if nbytes > self._memory.slab_bytes:
+            return self._memory.plain(nbytes)
+        with self._lock:
+            if self._used + nbytes > self._memory.slab_bytes:
+                slab = self._memory.slab()
+                if slab is None:
+                    return self._memory.plain(nbytes)
+                self._slabs.append(slab)
+                self._used = 0
+            slab, start = self._slabs[-1], self._used
+            self._used += nbytes + -nbytes % _ALIGNMENT
+        return slab.narrow(0, start, nbytes)
+
+    def release(self, event: Any = None) -> None:
+        """One part of the records has been used up, on a device once `event` has passed."""
+        with self._lock:
+            self._uses -= 1
+            slabs = self._slabs if not self._uses else []
+            self._slabs = [] if slabs else self._slabs
+        if slabs:  # a device's events pass in the order of its stream: the last part's is the last
+            self._memory.give_back(slabs, event)
+
+    def __del__(self) -> None:
+        if self._slabs:
+            self._memory.forget(len(self._slabs))
+
 
 class Staging:
-    """One request's use of the loading stream.
+    """One request's use of the staging memory and of the loading stream.
 
     Args:
         device: on which records are needed.
 
     Attributes:
         device: the same with its index.
+        memory: that records are read into.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index is None:  # another thread may have another device
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
+        self.memory = memory_of(device)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -37,14 +160,20 @@ class Staging:
         with torch.cuda.device(self.device), torch.cuda.stream(_stream(self.device)):
             yield
 
-    def send(self, record: torch.Tensor) -> torch.Tensor:
-        """The record on the device; the copy may still be in progress on the current stream.
+    def send(self, records: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """The records on the device; copies may still be in progress on the current stream.
 
-        torch reuses freed pinned memory only once its copy is done.
+        Those that lie in the same pinned memory are copied together. torch uses freed pinned memory again only once its
+        copies are done.
         """
-        if self.device.type != "cuda" or record.is_cuda:
-            return record
-        return record.pin_memory().to(self.device, non_blocking=True)
+        if self.device.type != "cuda":
+            return dict(records)
+        here = {key: record for key, record in records.items() if record.is_cuda}
+        return here | moved_together({k: r for k, r in records.items() if k not in here}, self._copied)
+
+    def _copied(self, data: torch.Tensor) -> torch.Tensor:
+        pinned = data if data.is_pinned() else data.pin_memory()
+        return pinned.to(self.device, non_blocking=True)
 
     def now(self) -> Any:
         """An event for `wait`: all work started so far on the current stream is done."""
@@ -66,8 +195,53 @@ class Staging:
             tensor.record_stream(stream)
 
 
+def moved_together(
+    records: Mapping[Key, torch.Tensor], copied: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[Key, torch.Tensor]:
+    """Copies of contiguous records; `copied` is called with uint8 [bytes], once for those that lie close together."""
+    by_storage: dict[int, list[Key]] = {}
+    for key, record in records.items():
+        by_storage.setdefault(record.untyped_storage().data_ptr(), []).append(key)
+    moved: dict[Key, torch.Tensor] = {}
+    for keys in by_storage.values():
+        starts = {key: int(records[key].storage_offset()) * records[key].element_size() for key in keys}
+        flat = torch.empty(0, dtype=torch.uint8).set_(records[keys[0]].untyped_storage())
+        for run in _close(sorted(keys, key=starts.__getitem__), starts, records):
+            first = starts[run[0]]
+            data = copied(flat[first : starts[run[-1]] + records[run[-1]].nbytes])
+            for key in run:
+                record, start = records[key], starts[key] - first
+                moved[key] = data[start : start + record.nbytes].view(record.dtype).view(record.shape)
+    return moved
+
+
+def _close(keys: Sequence[Key], starts: Mapping[Key, int], records: Mapping[Key, torch.Tensor]) -> Iterator[list[Key]]:
+    """Keys in the order of their bytes, those together between whose bytes there is at most the rest of a page."""
+    run: list[Key] = []
+    for key in keys:
+        if run and starts[key] - starts[run[-1]] - records[run[-1]].nbytes >= _ALIGNMENT:
+            yield run
+            run = []
+        run.append(key)
+    yield run
+
+
+@cache
+def memory_of(device: torch.device) -> StagingMemory:
+    """The process's staging memory for a device."""
+    is_cuda = device.type == "cuda"
+    return StagingMemory(PINNED_BYTES if is_cuda else CPU_BYTES, pinned=is_cuda)
+
+
 @cache
 def _stream(device: torch.device) -> Any:
     """One for each device: torch caches memory by stream, so a stream for each request would cost memory for each."""
     make: Any = torch.cuda.Stream  # torch has no types for it
     return make(device)
+
+
+def _aligned(nbytes: int, pinned: bool) -> torch.Tensor:
+    if pinned:  # aligned by itself; torch rounds the size up to a power of 2
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % _ALIGNMENT :][:nbytes]

@@ -9,7 +9,7 @@ so that a layer of a block is one read, and a tensor-parallel rank reads only it
 is uint8 [kv_heads, bytes of a head].
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +21,12 @@ from cacheblend.core.plan.codec import codec_of
 
 UNKNOWN = BlockName(b"")
 """Parent of a block of which only the records are used."""
+
+RecordMemory = Callable[[int], torch.Tensor]
+"""Gives memory for records of so many bytes: uint8 [bytes] on the CPU, writable, at a multiple of 4096 if it can.
+
+Called by several threads; who gives it says how long it lasts.
+"""
 
 
 @dataclass(frozen=True)
@@ -137,12 +143,23 @@ class BlockSource(Protocol):
         damaged or vanished block, but returns None for it."""
         ...
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """A layer's records of several blocks, of all heads or of `heads`, in the form of each block's layout.
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """Records of some layers of several blocks: for each block one for each layer, in the form of its layout.
 
-        Records are on the CPU and verified. They may share memory with the store: do not write to them. A block that
-        is gone or damaged gives the error instead; a damaged block has been reported and removed.
+        Records have all heads, or `heads`. They are on the CPU, or on the device that the store keeps them on, and
+        verified. They may share memory with the store: do not write to them. A block of which a layer is gone or
+        damaged gives the error instead; a damaged block has been reported and removed.
+
+        Args:
+            names: the blocks.
+            layers: with a step of 1; layers that lie next to each other are read at once.
+            heads: a run of heads, the same in each layer; None: all.
+            memory: where records that the store does not hold in memory are put; None: in memory of their own.
         """
         ...

@@ -19,7 +19,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry
+from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, FindCounter, KVStore, StoreStats, read_all_layers
 from cacheblend.store.combined.base import CombinedStore, TierNames
 from cacheblend.store.writer import WriteBehind
@@ -96,24 +96,28 @@ class CascadeStore(CombinedStore):
         self._finds.count(entries)
         return entries
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`. Blocks that one store lost are read from the next."""
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `KVStore.read_layers`. Blocks that one store lost are read from the next."""
         with self._lock:
             first = {name: self._found[name][0] if name in self._found else 0 for name in names}
-        read: dict[BlockName, torch.Tensor | BlockLostError] = {}
+        read: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         for number, store in enumerate(self.members):
             wanted = [
-                name
-                for name in dict.fromkeys(names)
-                if first[name] <= number and not isinstance(read.get(name), torch.Tensor)
+                name for name in dict.fromkeys(names) if first[name] <= number and not isinstance(read.get(name), list)
             ]
             if not wanted:
                 continue
-            read.update(zip(wanted, store.read_many(wanted, layer, heads), strict=True))
-            if number and heads is None:
-                self._gather(number, layer, {name: read[name] for name in wanted})
+            is_kept = number > 0 and heads is None  # for the nearer stores, so in memory of their own
+            found = store.read_layers(wanted, layers, heads, None if is_kept else memory)
+            read.update(zip(wanted, found, strict=True))
+            for name in wanted if is_kept else ():
+                self._gather(number, layers, name, read[name])
         return [read[name] for name in names]
 
     def write(self, block: Block) -> bool:
@@ -137,24 +141,25 @@ class CascadeStore(CombinedStore):
         """See `KVStore.promote`."""
         read_all_layers(self, names)
 
-    def _gather(self, number: int, layer: int, read: dict[BlockName, torch.Tensor | BlockLostError]) -> None:
-        """Keeps records that were read from a farther store; a block's last layer starts its copy to nearer ones."""
-        for name, record in read.items():
-            with self._lock:
-                where = self._found.get(name)
-            if where is None or not isinstance(record, torch.Tensor):
-                continue
-            with self._lock:
-                parts = self._gathered.setdefault(name, {})
+    def _gather(
+        self, number: int, layers: range, name: BlockName, records: list[torch.Tensor] | BlockLostError
+    ) -> None:
+        """Keeps a block's records that a farther store gave; those of its last layer start its copy to nearer ones."""
+        with self._lock:
+            where = self._found.get(name)
+            if where is None or isinstance(records, BlockLostError):
+                return
+            parts = self._gathered.setdefault(name, {})
+            for layer, record in zip(layers, records, strict=True):
                 self._gathered_bytes += record.nbytes - (parts[layer].nbytes if layer in parts else 0)
                 parts[layer] = record
-                whole = self._gathered.pop(name) if layer == len(where[1].layout.layers) - 1 else None
-                self._gathered_bytes -= sum(part.nbytes for part in whole.values()) if whole else 0
-                while self._gathered_bytes > _MAX_GATHERED_BYTES and self._gathered:
-                    _, dropped = self._gathered.popitem(last=False)
-                    self._gathered_bytes -= sum(part.nbytes for part in dropped.values())
-            if whole is not None:
-                self._copy_nearer(name, number, where[1], whole)
+            whole = self._gathered.pop(name) if layers.stop == len(where[1].layout.layers) else None
+            self._gathered_bytes -= sum(part.nbytes for part in whole.values()) if whole else 0
+            while self._gathered_bytes > _MAX_GATHERED_BYTES and self._gathered:
+                _, dropped = self._gathered.popitem(last=False)
+                self._gathered_bytes -= sum(part.nbytes for part in dropped.values())
+        if whole is not None:
+            self._copy_nearer(name, number, where[1], whole)
 
     def _copy_nearer(self, name: BlockName, number: int, entry: BlockEntry, parts: dict[int, torch.Tensor]) -> None:
         """Queues a block for the stores nearer than `number`; layers that were not gathered are read when it is due."""

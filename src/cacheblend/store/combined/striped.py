@@ -14,7 +14,7 @@ import xxhash
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry
+from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import KVStore, StoreStats
 from cacheblend.store.checks import check_max_bytes
 from cacheblend.store.combined.base import CombinedStore
@@ -59,11 +59,15 @@ class StripedStore(CombinedStore):
         """See `KVStore.find`."""
         return self._by_store(names, lambda store, own: store.find(own))
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`. All stores at the same time."""
-        return self._by_store(names, lambda store, own: store.read_many(own, layer, heads))
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `KVStore.read_layers`. All stores at the same time."""
+        return self._by_store(names, lambda store, own: store.read_layers(own, layers, heads, memory))
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. To the one store of this block."""

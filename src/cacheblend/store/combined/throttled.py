@@ -9,7 +9,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import BlockEntry
+from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
 from cacheblend.store.memory import MemoryStore
 
 
@@ -20,7 +20,7 @@ class ThrottledStore(MemoryStore):
 
     Args:
         bytes_per_s: read throughput.
-        latency_s: seconds added to each `read_many`.
+        latency_s: seconds added to each `read_layers`.
         tier: the store's name in entries and reports.
         max_bytes: bound; None for the default of `MemoryStore`.
 
@@ -48,15 +48,19 @@ class ThrottledStore(MemoryStore):
         """See `KVStore.find`."""
         return [entry and replace(entry, tier=self._tier) for entry in super().find(names)]
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`. Returns when the slow device would have."""
-        records = super().read_many(names, layer, heads)
-        size = sum(record.nbytes for record in records if isinstance(record, torch.Tensor))
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `KVStore.read_layers`. Returns when the slow device would have."""
+        read = super().read_layers(names, layers, heads, memory)
+        size = sum(record.nbytes for each in read if not isinstance(each, BlockLostError) for record in each)
         with self._device:
             now = time.perf_counter()
             self._free_at = max(now, self._free_at) + self.latency_s + size / self.bytes_per_s
             until = self._free_at
         time.sleep(max(0.0, until - time.perf_counter()))
-        return records
+        return read

@@ -13,7 +13,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry
+from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import FindCounter, KVStore, StoreStats, read_all_layers
 from cacheblend.store.checks import head_range
 from cacheblend.store.combined.base import CombinedStore, TierNames
@@ -77,23 +77,38 @@ class TieredStore(CombinedStore):
         near = self.front.peek(name, len(far.layout.layers) - 1) is not None
         return replace(far, tier="memory") if near else self._tiers.entry(1, far)
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`. Records that are not in memory are read from the back in one call."""
-        found: dict[BlockName, torch.Tensor | BlockLostError] = {}
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `KVStore.read_layers`. Blocks that are not in memory are read from the back in one call."""
+        found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         for name in dict.fromkeys(names):
-            record = self._near(name, layer, heads)  # kept from here on: the front may evict it at any time
-            if record is not None:
-                found[name] = record
+            records = self._near(name, layers, heads)  # kept from here on: the front may evict it at any time
+            if records is not None:
+                found[name] = records
         far = [name for name in dict.fromkeys(names) if name not in found]
-        for name, read in zip(far, self.back.read_many(far, layer, heads), strict=True):
+        own = None if self.front.max_bytes else memory  # what the front keeps is in memory of its own
+        for name, read in zip(far, self.back.read_layers(far, layers, heads, own) if far else [], strict=True):
             found[name] = read
-            if isinstance(read, torch.Tensor):
-                self._keep(name, layer, heads, read)
+            for layer, record in zip(layers, read, strict=True) if isinstance(read, list) else ():
+                self._keep(name, layer, heads, record)
         return [found[name] for name in names]
 
-    def _near(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | None:
+    def _near(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | None:
+        """The block's records in the front; None if one of them is not there."""
+        records = []
+        for layer in layers:
+            record = self._near_record(name, layer, heads)
+            if record is None:
+                return None
+            records.append(record)
+        return records
+
+    def _near_record(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | None:
         """The record in the front: a part of the whole one, or exactly these heads; None if it is not there."""
         record = self.front.peek(name, layer)
         if record is not None:

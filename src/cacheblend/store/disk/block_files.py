@@ -24,8 +24,10 @@ import torch
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage
-from cacheblend.store.disk.block_reader import Known, Stamp, read_header, read_record, stamp_of
+from cacheblend.store.disk.block_reader import Known, Wanted, read_blocks, read_header, stamp_of, wanted_of
+from cacheblend.store.disk.damaged_files import DamagedFiles
 from cacheblend.store.disk.folder import Folder
 from cacheblend.store.expiry import Expiry
 from cacheblend.store.format.block_file import BlockHeader
@@ -35,6 +37,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 _TOUCH_EVERY_NS = 60 * 10**9
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+_BYTES_AT_ONCE, _BLOCKS_AT_ONCE = 8 << 20, 64  # read together by one thread
 
 
 class BlockFiles:
@@ -46,9 +49,6 @@ class BlockFiles:
         max_open: number of descriptors to keep; by default 512, or a quarter of the process's limit if that is less.
         direct: bypass the page cache, where the file system can.
         expiry: time to live of unpinned blocks.
-
-    Attributes:
-        damaged: blocks found damaged so far.
     """
 
     def __init__(
@@ -69,8 +69,12 @@ class BlockFiles:
         self._lock = threading.RLock()
         self._known: OrderedDict[BlockName, Known] = OrderedDict()
         self._open: OrderedDict[BlockName, Known] = OrderedDict()
-        self._bad: dict[BlockName, Stamp] = {}  # damaged files that were reported and could not be removed
-        self.damaged = 0
+        self._damaged = DamagedFiles(folder, self.forget)
+
+    @property
+    def damaged(self) -> int:
+        """Blocks found damaged so far."""
+        return self._damaged.count
 
     # ---- finding ----------------------------------------------------------------------------------------
 
@@ -139,31 +143,68 @@ class BlockFiles:
 
     # ---- reading ----------------------------------------------------------------------------------------
 
-    def read(self, name: BlockName, layer: int, heads: slice | None) -> torch.Tensor | BlockLostError:
-        """One record as `KVStore.read_many` returns it: one pread into the tensor's own memory."""
+    def read(
+        self, names: Sequence[BlockName], layers: range, heads: slice | None = None, memory: RecordMemory | None = None
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """Records as `KVStore.read_layers` returns them.
+
+        Without `memory` those of a block lie in memory of their own; with it, those of several blocks together.
+        """
+        found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
+        wanted = list(dict.fromkeys(names))
+        most_bytes = max((self.record_bytes(name, layers) for name in wanted), default=0)
+        at_once = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, most_bytes)))  # so that few files are open
+        for first in range(0, len(wanted), at_once):
+            found |= self._read_few(wanted[first : first + at_once], layers, heads, memory)
+        return [found[name] for name in names]
+
+    def _read_few(
+        self, names: Sequence[BlockName], layers: range, heads: slice | None, memory: RecordMemory | None
+    ) -> dict[BlockName, list[torch.Tensor] | BlockLostError]:
+        found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
+        alike: dict[Wanted, list[Known]] = {}
+        opened: list[Known] = []
         try:
-            with self._opened(name) as known:
-                return self._read_record(known, layer, heads)
-        except BlockLostError as error:
-            return error
+            for name in names:
+                try:
+                    opened.append(self._acquire(name) or self._load(name, fresh=False))
+                    alike.setdefault(wanted_of(opened[-1].header, layers, heads), []).append(opened[-1])
+                except BlockLostError as error:
+                    found[name] = error
+            for wanted, blocks in alike.items():
+                read = read_blocks(blocks, wanted, memory, direct=self._direct)
+                for known, records in zip(blocks, read, strict=True):
+                    found[known.name] = (
+                        records
+                        if isinstance(records, list)
+                        else self._damaged.lost(known.name, known.path, known.stamp, records)
+                    )
+        finally:
+            for known in opened:
+                self._release(known)
+        return found
+
+    def record_bytes(self, name: BlockName, layers: range) -> int:
+        """Bytes of a block's records of these layers; 0 if its header has not been read yet."""
+        known = self._known.get(name)
+        if known is None:
+            return 0
+        offsets = known.header.geometry.offsets
+        return offsets[min(layers.stop, len(offsets) - 1)] - offsets[min(layers.start, len(offsets) - 1)]
 
     def verify(self, name: BlockName) -> Damage | None:
         """What is wrong with the block's file, None if nothing is or it is gone; reads all of it."""
         try:
             with self._opened(name, fresh=True) as known:
                 for layer in range(len(known.header.entry.layout.layers)):
-                    self._read_record(known, layer, None)
+                    (found,) = read_blocks([known], wanted_of(known.header, range(layer, layer + 1), None), None)
+                    if not isinstance(found, list):
+                        raise self._damaged.lost(name, known.path, known.stamp, found)
         except BlockDamagedError as error:
             return Damage("block", name, error.reason, error.removed)
         except BlockLostError:
             return None
         return None
-
-    def _read_record(self, known: Known, layer: int, heads: slice | None) -> torch.Tensor:
-        try:
-            return read_record(known.fd, known.header, layer, heads, direct=self._direct)
-        except (DamagedError, OSError) as error:
-            raise self._lost(known.name, known.path, known.stamp, error) from error
 
     @contextlib.contextmanager
     def _opened(self, name: BlockName, fresh: bool = False) -> Iterator[Known]:
@@ -215,12 +256,12 @@ class BlockFiles:
         stamp = stamp_of(status)
         if old is not None and old.stamp == stamp:
             return Known(name, path, stamp, old.header)
-        if self._bad.get(name) == stamp:
+        if self._damaged.is_known(name, stamp):
             raise BlockDamagedError(name, f"{path} is damaged", removed=False)
         try:
             return Known(name, path, stamp, read_header(fd, status.st_size, name, direct=self._direct))
         except (DamagedError, OSError) as error:
-            raise self._lost(name, path, stamp, error) from error
+            raise self._damaged.lost(name, path, stamp, error) from error
 
     def _open_file(self, path: str) -> int:
         try:
@@ -279,48 +320,3 @@ class BlockFiles:
         with self._lock:
             for name in list(self._known):
                 self.forget(name)
-
-    # ---- damage -----------------------------------------------------------------------------------------
-
-    def _lost(self, name: BlockName, path: str, stamp: Stamp, error: DamagedError | OSError) -> BlockLostError:
-        """The error for a failed read; reports damage, including I/O errors of the disk."""
-        if isinstance(error, OSError) and error.errno != errno.EIO:
-            return BlockLostError([name], f"{path} cannot be read: {error.strerror}")
-        removed = self.report_damage(name, stamp, str(error))
-        return BlockDamagedError(name, f"{path} is damaged: {error}", removed)
-
-    def report_damage(self, name: BlockName, stamp: Stamp, reason: str) -> bool:
-        """Reports a damaged block once and removes its file, unless it has been replaced meanwhile.
-
-        Returns:
-            Whether the damaged file is gone.
-        """
-        path = self._folder.block_path(name)
-        with self._lock:
-            self.forget(name)
-            if self._bad.get(name) == stamp:
-                return not _is_there(path, stamp)
-            self._bad[name] = stamp
-            self.damaged += 1
-        outcome = "left (the store is read-only)"
-        if not self._folder.read_only:
-            outcome = "removed"
-            try:
-                if _is_there(path, stamp):
-                    os.unlink(path)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                outcome = f"could not be removed ({error.strerror})"
-        logger.warning("damaged block %s: %s; %s", path, reason, outcome)
-        return outcome == "removed"
-
-
-def _is_there(path: str, stamp: Stamp) -> bool:
-    """Whether the file at `path` is still the one with this stamp."""
-    try:
-        return os.stat(path).st_ino == stamp[0]
-    except FileNotFoundError:
-        return False
-    except OSError:  # unknown, so it does not count as gone
-        return True

@@ -4,12 +4,16 @@ Knows one open file; raises on damage, and the caller decides what to do about i
 """
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.store.checks import check_layer, head_range
-from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header, header_bytes
+from cacheblend.store.format.block_file import BlockHeader, Geometry, check_heads, decode_header, header_bytes
 from cacheblend.store.format.checksum import DamagedError
 
 Stamp = tuple[int, int, int]
@@ -48,7 +52,7 @@ def stamp_of(status: os.stat_result) -> Stamp:
 
 
 def read_header(fd: int, file_bytes: int, name: BlockName, *, direct: bool = False) -> BlockHeader:
-    """The header, checked; raises `DamagedError` and `OSError`. `direct`: see `read_record`."""
+    """The header, checked; raises `DamagedError` and `OSError`. `direct`: see `read_block`."""
     first = _read_bytes(fd, min(_FIRST_READ, file_bytes), 0, direct)
     data_at = header_bytes(first, file_bytes)
     if data_at > len(first):
@@ -56,54 +60,147 @@ def read_header(fd: int, file_bytes: int, name: BlockName, *, direct: bool = Fal
     return decode_header(first[:data_at], file_bytes, name)
 
 
-def read_record(fd: int, header: BlockHeader, layer: int, heads: slice | None, *, direct: bool = False) -> torch.Tensor:
-    """One record of all heads, or of `heads`, checked: one pread into new memory.
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """Heads of some layers, as they are read of each block of one geometry: one layer behind the other in memory.
+
+    Attributes:
+        nbytes: of a block's records.
+        dtype: of its records.
+        records: for each layer (layer, first of the heads, begin in memory, end in memory).
+        shapes: of its records.
+        runs: what lies next to each other in the file: (begin in the file behind the header, begin in memory, its end).
+    """
+
+    nbytes: int
+    dtype: torch.dtype
+    records: tuple[tuple[int, int, int, int], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    runs: tuple[tuple[int, int, int], ...]
+
+    def split(self, data: torch.Tensor, blocks: int) -> list[list[torch.Tensor]]:
+        """The records of blocks that lie one behind the other in `data`, uint8 [blocks * nbytes]."""
+        if len(set(self.shapes)) == 1:  # one call for all: it counts where records are small
+            shaped = data.view(self.dtype).view(blocks, len(self.shapes), *self.shapes[0])
+            return [list(block.unbind(0)) for block in shaped.unbind(0)]
+        return [
+            [
+                block[start:stop].view(self.dtype).view(shape)
+                for (_, _, start, stop), shape in zip(self.records, self.shapes, strict=True)
+            ]
+            for block in data.view(blocks, self.nbytes).unbind(0)
+        ]
+
+
+def wanted_of(header: BlockHeader, layers: range, heads: slice | None) -> Wanted:
+    """What these layers and heads are in the file of a block.
+
+    Raises:
+        InvalidInputError: no such layer or heads.
+    """
+    ends = None if heads is None else (heads.start, heads.stop, heads.step)  # slices have no hash before Python 3.12
+    return _wanted(header.geometry, len(header.entry.token_ids), layers, ends)
+
+
+@lru_cache(maxsize=4096)
+def _wanted(
+    geometry: Geometry, tokens: int, layers: range, ends: tuple[int | None, int | None, int | None] | None
+) -> Wanted:
+    records: list[tuple[int, int, int, int]] = []
+    shapes: list[tuple[int, ...]] = []
+    runs: list[tuple[int, int, int]] = []
+    at = 0
+    for layer in layers:
+        shape = check_layer(geometry.layout, layer)
+        start, stop = head_range(None if ends is None else slice(*ends), shape.kv_heads)
+        offset, end = geometry.offsets[layer] + start * geometry.head_bytes[layer], at
+        end += (stop - start) * geometry.head_bytes[layer]
+        records.append((layer, start, at, end))
+        shapes.append((stop - start, *geometry.layout.record_shape(layer, tokens)[1:]))
+        if runs and runs[-1][0] + runs[-1][2] - runs[-1][1] == offset:
+            runs[-1] = (runs[-1][0], runs[-1][1], end)
+        else:
+            runs.append((offset, at, end))
+        at = end
+    return Wanted(at, geometry.layout.record_dtype, tuple(records), tuple(shapes), tuple(runs))
+
+
+def read_blocks(
+    blocks: Sequence[Known], wanted: Wanted, memory: RecordMemory | None, *, direct: bool = False
+) -> list[list[torch.Tensor] | DamagedError | OSError]:
+    """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read.
+
+    Args:
+        blocks: with their descriptors.
+        wanted: what to read.
+        memory: gives memory for all of them together; None: each block has memory of its own.
+        direct: see `read_block`.
+    """
+    if memory is not None:
+        together = memory(len(blocks) * wanted.nbytes)
+        pieces: Sequence[torch.Tensor] = together.view(len(blocks), wanted.nbytes).unbind(0)
+        records = wanted.split(together, len(blocks))
+    else:
+        pieces = [sectors(wanted.nbytes) if direct else torch.empty(wanted.nbytes, dtype=torch.uint8) for _ in blocks]
+        records = [wanted.split(piece, 1)[0] for piece in pieces]
+    found: list[list[torch.Tensor] | DamagedError | OSError] = []
+    for known, piece, read in zip(blocks, pieces, records, strict=True):
+        try:
+            read_block(known.fd, known.header, wanted, piece, direct=direct)
+            found.append(read)
+        except (DamagedError, OSError) as error:
+            found.append(error)
+    return found
+
+
+def read_block(fd: int, header: BlockHeader, wanted: Wanted, data: torch.Tensor, *, direct: bool = False) -> None:
+    """Reads a block's records, and checks them: one pread for those that lie next to each other in the file.
 
     Args:
         fd: descriptor of the file.
         header: the file's header.
-        layer, heads: what to read.
+        wanted: what to read.
+        data: where it is put, uint8 [wanted.nbytes].
         direct: the file was opened with O_DIRECT, to bypass the page cache.
-
-    Returns:
-        The record, [heads, ...] as the block's layout has it, on the CPU.
 
     Raises:
         DamagedError: a checksum differs, or the file is too short.
-        InvalidInputError: no such layer or heads.
         OSError: the read failed.
     """
-    geometry = header.geometry
-    shape = check_layer(geometry.layout, layer)
-    start, stop = head_range(heads, shape.kv_heads)
-    size = geometry.head_bytes[layer]
-    data = _read(fd, (stop - start) * size, header.data_at + geometry.offsets[layer] + start * size, direct)
-    check_heads(header, layer, start, data.numpy().data)
-    rest = geometry.layout.record_shape(layer, len(header.entry.token_ids))[1:]
-    return data.view(geometry.layout.record_dtype).view(stop - start, *rest)
+    view = data.numpy().data
+    for offset, start, stop in wanted.runs:
+        offset += header.data_at
+        if direct and (offset | data.data_ptr() + start | stop - start) % _SECTOR:
+            data[start:stop] = _read_sectors(fd, stop - start, offset)
+        else:
+            _pread_all(fd, view[start:stop], offset, stop - start)
+    for layer, head, start, stop in wanted.records:
+        check_heads(header, layer, head, view[start:stop])
+
+
+def sectors(count: int) -> torch.Tensor:
+    """Memory that direct reads can fill, uint8 [count]."""
+    memory = torch.empty(count + _SECTOR, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % _SECTOR :][:count]
 
 
 def _read_bytes(fd: int, count: int, offset: int, direct: bool) -> bytes:
     if direct:
-        return _read(fd, count, offset, direct).numpy().tobytes()
+        return _read_sectors(fd, count, offset).numpy().tobytes()
     data = os.pread(fd, count, offset)
     if len(data) < count:
-        data += _read(fd, count - len(data), offset + len(data), direct).numpy().tobytes()
+        rest = bytearray(count - len(data))
+        _pread_all(fd, memoryview(rest), offset + len(data), len(rest))
+        data += rest
     return data
 
 
-def _read(fd: int, count: int, offset: int, direct: bool) -> torch.Tensor:
-    """`count` bytes from `offset` on, uint8; a direct read takes whole sectors and returns a view of them."""
-    if not direct:
-        data = torch.empty(count, dtype=torch.uint8)
-        _pread_all(fd, data.numpy().data, offset, count)
-        return data
+def _read_sectors(fd: int, count: int, offset: int) -> torch.Tensor:
+    """`count` bytes from `offset` on, uint8: a view of whole sectors, the last of which the file may not fill."""
     first = offset - offset % _SECTOR
-    size = offset + count - first
-    size += -size % _SECTOR
-    memory = torch.empty(size + _SECTOR, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % _SECTOR :][:size]
-    _pread_all(fd, memory.numpy().data, first, offset + count - first)
+    least = offset + count - first
+    memory = sectors(least + -least % _SECTOR)
+    _pread_all(fd, memory.numpy().data, first, least)
     return memory[offset - first :][:count]
 
 
@@ -113,9 +210,9 @@ def _pread_all(fd: int, view: memoryview, offset: int, least: int) -> None:
     Raises:
         DamagedError: the file ends earlier.
     """
-    done = 0
+    done = os.preadv(fd, (view,), offset)
     while done < least:
-        count = os.preadv(fd, [view[done:]], offset + done)
+        count = os.preadv(fd, (view[done:],), offset + done)
         if count == 0:
             raise DamagedError("the file has been cut short")
         done += count

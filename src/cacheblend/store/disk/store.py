@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from cacheblend.core.errors import BlockLostError, StoreError, StoreFullError
+from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
 from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
 from cacheblend.store.disk.block_files import BlockFiles
@@ -37,6 +38,8 @@ DEFAULT_DISK_BYTES = 50 << 30
 """Bound of a folder for which none is given."""
 
 _FULL_DISK_TRIES = 4
+_MOST_READS = 8  # at the same time, for one request
+_BYTES_A_THREAD = 2 << 20  # a thread is asked for at least so many bytes
 
 
 class DiskStore(KVStore):
@@ -82,6 +85,8 @@ class DiskStore(KVStore):
         self._finds = FindCounter()
         self._lock = threading.Lock()
         self._write_failures = self._damaged_manifests = 0
+        self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, _cores())
+        self._readers = DaemonPool(self._reads_at_once, "cacheblend-disk")
 
     @property
     def path(self) -> Path:
@@ -116,11 +121,24 @@ class DiskStore(KVStore):
         """See `KVStore.held`."""
         return self._files.held(names)
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`. One pread per block into a new tensor, checked head by head."""
-        return [self._files.read(name, layer, heads) for name in names]
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `KVStore.read_layers`. One pread for a block's layers, checked head by head; by threads if it is much.
+
+        Each thread reads a part of the blocks: between small reads threads would only wait for the interpreter.
+        """
+        nbytes = sum(self._files.record_bytes(name, layers) for name in names)
+        parts = max(1, min(self._reads_at_once, len(names), nbytes // _BYTES_A_THREAD))
+        step = max(1, -(-len(names) // parts))
+        first, *others = [names[at : at + step] for at in range(0, len(names), step)] or [names]
+        asked = [self._readers.submit(self._files.read, part, layers, heads, memory) for part in others]
+        read = self._files.read(first, layers, heads, memory)
+        return [*read, *(each for part in results_of(asked) for each in part)]
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. The records are written from their own memory, without a copy."""
@@ -303,7 +321,13 @@ class DiskStore(KVStore):
 
     def close(self) -> None:
         """See `KVStore.close`."""
+        self._readers.close()
         self._files.close()
+
+
+def _cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _unlink(path: str) -> bool:

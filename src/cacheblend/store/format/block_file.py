@@ -70,7 +70,7 @@ class BlockHeader:
     geometry: "Geometry"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
     """Where the records of a layout are; shared by all blocks of one layout and token count.
 
@@ -228,9 +228,9 @@ def check_heads(header: BlockHeader, layer: int, start: int, data: memoryview) -
     Raises:
         DamagedError: a head differs.
     """
-    size = header.geometry.head_bytes[layer]
+    size, digests = header.geometry.head_bytes[layer], header.digests
     at = 8 * (header.geometry.first_digest[layer] + start)
     for offset in range(0, len(data), size):
-        if digest(data[offset : offset + size]) != header.digests[at : at + 8]:
+        if digest(data[offset : offset + size]) != digests[at : at + 8]:
             raise DamagedError(f"layer {layer}, head {start + offset // size} does not match its checksum")
         at += 8

@@ -18,7 +18,7 @@ class DamagedError(Exception):
 
 def digest(data: Bytes) -> bytes:
     """xxh3_64 of `data`, 8 bytes, most significant first."""
-    return bytes(xxhash.xxh3_64_digest(data))
+    return xxhash.xxh3_64_digest(data)
 
 
 def seal(before: bytes, after: bytes) -> bytes:

@@ -4,6 +4,7 @@ Headers are cached. Knows the bytes of blocks; does not know the bound, pins or 
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -96,24 +97,24 @@ class RemoteBlocks:
                 self._known.popitem(last=False)
         return learnt
 
-    def read(self, names: Sequence[BlockName], layer: int, heads: slice | None) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`. One call for all records."""
+    def read(
+        self, names: Sequence[BlockName], layers: range, heads: slice | None
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `KVStore.read_layers`. One call for all records."""
         wanted = list(dict.fromkeys(names))
         with self._lock:
             cached = [name for name in wanted if name in self._known]
         try:
-            found = self._records(wanted, layer, heads)
+            found = self._records(wanted, layers, heads)
             suspect = [name for name in cached if isinstance(found[name], DamagedError)]
             if suspect:  # another process may have replaced the block since its header was read
                 with self._lock:
                     for name in suspect:
                         self._known.pop(name, None)
-                found |= self._records(suspect, layer, heads)
+                found |= self._records(suspect, layers, heads)
         except StoreError as error:
             return [BlockLostError([name], str(error)) for name in names]
-        given = {
-            name: part if isinstance(part, torch.Tensor) else self._lost(name, part) for name, part in found.items()
-        }
+        given = {name: part if isinstance(part, list) else self._lost(name, part) for name, part in found.items()}
         return [given[name] for name in names]
 
     def verify(self, name: BlockName, found: list[Damage]) -> None:
@@ -122,7 +123,7 @@ class RemoteBlocks:
             self._known.pop(name, None)
         header = self.headers([name], found).get(name)
         for layer in range(len(header.entry.layout.layers) if header else 0):
-            (record,) = self.read([name], layer, None)
+            (record,) = self.read([name], range(layer, layer + 1), None)
             if isinstance(record, BlockDamagedError):
                 found.append(Damage("block", name, record.reason, record.removed))
             if isinstance(record, BlockLostError):
@@ -149,23 +150,25 @@ class RemoteBlocks:
         return None
 
     def _records(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None
-    ) -> dict[BlockName, torch.Tensor | DamagedError | _Gone]:
-        """One layer's record of each block, or what is wrong with it."""
+        self, names: Sequence[BlockName], layers: range, heads: slice | None
+    ) -> dict[BlockName, list[torch.Tensor] | DamagedError | _Gone]:
+        """Records of each block, or what is wrong with it."""
         headers = self.headers(names)
-        ranges = {name: _range(header, layer, heads) for name, header in headers.items()}
+        ranges = [_range(header, layer, heads) for header in headers.values() for layer in layers]
         with self._breaker.asking():
-            parts = dict(zip(ranges, self._objects.records(list(ranges.values())), strict=True))
-        found: dict[BlockName, torch.Tensor | DamagedError | _Gone] = {}
-        for name in names:
-            data = parts.get(name)
-            if data is None:
-                found[name] = _Gone(header_held=name in headers)
-                continue
+            data = iter(self._objects.records(ranges))
+        found: dict[BlockName, list[torch.Tensor] | DamagedError | _Gone] = {
+            name: _Gone(header_held=False) for name in names
+        }
+        for at, (name, header) in enumerate(headers.items()):
+            parts, asked = list(itertools.islice(data, len(layers))), ranges[at * len(layers) :]
             try:
-                found[name] = _checked(headers[name], ranges[name], data)
+                records = [None if p is None else _checked(header, r, p) for r, p in zip(asked, parts, strict=False)]
             except DamagedError as error:
                 found[name] = error
+                continue
+            held = [record for record in records if record is not None]
+            found[name] = held if len(held) == len(layers) else _Gone(header_held=True)
         return found
 
     def _lost(self, name: BlockName, found: DamagedError | _Gone) -> BlockLostError:

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -131,8 +131,10 @@ class BucketObjects:
         return None if rest is None else (written, bytes(first) + bytes(rest))
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
-        """See `Objects`."""
-        return self._each(ranges, lambda r: self._range(_block(r.name), r.offset + r.start, r.offset + r.stop))
+        """See `Objects`. Records that lie next to each other come in one request."""
+        runs = list(_runs(ranges))
+        found = self._each(runs, lambda run: self._range(_block(run[0].name), run[0].first, run[-1].last))
+        return [part for run, data in zip(runs, found, strict=True) for part in _parts(run, data)]
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
         """See `Objects`."""
@@ -314,3 +316,23 @@ def _name(path: str) -> BlockName | None:
         return BlockName(bytes.fromhex(path.rpartition("/")[2]))
     except ValueError:
         return None
+
+
+def _runs(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """The ranges in their order, those together that continue the one before them."""
+    run: list[Range] = []
+    for each in ranges:
+        if run and (run[-1].name != each.name or run[-1].last != each.first):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+def _parts(run: Sequence[Range], data: Bytes | None) -> list[Bytes | None]:
+    """What was received of a run, range by range; a part that is too short is found to be damaged by its reader."""
+    if data is None:
+        return [None] * len(run)
+    begin, view = run[0].first, memoryview(data)
+    return [view[each.first - begin : each.last - begin] for each in run]

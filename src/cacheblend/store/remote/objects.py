@@ -37,6 +37,16 @@ class Range(NamedTuple):
     stop: int
     size: int
 
+    @property
+    def first(self) -> int:
+        """Where the bytes begin in the block file."""
+        return self.offset + self.start
+
+    @property
+    def last(self) -> int:
+        """Where they end in the block file."""
+        return self.offset + self.stop
+
 
 class HeldBlock(NamedTuple):
     """A block that is held.

@@ -16,7 +16,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, StoreError, StoreReadOnlyError, StoreUnreachableError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
 from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
 from cacheblend.store.expiry import Expiry
@@ -96,11 +96,15 @@ class RemoteStore(KVStore):
             pinned = self._objects.pinned().intersection(gone)
         return held | self._blocks.look_up(list(pinned)) if pinned else held
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
-        """See `KVStore.read_many`. One round trip."""
-        return self._blocks.read(names, layer, heads)
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """See `KVStore.read_layers`. One round trip; records are in the memory that they were received in."""
+        return self._blocks.read(names, layers, heads)
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`."""

@@ -11,7 +11,7 @@ import torch
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import BlockEntry
+from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
 from cacheblend.core.plan.plan import RESIDENT
 from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
 
@@ -23,9 +23,13 @@ class EmptySource:
         """None for each name."""
         return [None] * len(names)
 
-    def read_many(
-        self, names: Sequence[BlockName], layer: int, heads: slice | None = None
-    ) -> list[torch.Tensor | BlockLostError]:
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
         """An error for each name."""
         return [BlockLostError([name], "nothing is held here") for name in names]
 
