@@ -21,7 +21,7 @@ TINY = ("--shape", "tiny", "--chunk-tokens", 64, "--runs", 1)
 def test_load_writes_every_figure(run: Run, tmp_path: Path) -> None:
     with redis_server() as server:
         out = tmp_path / "load.json"
-        options = ("--chunks", 3, "--folder", tmp_path, "--redis", server.url, "--direct", "--json-file", out)
+        options = ("--chunks", 3, "--folder", tmp_path, "--redis", server.url, "--json-file", out)
         done = run("load", *TINY, *options)
     assert done.code == 0, done.err
     figures = json.loads(out.read_text())["figures"]
@@ -29,13 +29,16 @@ def test_load_writes_every_figure(run: Run, tmp_path: Path) -> None:
         "pipelined_over_max",
         "serial_over_max",
         "disk_read_share",
+        "cold_read_share",
+        "direct_read_share",
         "redis_read_share",
         "int8_bytes",
         "fp8_bytes",
         "int4_bytes",
     }
     assert figures["int8_bytes"] <= 0.53 and figures["int4_bytes"] <= 0.3
-    assert "GB/s by layer" in done.err + done.out
+    for way in ("disk, warm", "disk, cold", "redis"):
+        assert f"{way}: " in done.err + done.out
     assert list(tmp_path.iterdir()) == [out]  # nothing is left on the disk
 
 

@@ -12,6 +12,7 @@ from cacheblend.core.kernels import placing
 from cacheblend.core.kernels.placing import ROWS_AT_ONCE
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.load import loader as loader_module
+from cacheblend.core.load import read_size
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, root_name
@@ -118,10 +119,20 @@ def check(plan: BlendPlan, source: FakeSource, loaded: Sequence[tuple[torch.Tens
             assert torch.equal(values[:, span.start : span.stop], record[:, 1])
 
 
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read counts as slow, so that layers are read one by one; what is fast depends on the machine."""
+    monkeypatch.setattr(read_size, "MOMENT_S", 0.0)
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 1e9])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("read_ahead", [0, 1, 3, 100])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int, overlap: bool) -> None:
+def test_buffers_are_filled_in_any_order_of_reading(
+    read_ahead: int, first: int, overlap: bool, moment_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_size, "MOMENT_S", moment_s)
     plan, source = planned()
     sources = [s.source for s in plan.spans]
     assert sources == [*[Source.PREFIX] * 3, Source.TEXT, *[Source.LOADED] * 7, Source.TEXT]
@@ -133,6 +144,62 @@ def test_buffers_are_filled_in_any_order_of_reading(read_ahead: int, first: int,
     assert in_thread == (read_ahead == 0)
     assert loader.load_s > 0
     assert loader.wait_s > 0
+
+
+def deep_plan(layers: int) -> tuple[KVLayout, BlendPlan]:
+    """A chunk of 4 tokens behind another one that misses, in a model of so many layers."""
+    layout = KVLayout((LayerShape(2, 8),) * layers, torch.float32)
+    plan, source = planned()
+    kept = [span.name for span in plan.spans if span.source is Source.LOADED]
+    source.held = {name: ids for name, ids in source.held.items() if name in kept}
+    return layout, PLANNER.plan(plan.prompt, source)
+
+
+class CountingSource:
+    """Zeros; notes which layers each call asked for."""
+
+    def __init__(self, plan: BlendPlan) -> None:
+        self.tokens = {span.name: len(span) for span in plan.spans}
+        self.calls: list[range] = []
+
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        self.calls.append(layers)
+        return [[torch.zeros(2, 2, self.tokens[name], 8) for _ in layers] for name in names]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_fast_reads_grow_and_slow_ones_do_not(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer is read once, with those behind it; never across the layer from which on chunks are read."""
+    layout, plan = deep_plan(30)
+    for moment_s, together in ((1e9, [1, 2, 4, 8, 13]), (0.0, [1] * 28)):
+        monkeypatch.setattr(read_size, "MOMENT_S", moment_s)
+        source = CountingSource(plan)
+        options = {"first_reused_layer": 2, "read_ahead": 1, "overlap": overlap}
+        with LayerLoader(plan, source, layout, [None] * 30, **options) as loader:
+            for index in range(30):
+                loader.layer(index)
+                while loader._pending and not loader._pending[max(loader._pending)].done():
+                    time.sleep(0.001)
+        assert [layer for call in source.calls for layer in call] == list(range(2, 30))
+        assert [len(call) for call in source.calls] == together
+
+
+def test_large_records_are_read_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_size, "MOMENT_S", 1e9)
+    layout, plan = deep_plan(12)
+    for at_once, most in ((1, 1), (3 * 2 * 2 * 4 * 8 * 4, 3)):  # bytes of a block of 4 tokens in as many layers
+        monkeypatch.setattr(read_size, "AT_ONCE", at_once)
+        source = CountingSource(plan)
+        with LayerLoader(plan, source, layout, [None] * 12) as loader:
+            for index in range(12):
+                loader.layer(index)
+        assert max(len(call) for call in source.calls) == most
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])

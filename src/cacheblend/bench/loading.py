@@ -1,19 +1,17 @@
 """What loading costs: hidden by computing or not; disk and Redis against plain reads; bytes by codec.
 
 pipeline   TTFT with a throttled store that takes as long as computing: with layers prefetched, and one by one
-disk       a request's blocks by layer, page cache dropped, against one plain read of as many bytes; KV of the model,
-           or of another shape: the result depends on the size of a record only
-redis      the same against one pipelined GET of the same values
+disk       a request's blocks by layer against one plain read of as many bytes (`disk_reading`); KV of the model, or of
+           another shape: the result depends on the size of a record only
+redis      the same against pipelined GETs of the same values
 codecs     bytes of a stored block, header included, relative to bf16
 """
 
-import mmap
 import os
 import random
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,23 +19,25 @@ from typing import Any
 
 import torch
 
+from cacheblend.bench import disk_reading
+from cacheblend.bench.disk_reading import BLOCK, fill, random_block, read_by_layer
 from cacheblend.bench.shapes import shape_config
 from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import BlockLostError, InvalidInputError
-from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
-from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
+from cacheblend.core.naming import root_name
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.survey import expected_layout
-from cacheblend.store import DiskStore, KVStore, open_store
+from cacheblend.store import KVStore, open_store
 from cacheblend.store.combined.throttled import ThrottledStore
 from cacheblend.store.format.block_file import encode_block
 
 Progress = Callable[[str], None]
-_BLOCK = 256  # tokens
 _GROW_ROWS = 64 << 30
+DISK_FIGURES = ("disk_read_share", "cold_read_share", "direct_read_share")
+"""Names of the figures of `disk_reading.WAYS`."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,12 @@ class LoadSettings:
         prompt: model or shape, chunks, ratio, runs, seed.
         folder: on the disk to measure; None: the temporary folder.
         redis: URL of a server; None leaves Redis out.
-        direct: read the disk past the page cache.
         kv_shape: shape of the records that are read from disk and Redis; None: the model's.
     """
 
     prompt: TtftSettings
     folder: Path | None = None
     redis: str | None = None
-    direct: bool = False
     kv_shape: str | None = None
 
 
@@ -83,11 +81,12 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
     layout = stored or layout
     result["kv"] = {
         "shape": settings.kv_shape or name,
-        "record_bytes": layout.block_bytes(_BLOCK) // len(layout.layers),
+        "record_bytes": layout.block_bytes(BLOCK) // len(layout.layers),
     }
     advance("the disk")
-    result["disk"] = _disk(layout, tokens, settings)
-    figures["disk_read_share"] = result["disk"]["share"]
+    result["disk"] = disk_reading.measure(layout, tokens, settings.folder, settings.prompt.runs)
+    for way, figure in zip(disk_reading.WAYS, DISK_FIGURES, strict=True):
+        figures[figure] = result["disk"][way] and result["disk"][way]["share"]
     if settings.redis is not None:
         advance("Redis")
         result["redis"] = _redis(layout, tokens, settings.redis, settings.prompt.runs)
@@ -125,7 +124,7 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
         seconds(serial)
         unthrottled = statistics.median(seconds(serial) for _ in range(prompt.runs))
         # Loading starts with the first layer whose loaded rows are used: its bytes are spread over the whole pass.
-        nbytes = layout.block_bytes(_BLOCK) / _BLOCK * prompt.chunks * prompt.chunk_tokens
+        nbytes = layout.block_bytes(BLOCK) / BLOCK * prompt.chunks * prompt.chunk_tokens
         nbytes *= (len(layout.layers) - 1) / len(layout.layers)
         throttled = nbytes / unthrottled
         times: dict[str, list[float]] = {"compute": [], "pipelined": [], "serial": []}
@@ -150,32 +149,7 @@ def _engine(model: Any, tokenizer: Any, store: KVStore, read_ahead: int) -> Blen
     return BlendEngine(model, tokenizer, store=store, config=config, fingerprint="bench", name="bench")
 
 
-# ---- disk and Redis -----------------------------------------------------------------------------------------
-
-
-def _disk(layout: KVLayout, tokens: int, settings: LoadSettings) -> dict[str, Any]:
-    """A request's blocks by layer, and a plain file of as many bytes, both with nothing in the page cache."""
-    by_layer, at_once = [], []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-", dir=settings.folder)))
-        store = DiskStore(folder / "store", max_bytes=None, direct=settings.direct)
-        stack.enter_context(store)
-        names, nbytes = _fill(store, layout, tokens)
-        plain = folder / "plain"
-        _write_plain(plain, nbytes)
-        for _ in range(settings.prompt.runs):
-            for name in names:
-                _drop_pages(Path(store.file_of(name)))
-            by_layer.append(_read_by_layer(store, names, layout))
-            _drop_pages(plain)
-            at_once.append(_read_plain(plain, direct=settings.direct))
-    rates = {"by_layer": nbytes / statistics.median(by_layer), "plain": nbytes / statistics.median(at_once)}
-    return {
-        "bytes": nbytes,
-        "seconds": {"by_layer": by_layer, "plain": at_once},
-        "bytes_per_s": rates,
-        "share": rates["by_layer"] / rates["plain"],
-    }
+# ---- Redis -----------------------------------------------------------------------------------------
 
 
 def _redis(layout: KVLayout, tokens: int, url: str, runs: int) -> dict[str, Any]:
@@ -185,12 +159,12 @@ def _redis(layout: KVLayout, tokens: int, url: str, runs: int) -> dict[str, Any]
     prefix = f"bench-{os.getpid()}"
     client = redis.Redis.from_url(url)
     with open_store(f"{url}?prefix={prefix}") as store:
-        names, nbytes = _fill(store, layout, tokens)
+        names, nbytes = fill(store, layout, tokens)
         try:
             keys = [[f"{prefix}:{{{name.hex()}}}:{layer}" for name in names] for layer in range(len(layout.layers))]
             by_layer, plain = [], []
             for _ in range(runs):
-                by_layer.append(_read_by_layer(store, names, layout))
+                by_layer.append(read_by_layer(store, names, layout))
                 started = time.perf_counter()
                 for of_layer in keys:
                     with client.pipeline(transaction=False) as pipe:
@@ -210,72 +184,6 @@ def _redis(layout: KVLayout, tokens: int, url: str, runs: int) -> dict[str, Any]
     }
 
 
-def _fill(store: KVStore, layout: KVLayout, tokens: int) -> tuple[list[BlockName], int]:
-    """Stores random blocks with `tokens` tokens in all; returns their names and the bytes of their records."""
-    root, names = root_name("bench", "load"), []
-    for number in range(-(-tokens // _BLOCK)):
-        block = random_block(layout, number, _BLOCK, root)
-        store.write(block)
-        names.append(block.name)
-    store.find(names)
-    return names, len(names) * layout.block_bytes(_BLOCK)
-
-
-def random_block(layout: KVLayout, number: int, tokens: int, root: BlockName) -> Block:
-    """A block of random numbers; its name depends on `number`."""
-    ids = as_token_ids([number, *range(tokens - 1)])
-    records = [
-        layout.encode(torch.randn(shape.kv_heads, 2, tokens, shape.head_dim).to(layout.dtype))
-        for shape in layout.layers
-    ]
-    return Block(block_name(root, ids), root, ids, records, layout)
-
-
-def _read_by_layer(store: KVStore, names: Sequence[BlockName], layout: KVLayout) -> float:
-    started = time.perf_counter()
-    for layer in range(len(layout.layers)):
-        for record in store.read_many(names, layer):
-            if isinstance(record, BlockLostError):
-                raise InvalidInputError(f"a block was lost while it was measured: {record.reason}")
-    return time.perf_counter() - started
-
-
-def _write_plain(path: Path, nbytes: int) -> None:
-    part = os.urandom(1 << 20)
-    with path.open("wb") as file:
-        for _ in range(-(-nbytes // len(part))):
-            file.write(part)
-        file.truncate(nbytes)
-        os.fsync(file.fileno())
-
-
-def _read_plain(path: Path, *, direct: bool) -> float:
-    """Seconds of sequential reads of 1 MiB into the same memory."""
-    flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
-    memory = mmap.mmap(-1, 1 << 20)  # begins at a page, as direct reads must
-    fd = os.open(path, flags)
-    try:
-        started = time.perf_counter()
-        offset = 0
-        while count := os.preadv(fd, [memory], offset):
-            offset += count
-            if count % 4096:
-                break
-        return time.perf_counter() - started
-    finally:
-        os.close(fd)
-        memory.close()
-
-
-def _drop_pages(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
 # ---- codecs -------------------------------------------------------------------------------------------------
 
 
@@ -284,7 +192,7 @@ def _codec_bytes(codec: str) -> float:
     raw = KVLayout((LayerShape(2, 64),) * 24, torch.bfloat16)
     sizes = []
     for layout in (replace(raw, codec=codec), raw):
-        parts = encode_block(random_block(layout, 0, _BLOCK, root_name("bench", "codec")))
+        parts = encode_block(random_block(layout, 0, BLOCK, root_name("bench", "codec")))
         sizes.append(sum(len(part) for part in parts))
     return sizes[0] / sizes[1]
 
@@ -297,12 +205,13 @@ def table(result: dict[str, Any]) -> str:
         f"pipelined {pipeline['pipelined_over_max']:.2f} x, one by one {pipeline['serial_over_max']:.2f} x "
         "the longer of loading and computing"
     )
-    for name in ("disk", "redis"):
-        if name in result:
-            rates = result[name]["bytes_per_s"]
+    found = {f"disk, {way}": result["disk"][way] for way in disk_reading.WAYS} | {"redis": result.get("redis")}
+    for name, part in found.items():
+        if part is not None:
+            rates = part["bytes_per_s"]
             lines.append(
                 f"{name}: {rates['by_layer'] / 1e9:.2f} GB/s by layer, {rates['plain'] / 1e9:.2f} GB/s plain "
-                f"({100 * result[name]['share']:.0f} %)"
+                f"({100 * part['share']:.0f} %)"
             )
     lines.append("bytes over bf16: " + ", ".join(f"{k} {v:.3f}" for k, v in result["codec_bytes"].items()))
     return "\n".join(lines)

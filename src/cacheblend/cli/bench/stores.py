@@ -97,9 +97,6 @@ def load(
     redis: Annotated[
         str | None, typer.Option("--redis", help="URL of a Redis server to measure, too.", rich_help_panel=WHAT)
     ] = None,
-    direct: Annotated[
-        bool, typer.Option("--direct", help="Read the disk past the page cache.", rich_help_panel=HOW)
-    ] = False,
     kv_shape: Annotated[
         str | None,
         typer.Option(
@@ -127,7 +124,7 @@ def load(
     from cacheblend.bench import loading as bench
 
     with status("measuring ...", quiet=result.json):
-        found = bench.run(bench.LoadSettings(prompt, folder, redis, direct, kv_shape))
+        found = bench.run(bench.LoadSettings(prompt, folder, redis, kv_shape))
     result.show(bench.table(found), found)
 
 

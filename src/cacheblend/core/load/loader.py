@@ -22,6 +22,7 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.kernels.operations import place
 from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
+from cacheblend.core.load.read_size import ReadSize
 from cacheblend.core.load.staging import Lease, Staging
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 from cacheblend.core.naming import BlockName
@@ -29,8 +30,6 @@ from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 
 AHEAD_BYTES = 1 << 30  # bounds the buffers of layers that are loaded ahead; one layer is always loaded ahead
-_AT_ONCE = 1 << 20  # bytes of a block that are worth a read of their own
-_MOMENT_S = 0.002  # layers are read together while that takes no longer: so long a layer may wait for others
 
 
 class LayerKV(NamedTuple):
@@ -116,12 +115,12 @@ class LayerLoader:
         found = [s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)]
         self._spans = [s for s in found if s.name != RESIDENT]
         self._resident = resident if len(self._spans) < len(found) else None
-        most_ahead = self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes)
-        self._read_ahead = min(read_ahead, most_ahead)
+        self._most_ahead = self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes)
+        self._read_ahead = min(read_ahead, self._most_ahead)
         exact, reused = ([s for s in self._spans if (s.source is Source.LOADED) == is_reused] for is_reused in (0, 1))
         self._exact, self._reused = _Placed.of(exact, "raw"), _Placed.of(reused, codec)
         self._next = 0  # the first layer that has not been asked for
-        self._together, self._most = 1, min(most_ahead, self._most_together())
+        self._read_size = ReadSize(layout, max((s.record_tokens or len(s) for s in self._spans), default=1))
         self._pending: dict[int, Future[dict[int, _Read]] | Future[dict[int, _Loaded]]] = {}
         self._given: dict[int, LayerKV] = {}
         self._threads = threads
@@ -206,22 +205,21 @@ class LayerLoader:
         last = min(index + self._read_ahead, len(self._layout.layers) - 1) if self._read_ahead else -1
         self._next = max(self._next, index)
         while self._next <= last:
-            layers = self._group_from(self._next)
+            layers = self._group_from(self._next, index)
             if self._spans_of(layers.start):
                 self._pending |= dict.fromkeys(layers, self._submit(layers))
             self._next = layers.stop
 
-    def _group_from(self, start: int) -> range:
-        """The layers that are read at once: as many as are read in a moment, all with the same spans."""
-        ends = [start + self._together, len(self._layout.layers)]
+    def _group_from(self, start: int, index: int) -> range:
+        """The layers that are read at once, all with the same spans."""
+        ends = [
+            start + self._read_size.layers,
+            len(self._layout.layers),
+            max(index, start, index + self._most_ahead) + 1,
+        ]
         if start < self._first_reused_layer:
             ends.append(self._first_reused_layer)
         return range(start, min(ends))
-
-    def _most_together(self) -> int:
-        """The most layers that are worth reading at once: reads of larger parts of a file cost no less by byte."""
-        tokens = max((span.record_tokens or len(span) for span in self._spans), default=1)
-        return -(-_AT_ONCE * len(self._layout.layers) // self._layout.block_bytes(tokens))
 
     def _submit(self, layers: range) -> "Future[dict[int, _Read]] | Future[dict[int, _Loaded]]":
         if self._reader is None:
@@ -265,8 +263,8 @@ class LayerLoader:
                 else:
                     records[name] = found
             seconds[tier] = (time.perf_counter() - asked) / len(layers)
-        is_slow = sum(seconds.values()) * len(layers) > _MOMENT_S
-        self._together = max(1, len(layers) // 2) if is_slow else min(self._most, 2 * len(layers))
+        if seconds:
+            self._read_size.learn(len(layers), len(layers) * sum(seconds.values()))
         if lost:
             *_, reason = (error.reason for error in lost.values())
             which = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start} to {layers.stop - 1}"

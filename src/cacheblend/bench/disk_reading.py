@@ -1,0 +1,163 @@
+"""A request's blocks read from a folder by layer, as the loader reads them, against one plain read of as many bytes.
+
+warm     everything in the page cache
+cold     nothing in it
+direct   past it (O_DIRECT), where the file system can
+"""
+
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.load.read_size import ReadSize
+from cacheblend.core.load.staging import StagingMemory, memory_of
+from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
+from cacheblend.core.plan.blocks import Block, KVLayout
+from cacheblend.store import DiskStore, KVStore
+
+WAYS = ("warm", "cold", "direct")
+BLOCK = 256
+"""Tokens of a block."""
+
+_AHEAD = 2  # reads that are under way or wait to be used, besides the one being used
+
+
+def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> dict[str, Any]:
+    """For each of `WAYS` seconds, bytes per second and their ratio (None where the file system has no direct reads).
+
+    Args:
+        layout: of the records.
+        tokens: in all blocks together.
+        folder: on the disk to measure; None: the temporary folder.
+        runs: of each; the median counts.
+
+    Raises:
+        StoreError: the folder cannot be used.
+    """
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-", dir=folder)))
+        store = stack.enter_context(DiskStore(path / "store", max_bytes=None))
+        names, nbytes = fill(store, layout, tokens)
+        plain = path / "plain"
+        _write_plain(plain, nbytes)
+        files = [plain, *(Path(store.file_of(name)) for name in names)]
+        result: dict[str, Any] = {"bytes": nbytes}
+        for way in WAYS:
+            is_direct = way == "direct"
+            if is_direct and not _can_be_direct(plain):
+                result[way] = None
+                continue
+            reader = stack.enter_context(DiskStore(path / "store", direct=True)) if is_direct else store
+            reader.find(names)
+            seconds: dict[str, list[float]] = {"by_layer": [], "plain": []}
+            arms: dict[str, Callable[[], float]] = {
+                "by_layer": lambda reader=reader: read_by_layer(reader, names, layout),
+                "plain": lambda is_direct=is_direct: _read_plain(plain, direct=is_direct),
+            }
+            for run in range(runs + 1):
+                for name, read in arms.items():
+                    for file in files if way != "warm" else ():
+                        _drop_pages(file)
+                    taken = read()
+                    if run:
+                        seconds[name].append(taken)
+            rates = {name: nbytes / statistics.median(taken) for name, taken in seconds.items()}
+            result[way] = {"seconds": seconds, "bytes_per_s": rates, "share": rates["by_layer"] / rates["plain"]}
+        return result
+
+
+def fill(store: KVStore, layout: KVLayout, tokens: int) -> tuple[list[BlockName], int]:
+    """Stores random blocks with `tokens` tokens in all; returns their names and the bytes of their records."""
+    root, names = root_name("bench", "load"), []
+    for number in range(-(-tokens // BLOCK)):
+        block = random_block(layout, number, BLOCK, root)
+        store.write(block)
+        names.append(block.name)
+    store.find(names)
+    return names, len(names) * layout.block_bytes(BLOCK)
+
+
+def random_block(layout: KVLayout, number: int, tokens: int, root: BlockName) -> Block:
+    """A block of random numbers; its name depends on `number`."""
+    ids = as_token_ids([number, *range(tokens - 1)])
+    records = [
+        layout.encode(torch.randn(shape.kv_heads, 2, tokens, shape.head_dim).to(layout.dtype))
+        for shape in layout.layers
+    ]
+    return Block(block_name(root, ids), root, ids, records, layout)
+
+
+def read_by_layer(
+    store: KVStore, names: Sequence[BlockName], layout: KVLayout, memory: StagingMemory | None = None
+) -> float:
+    """Seconds of reading every layer as `LayerLoader` does: into staging memory, small layers several at once."""
+    memory = memory or memory_of(torch.device("cpu"))
+    size, first, layers, leases = ReadSize(layout, BLOCK), 0, len(layout.layers), []
+    started = time.perf_counter()
+    while first < layers:
+        asked = range(first, min(layers, first + size.layers))
+        begun = time.perf_counter()
+        leases.append(memory.lease())
+        for read in store.read_layers(names, asked, None, leases[-1].take):
+            if isinstance(read, BlockLostError):
+                raise InvalidInputError(f"a block was lost while it was measured: {read.reason}")
+        size.learn(len(asked), time.perf_counter() - begun)
+        first = asked.stop
+        if len(leases) > _AHEAD:
+            leases.pop(0).release()
+    taken = time.perf_counter() - started
+    for lease in leases:
+        lease.release()
+    return taken
+
+
+def _write_plain(path: Path, nbytes: int) -> None:
+    part = os.urandom(1 << 20)
+    with path.open("wb") as file:
+        for _ in range(-(-nbytes // len(part))):
+            file.write(part)
+        file.truncate(nbytes)
+        os.fsync(file.fileno())
+
+
+def _read_plain(path: Path, *, direct: bool) -> float:
+    """Seconds of sequential reads of 1 MiB into the same memory."""
+    memory = mmap.mmap(-1, 1 << 20)  # begins at a page, as direct reads must
+    fd = os.open(path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0))
+    try:
+        started = time.perf_counter()
+        offset = 0
+        while count := os.preadv(fd, [memory], offset):
+            offset += count
+            if count % 4096:
+                break
+        return time.perf_counter() - started
+    finally:
+        os.close(fd)
+        memory.close()
+
+
+def _can_be_direct(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0)))
+    except OSError:
+        return False
+    return hasattr(os, "O_DIRECT")
+
+
+def _drop_pages(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)

@@ -1,0 +1,123 @@
+"""Reading a folder's records: any layers, heads and memory, by any number of threads, beside damaged and missing blocks."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend.core.errors import BlockDamagedError, BlockLostError, InvalidInputError
+from cacheblend.core.load.staging import StagingMemory
+from cacheblend.core.plan.blocks import Block, LayerShape
+from cacheblend.store import DiskStore
+from cacheblend.store.disk import block_files, block_reader
+from cacheblend.store.disk import store as disk_module
+from store_blocks import make_block, same_bits
+
+ALIKE = (LayerShape(4, 8),) * 5
+MIXED = (LayerShape(4, 8), LayerShape(4, 8), LayerShape(2, 16), LayerShape(4, 24), LayerShape(4, 8))
+
+
+def filled(path: Path, draw: random.Random, direct: bool = False) -> tuple[DiskStore, list[Block]]:
+    store = DiskStore(path, durable=False, direct=direct)
+    blocks = []
+    for seed in range(draw.randrange(1, 14)):
+        shapes, codec = draw.choice([ALIKE, MIXED]), draw.choice(["raw", "raw", "int8"])
+        dtype = draw.choice([torch.bfloat16, torch.float32])
+        blocks.append(make_block(seed, draw.choice([5, 5, 32, 64]), shapes, dtype, codec=codec))
+        store.write(blocks[-1])
+    return store, blocks
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("seed", range(25))
+def test_records_are_what_was_written(seed: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names in any order and more than once; layers of one shape and of several; parts of one thread each."""
+    draw = random.Random(f"{seed} {direct}")
+    monkeypatch.setattr(disk_module, "_BYTES_A_THREAD", draw.choice([1, 5000, 1 << 30]))
+    monkeypatch.setattr(block_files, "_BYTES_AT_ONCE", draw.choice([1, 20_000, 1 << 30]))
+    store, blocks = filled(tmp_path / "store", draw, direct)
+    store._reads_at_once = draw.choice([1, 2, 5])
+    with store:
+        for _ in range(6):
+            asked = [draw.choice(blocks) for _ in range(draw.randrange(1, 20))]
+            first = draw.randrange(5)
+            layers = range(first, draw.randrange(first, 5) + 1)
+            heads = draw.choice([None, None, slice(0, 1), slice(1, 2), slice(0, 2)])
+            lease = StagingMemory(1 << 20, 1 << 16).lease()
+            memory = draw.choice([None, lease.take])
+            read = store.read_layers([block.name for block in asked], layers, heads, memory)
+            assert len(read) == len(asked)
+            for block, records in zip(asked, read, strict=True):
+                assert isinstance(records, list) and len(records) == len(layers)
+                for layer, record in zip(layers, records, strict=True):
+                    assert same_bits(record, block.records[layer][heads or slice(None)]), (layer, heads)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_block_that_is_damaged_or_gone_is_lost_and_no_other(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setattr(disk_module, "_BYTES_A_THREAD", draw.choice([1, 1 << 30]))
+    store, blocks = filled(tmp_path / "store", draw)
+    store._reads_at_once = 3
+    names = [block.name for block in blocks]
+    with store:
+        store.find(names)
+        damaged, gone = draw.choice(blocks), draw.choice(blocks)
+        layer = draw.randrange(5)
+        path = Path(store.file_of(damaged.name))
+        data = bytearray(path.read_bytes())
+        data[-1 - sum(record.nbytes for record in damaged.records[layer + 1 :])] ^= 4  # the last byte of that layer
+        path.write_bytes(data)
+        Path(store.file_of(gone.name)).unlink()
+        store._files.close()
+        read = store.read_layers(names, range(5), None, StagingMemory(1 << 20, 1 << 16).lease().take)
+        for block, records in zip(blocks, read, strict=True):
+            if block is gone:
+                assert isinstance(records, BlockLostError)
+            elif block is damaged:
+                assert isinstance(records, BlockDamagedError) and f"layer {layer}" in str(records)
+            else:
+                assert isinstance(records, list)
+                assert all(same_bits(found, record) for found, record in zip(records, block.records, strict=True))
+
+
+def test_neighbouring_layers_are_one_read_and_one_piece_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, pieces, real = [], [], block_reader._pread_all
+
+    def counted(fd: int, view: memoryview, offset: int, least: int) -> None:
+        reads.append(least)
+        real(fd, view, offset, least)
+
+    monkeypatch.setattr(block_reader, "_pread_all", counted)
+
+    def memory(nbytes: int) -> torch.Tensor:
+        pieces.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    with DiskStore(tmp_path, durable=False) as store:
+        blocks = [make_block(seed, 5, ALIKE) for seed in range(3)]
+        for block in blocks:
+            store.write(block)
+        names, record = [block.name for block in blocks], blocks[0].records[0].nbytes
+        store.find(names)
+        for heads, each in ((None, [4 * record]), (slice(1, 3), [record // 2] * 4)):  # heads lie apart
+            reads.clear(), pieces.clear()
+            store.read_layers(names, range(1, 5), heads, memory)
+            assert reads == each * 3
+            assert pieces == [3 * sum(each)]
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(range(4, 6), None), (range(-1, 1), None), (range(2), slice(3, 9))])
+def test_there_is_no_such_layer_or_head(layers: range, heads: slice | None, tmp_path: Path) -> None:
+    with DiskStore(tmp_path, durable=False) as store:
+        block = make_block(1, 5, ALIKE)
+        store.write(block)
+        with pytest.raises(InvalidInputError):
+            store.read_layers([block.name], layers, heads)
+        assert store.read_layers([], range(2)) == []
+        assert store.read_layers([block.name], range(0)) == [[]]
