@@ -74,8 +74,8 @@ def test_slabs_go_back_once_every_part_has_been_used_up() -> None:
 def test_who_finds_no_slab_gets_other_memory_and_never_waits_for_the_host() -> None:
     staging = memory(2)
     lease = staging.lease()
-    places = {place_of(lease.take(SLAB)) for _ in range(5)}
-    assert len(places) == 5 and staging.nbytes == 2 * SLAB
+    taken = [lease.take(SLAB) for _ in range(5)]
+    assert len({place_of(data) for data in taken}) == 5 and staging.nbytes == 2 * SLAB
     assert lease.take(3 * SLAB).nbytes == 3 * SLAB  # larger than a slab
     assert staging.nbytes == 2 * SLAB
 

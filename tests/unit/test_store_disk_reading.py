@@ -1,4 +1,4 @@
-"""Reading a folder's records: any layers, heads and memory, by any number of threads, beside damaged and missing blocks."""
+"""Reading a folder's records: any layers, heads and memory, by several threads, beside damaged and missing blocks."""
 
 import random
 from pathlib import Path
@@ -11,7 +11,6 @@ from cacheblend.core.load.staging import StagingMemory
 from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore
 from cacheblend.store.disk import block_files, block_reader
-from cacheblend.store.disk import store as disk_module
 from store_blocks import make_block, same_bits
 
 ALIKE = (LayerShape(4, 8),) * 5
@@ -34,10 +33,9 @@ def filled(path: Path, draw: random.Random, direct: bool = False) -> tuple[DiskS
 def test_records_are_what_was_written(seed: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in any order and more than once; layers of one shape and of several; parts of one thread each."""
     draw = random.Random(f"{seed} {direct}")
-    monkeypatch.setattr(disk_module, "_BYTES_A_THREAD", draw.choice([1, 5000, 1 << 30]))
     monkeypatch.setattr(block_files, "_BYTES_AT_ONCE", draw.choice([1, 20_000, 1 << 30]))
     store, blocks = filled(tmp_path / "store", draw, direct)
-    store._reads_at_once = draw.choice([1, 2, 5])
+    store._reads_at_once, store._bytes_a_thread = draw.choice([1, 2, 5]), draw.choice([1, 5000, 1 << 30])
     with store:
         for _ in range(6):
             asked = [draw.choice(blocks) for _ in range(draw.randrange(1, 20))]
@@ -55,13 +53,10 @@ def test_records_are_what_was_written(seed: int, direct: bool, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_block_that_is_damaged_or_gone_is_lost_and_no_other(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_is_damaged_or_gone_is_lost_and_no_other(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
-    monkeypatch.setattr(disk_module, "_BYTES_A_THREAD", draw.choice([1, 1 << 30]))
     store, blocks = filled(tmp_path / "store", draw)
-    store._reads_at_once = 3
+    store._reads_at_once, store._bytes_a_thread = 3, draw.choice([1, 1 << 30])
     names = [block.name for block in blocks]
     with store:
         store.find(names)

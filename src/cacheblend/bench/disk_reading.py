@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> di
     """
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-", dir=folder)))
-        store = stack.enter_context(DiskStore(path / "store", max_bytes=None))
+        store = DiskStore(path / "store", max_bytes=None)
+        stack.enter_context(store)
         names, nbytes = fill(store, layout, tokens)
         plain = path / "plain"
         _write_plain(plain, nbytes)
@@ -56,12 +58,13 @@ def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> di
             if is_direct and not _can_be_direct(plain):
                 result[way] = None
                 continue
-            reader = stack.enter_context(DiskStore(path / "store", direct=True)) if is_direct else store
+            reader = DiskStore(path / "store", max_bytes=None, direct=is_direct)
+            stack.enter_context(reader)
             reader.find(names)
             seconds: dict[str, list[float]] = {"by_layer": [], "plain": []}
             arms: dict[str, Callable[[], float]] = {
-                "by_layer": lambda reader=reader: read_by_layer(reader, names, layout),
-                "plain": lambda is_direct=is_direct: _read_plain(plain, direct=is_direct),
+                "by_layer": partial(read_by_layer, reader, names, layout),
+                "plain": partial(_read_plain, plain, direct=is_direct),
             }
             for run in range(runs + 1):
                 for name, read in arms.items():

@@ -109,7 +109,7 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
     with ExitStack() as stack:
         slow = ThrottledStore(1e15, max_bytes=_GROW_ROWS)
         stack.enter_context(slow)
-        ahead, serial = (stack.enter_context(_engine(model, tokenizer, slow, n)) for n in (2, 0))
+        ahead, serial = (stack.enter_context(_engine(model, tokenizer, slow, n)) for n in (BlendConfig().read_ahead, 0))
         chunks = open_chunks(prompt, ahead, draw)
         ahead.warm(chunks)
         layout = ahead.survey.layout

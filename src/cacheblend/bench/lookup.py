@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.bench.loading import random_block
+from cacheblend.bench.disk_reading import random_block
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
 from cacheblend.core.naming import BlockName, root_name

@@ -40,7 +40,7 @@ class BlendConfig(Selection):
     codec: str = "raw"
     salt: str = ""
     tile_rows: int = 1024
-    read_ahead: int = 2
+    read_ahead: int = 8
     cost_model: str | None = None
     capture: bool = True
     capture_queue: int = 256

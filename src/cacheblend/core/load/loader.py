@@ -212,11 +212,7 @@ class LayerLoader:
 
     def _group_from(self, start: int, index: int) -> range:
         """The layers that are read at once, all with the same spans."""
-        ends = [
-            start + self._read_size.layers,
-            len(self._layout.layers),
-            max(index, start, index + self._most_ahead) + 1,
-        ]
+        ends = [start + self._read_size.layers, len(self._layout.layers), max(start, index + self._most_ahead) + 1]
         if start < self._first_reused_layer:
             ends.append(self._first_reused_layer)
         return range(start, min(ends))

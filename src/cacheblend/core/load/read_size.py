@@ -1,8 +1,8 @@
 """How many layers are read at once: as many as are read in a moment.
 
-Small records read one by one cost calls, not bytes. But a layer that is read together with others is ready when all of them
-are, so a read of several layers may take no longer than a moment: a slow store is read layer by layer, and computing
-overlaps with reading.
+Small records read one by one cost calls, not bytes. But a layer that is read together with others is ready when all of
+them are, so a read of several layers may take no longer than a moment: a slow store is read layer by layer, and
+computing overlaps with reading.
 """
 
 from cacheblend.core.plan.blocks import KVLayout

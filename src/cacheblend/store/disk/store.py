@@ -39,7 +39,8 @@ DEFAULT_DISK_BYTES = 50 << 30
 
 _FULL_DISK_TRIES = 4
 _MOST_READS = 8  # at the same time, for one request
-_BYTES_A_THREAD = 2 << 20  # a thread is asked for at least so many bytes
+_BYTES_A_THREAD = 2 << 20  # a thread is asked for at least so many bytes: threads contend for the interpreter,
+_DIRECT_BYTES_A_THREAD = 256 << 10  # and for so many if each read waits for the device
 
 
 class DiskStore(KVStore):
@@ -86,6 +87,7 @@ class DiskStore(KVStore):
         self._lock = threading.Lock()
         self._write_failures = self._damaged_manifests = 0
         self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, _cores())
+        self._bytes_a_thread = _DIRECT_BYTES_A_THREAD if direct else _BYTES_A_THREAD
         self._readers = DaemonPool(self._reads_at_once, "cacheblend-disk")
 
     @property
@@ -133,7 +135,7 @@ class DiskStore(KVStore):
         Each thread reads a part of the blocks: between small reads threads would only wait for the interpreter.
         """
         nbytes = sum(self._files.record_bytes(name, layers) for name in names)
-        parts = max(1, min(self._reads_at_once, len(names), nbytes // _BYTES_A_THREAD))
+        parts = max(1, min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread))
         step = max(1, -(-len(names) // parts))
         first, *others = [names[at : at + step] for at in range(0, len(names), step)] or [names]
         asked = [self._readers.submit(self._files.read, part, layers, heads, memory) for part in others]
