@@ -1,6 +1,5 @@
 """What a `MemoryStore` holds of a block, under which key, and in which tensors. Knows no bound and no eviction."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +41,3 @@ class Held:
 def heads_key(name: BlockName, start: int, stop: int) -> BlockName:
     """Under which heads [start, stop) of a block are held; longer than any block's name, and begins with this one's."""
     return BlockName(name + start.to_bytes(4, "little") + stop.to_bytes(4, "little"))
-
-
-def owned(records: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The records, copied where keeping them would keep a larger tensor alive than they need."""
-    records = [record.contiguous() for record in records]
-    storages = {record.untyped_storage().data_ptr(): record.untyped_storage().nbytes() for record in records}
-    if sum(storages.values()) > sum(record.nbytes for record in records) * 9 // 8:
-        return [record.clone() for record in records]
-    return records

@@ -4,7 +4,6 @@ Keeps the tensors that it is given, without a copy where they own their memory; 
 ends with the process.
 """
 
-import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -18,13 +17,8 @@ from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreS
 from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
-from cacheblend.store.held import Held, heads_key, owned
-
-
-def default_memory_bytes() -> int:
-    """4 GiB, or a quarter of the machine's memory where that is less."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(4 << 30, physical // 4)
+from cacheblend.store.held import Held, heads_key
+from cacheblend.store.residence import HERE, Residence, default_memory_bytes
 
 
 class MemoryStore(KVStore):
@@ -35,23 +29,28 @@ class MemoryStore(KVStore):
     the policy count all of it.
 
     Args:
-        max_bytes: bound on the records' bytes; 4 GiB by default, or a quarter of the machine's memory where
-            that is less. 0 holds nothing.
+        max_bytes: bound on the records' bytes, see `default_memory_bytes`; 0 holds nothing.
         eviction: the policy's name, see `eviction_of`.
         ttl: seconds without use after which an unpinned block is removed; None: no limit.
+        residence: where records are kept: ordinary or page-locked memory, or a GPU's.
 
     Raises:
         InvalidInputError: a negative bound, an unknown policy, or a `ttl` that is not above 0.
     """
 
-    def __init__(self, max_bytes: int | None = None, *, eviction: str = "lru", ttl: float | None = None) -> None:
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        *,
+        eviction: str = "lru",
+        ttl: float | None = None,
+        residence: Residence = HERE,
+    ) -> None:
         self.max_bytes = default_memory_bytes() if max_bytes is None else check_max_bytes(max_bytes)
-        self._lock = threading.RLock()
+        self._residence, self._lock = residence, threading.RLock()
         self._held: dict[BlockName, Held] = {}
-        self._eviction = eviction_of(eviction)
-        self._expiry = Expiry(ttl)
-        self._bytes = 0
-        self._holds_heads = False
+        self._eviction, self._expiry = eviction_of(eviction), Expiry(ttl)
+        self._bytes, self._holds_heads = 0, False
         self._pinned: set[BlockName] = set()
         self._manifests: dict[BlockName, ChunkManifest] = {}
         self._finds = FindCounter()
@@ -63,7 +62,7 @@ class MemoryStore(KVStore):
     @property
     def tier_names(self) -> tuple[str, ...]:
         """See `KVStore.tier_names`."""
-        return ("memory",)
+        return (self._residence.tier,)
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. Of one call's blocks the first are evicted last."""
@@ -85,7 +84,7 @@ class MemoryStore(KVStore):
         held = self._held.get(name)
         if held is None or held.missing or self._has_expired(name, held):
             return None
-        return BlockEntry(held.token_ids, held.layout, "memory", held.parent)
+        return BlockEntry(held.token_ids, held.layout, self._residence.tier, held.parent)
 
     def read_layers(
         self,
@@ -137,8 +136,11 @@ class MemoryStore(KVStore):
                     f"block {block.name.hex()} needs {need} bytes; the memory store is bounded to "
                     f"{self.max_bytes} bytes and the blocks it holds are pinned: raise max_bytes or unpin blocks"
                 )
-            records: list[torch.Tensor | None] = list(owned(block.records))
-            self._held[block.name] = Held(block.token_ids, block.parent, block.layout, records, need)
+            records = self._residence.keep(block.records)
+            if records is None:
+                self._write_failures += 1
+                raise StoreFullError(f"there is no memory left for the {need} bytes of block {block.name.hex()}")
+            self._held[block.name] = Held(block.token_ids, block.parent, block.layout, [*records], need)
             self._mark_used(block.name)
             self._bytes += need
             return True
@@ -146,7 +148,7 @@ class MemoryStore(KVStore):
     def offer(self, name: BlockName, entry: BlockEntry, layer: int, record: torch.Tensor) -> bool:
         """Keeps one layer's whole record; False if it does not fit or is held already.
 
-        The record must own its memory. The block counts as held once every layer has been offered.
+        The block counts as held once every layer has been offered.
         """
         with self._lock:
             held = self._held.get(name)
@@ -158,10 +160,11 @@ class MemoryStore(KVStore):
                 held = Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
                 self._held[name] = held
                 self._mark_used(name)
-            if not self._evict_for(record.nbytes, keep=name):
+            kept = self._residence.keep([record]) if self._evict_for(record.nbytes, keep=name) else None
+            if kept is None:
                 self._drop(name)
                 return False
-            held.records[layer] = record
+            (held.records[layer],) = kept
             held.missing -= 1
             held.nbytes += record.nbytes
             self._bytes += record.nbytes
@@ -181,11 +184,12 @@ class MemoryStore(KVStore):
                 self._holds_heads = True
                 held = self._held[key] = Held.of_heads(record.dtype)
             self._mark_used(key)
-            if not self._evict_for(record.nbytes, keep=key):
+            kept = self._residence.keep([record]) if self._evict_for(record.nbytes, keep=key) else None
+            if kept is None:
                 self._drop(key)
                 return False
             held.records += [None] * (layer + 1 - len(held.records))
-            (held.records[layer],) = owned([record])
+            (held.records[layer],) = kept
             held.nbytes += record.nbytes
             self._bytes += record.nbytes
             return True
@@ -195,10 +199,9 @@ class MemoryStore(KVStore):
         key = heads_key(name, start, stop)
         with self._lock:
             held = self._held.get(key)
-            if held is None:
-                return None
-            self._mark_used(key)
-            return held.record(layer)
+            if held is not None:
+                self._mark_used(key)
+            return None if held is None else held.record(layer)
 
     def delete(self, name: BlockName) -> bool:
         """See `KVStore.delete`."""
@@ -210,8 +213,7 @@ class MemoryStore(KVStore):
             return whole
 
     def _drop(self, name: BlockName) -> int:
-        held = self._held.pop(name, None)
-        if held is None:
+        if (held := self._held.pop(name, None)) is None:
             return 0
         self._eviction.gone(name)
         self._bytes -= held.nbytes
@@ -235,8 +237,7 @@ class MemoryStore(KVStore):
 
     def _evict_for(self, need: int, keep: BlockName | None = None) -> bool:
         """Evicts until `need` more bytes fit; False, with nothing evicted, if they cannot."""
-        excess = self._bytes + need - self.max_bytes
-        victims = []
+        excess, victims = self._bytes + need - self.max_bytes, list[BlockName]()
         for name in self._eviction.victims() if excess > 0 else ():
             if name not in self._pinned and name != keep:
                 victims.append(name)
@@ -309,7 +310,7 @@ class MemoryStore(KVStore):
         with self._lock:
             whole = [name for name, held in self._held.items() if not held.missing]
             return StoreStats(
-                tier="memory",
+                tier=self._residence.tier,
                 blocks=len(whole),
                 bytes=self._bytes,
                 max_bytes=self.max_bytes,

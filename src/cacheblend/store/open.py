@@ -15,10 +15,10 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
 from cacheblend.store.disk.store import DEFAULT_DISK_BYTES
 from cacheblend.store.expiry import parse_seconds
-from cacheblend.store.memory import default_memory_bytes
 from cacheblend.store.places import (
     BucketPlace,
     CascadePlace,
+    DevicePlace,
     FolderPlace,
     MemoryPlace,
     RedisPlace,
@@ -27,13 +27,14 @@ from cacheblend.store.places import (
 )
 
 SUPPORTED = (
-    '"memory", "memory://?max_bytes=8GiB", a folder, "file:///folder?max_bytes=200GiB&ram_bytes=4GiB", '
-    '"redis://host:6379/0?ram_bytes=4GiB", or "s3://bucket/folder?region=eu-central-1"'
+    '"memory", "memory://?max_bytes=8GiB", "cuda://?max_bytes=8GiB", a folder, '
+    '"file:///folder?max_bytes=200GiB&ram_bytes=4GiB", "redis://host:6379/0?ram_bytes=4GiB", or "s3://bucket/folder?region=eu-central-1"'
 )
 
 _REDIS = ("redis", "rediss", "valkey")
 _OPTIONS = {
-    "memory": ("max_bytes", "ttl", "evict"),
+    "memory": ("max_bytes", "ttl", "evict", "page_locked"),
+    "cuda": ("max_bytes", "ttl", "evict"),
     "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict", "locks"),
     **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster")),
     "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region"),
@@ -67,6 +68,8 @@ def open_store(
             ``"memory://?max_bytes=8GiB, file:///nvme?max_bytes=500GiB, s3://bucket/kv"``.
 
             - None, ``"memory"`` or ``"memory://"``: memory.
+            - ``"cuda://?max_bytes=8GiB"``: a GPU's memory, ``cuda://1`` that of the second one; alone, or in front of
+              other stores as a cache of them.
             - a folder's path or ``"file:///folder"``: a folder, made if it does not exist. Several folders,
               ``file:///a:/b``, share blocks and bound.
             - ``"redis://host:port/database"`` (``rediss``, ``valkey``): a server.
@@ -76,7 +79,8 @@ def open_store(
 
             - ``max_bytes``, ``ram_bytes``: as the arguments; an argument overrides the URL.
             - ``ttl=30d``: unpinned blocks are removed after this time without use.
-            - ``evict=lru`` or ``worth`` (memory, folders): the policy, see `eviction`.
+            - ``evict=lru`` or ``worth`` (memory, a GPU, folders): the policy, see `eviction`.
+            - ``page_locked=true`` (memory): in page-locked memory, from which a GPU copies without the host.
             - ``direct=true`` (folders): bypass the page cache.
             - ``locks=false`` (folders): for network file systems whose locks are slow or hang.
             - ``timeout`` (servers, buckets): seconds that an answer may take.
@@ -124,30 +128,44 @@ def parse_store_url(
             raise InvalidInputError(f"a {parts.scheme} store has no option {key!r}; it has {', '.join(allowed)}")
     ram = parse_bytes(options.pop("ram_bytes", 0))
     place = _MAKERS[parts.scheme](parts, options)
-    return TieredPlace(ram, place) if ram else place
+    return TieredPlace(MemoryPlace(ram), place) if ram else place
 
 
 def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str | None) -> StorePlace:
-    """Places in order; memory as the first is a cache of all others."""
+    """Places in order; a GPU's memory, and memory, as the first ones are caches of all others."""
     if max_bytes is not None:
         raise InvalidInputError("of several stores each has a bound of its own: write ?max_bytes=... after its URL")
-    first = _split(urls[0])
-    if first.scheme == "memory":
-        if ram_bytes is not None:
-            raise InvalidInputError("memory:// as the first store and ram_bytes mean the same; keep one of the two")
-        others = set(first.options) - {"max_bytes"}
-        if others:
-            raise InvalidInputError(
-                f"memory:// in front of other stores has no option {min(others)!r}; it has max_bytes"
-            )
-        ram_bytes = first.options.get("max_bytes", str(default_memory_bytes()))
-        urls = urls[1:]
-    if any(_split(each).scheme == "memory" for each in urls):
+    fronts: list[MemoryPlace | DevicePlace] = []
+    for scheme in ("cuda", "memory"):
+        if _split(urls[0]).scheme == scheme and len(urls) > 1:
+            fronts.append(_front(urls.pop(0), ram_bytes))
+    schemes = [_split(each).scheme for each in urls]
+    if "cuda" in schemes:
+        raise InvalidInputError("cuda:// can only stand in front of other stores, memory:// among them")
+    if "memory" in schemes and (len(urls) > 1 or any(isinstance(front, MemoryPlace) for front in fronts)):
         raise InvalidInputError("memory:// can only stand in front of other stores")
     places = [parse_store_url(each) for each in urls]
     back = places[0] if len(places) == 1 else CascadePlace(tuple(places))
-    ram = parse_bytes(ram_bytes or 0)
-    return TieredPlace(ram, back) if ram else back
+    if ram := parse_bytes(ram_bytes or 0):
+        fronts.append(MemoryPlace(ram))
+    for front in reversed(fronts):
+        back = TieredPlace(front, back)
+    return back
+
+
+def _front(url: str, ram_bytes: int | str | None) -> MemoryPlace | DevicePlace:
+    """A cache of the stores behind it; those say how long blocks live, and which are evicted."""
+    parts = _split(url)
+    allowed = ("max_bytes", "page_locked") if parts.scheme == "memory" else ("max_bytes",)
+    if others := set(parts.options) - set(allowed):
+        raise InvalidInputError(
+            f"{parts.scheme}:// in front of other stores has no option {min(others)!r}; it has {', '.join(allowed)}"
+        )
+    if parts.scheme == "cuda":
+        return _device(parts, parts.options)
+    if ram_bytes is not None:
+        raise InvalidInputError("memory:// as the first store and ram_bytes mean the same; keep one of the two")
+    return _memory(parts, parts.options)
 
 
 # ---- one URL ----------------------------------------------------------------------------------------------
@@ -187,6 +205,8 @@ def _split(url: str | Path | None) -> _Parts:
     where = parts.netloc + parts.path
     if parts.scheme == "memory" and where:
         raise InvalidInputError(f"store {url!r} names a place in memory ({where!r}); use memory://?max_bytes=8GiB")
+    if parts.scheme == "cuda" and not re.fullmatch(r"(\d{1,4})?", where):
+        raise InvalidInputError(f"store {url!r} must name a GPU by its number, or none: cuda://0?max_bytes=8GiB")
     if parts.scheme == "file" and (parts.netloc or not parts.path):
         raise InvalidInputError(f"store {url!r} needs an absolute path after three slashes: file:///folder")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -233,8 +253,18 @@ def _check_commas(path: str, folder: Path) -> None:
         )
 
 
-def _memory(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
-    return MemoryPlace(_bytes(options), _ttl(options), options.get("evict", "lru"))
+def _memory(parts: _Parts, options: Mapping[str, str]) -> MemoryPlace:
+    return MemoryPlace(_bytes(options), _ttl(options), options.get("evict", "lru"), _flag(options, "page_locked"))
+
+
+def _device(parts: _Parts, options: Mapping[str, str]) -> DevicePlace:
+    max_bytes = _bytes(options)
+    if max_bytes is None:
+        raise InvalidInputError(
+            "a cuda store needs a bound, since models need the GPU's memory: cuda://?max_bytes=8GiB"
+        )
+    index = parts.url.removeprefix("cuda://")
+    return DevicePlace(max_bytes, int(index) if index else None, _ttl(options), options.get("evict", "lru"))
 
 
 def _folder(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
@@ -261,6 +291,7 @@ def _bucket(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
 
 _MAKERS: Mapping[str, Callable[[_Parts, Mapping[str, str]], StorePlace]] = {
     "memory": _memory,
+    "cuda": _device,
     "file": _folder,
     **dict.fromkeys(_REDIS, _redis),
     "s3": _bucket,

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+import torch
+
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
 from cacheblend.store.combined.cascade import CascadeStore, close_all
@@ -22,6 +24,7 @@ from cacheblend.store.memory import MemoryStore
 from cacheblend.store.remote.bucket import BucketObjects, check_keys
 from cacheblend.store.remote.redis import RedisObjects
 from cacheblend.store.remote.store import RemoteStore
+from cacheblend.store.residence import HERE, OnDevice, PageLocked
 
 
 class StorePlace(Protocol):
@@ -47,13 +50,46 @@ class MemoryPlace:
     max_bytes: int | None = None
     ttl_s: float | None = None
     eviction: str = "lru"
+    page_locked: bool = False
 
     def __post_init__(self) -> None:
         eviction_of(self.eviction)
 
-    def open(self, read_only: bool = False) -> KVStore:
+    def open(self, read_only: bool = False) -> MemoryStore:
         """See `StorePlace`. Memory is always writable."""
-        return MemoryStore(self.max_bytes, eviction=self.eviction, ttl=self.ttl_s)
+        residence = PageLocked() if self.page_locked else HERE
+        return MemoryStore(self.max_bytes, eviction=self.eviction, ttl=self.ttl_s, residence=residence)
+
+
+@dataclass(frozen=True)
+class DevicePlace:
+    """A GPU's memory; see `MemoryStore`.
+
+    Raises:
+        InvalidInputError: an unknown eviction policy.
+    """
+
+    max_bytes: int
+    index: int | None = None
+    ttl_s: float | None = None
+    eviction: str = "lru"
+
+    def __post_init__(self) -> None:
+        eviction_of(self.eviction)
+
+    def open(self, read_only: bool = False) -> MemoryStore:
+        """See `StorePlace`.
+
+        Raises:
+            InvalidInputError: there is no such GPU.
+        """
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = self.index if self.index is not None or not count else torch.cuda.current_device()
+        if index is None or index >= count:
+            asked = "cuda://" if self.index is None else f"cuda://{self.index}"
+            raise InvalidInputError(f"store {asked}: there are {count} GPUs here; leave it out, or name one of them")
+        residence = OnDevice(torch.device("cuda", index))
+        return MemoryStore(self.max_bytes, eviction=self.eviction, ttl=self.ttl_s, residence=residence)
 
 
 @dataclass(frozen=True)
@@ -177,14 +213,15 @@ class BucketPlace:
 
 @dataclass(frozen=True)
 class TieredPlace:
-    """Memory of `ram_bytes` in front of another place; see `TieredStore`."""
+    """Memory, or a GPU's, in front of another place; see `TieredStore`."""
 
-    ram_bytes: int
+    front: MemoryPlace | DevicePlace
     back: StorePlace
 
     def open(self, read_only: bool = False) -> KVStore:
         """See `StorePlace`."""
-        return TieredStore(MemoryStore(self.ram_bytes), self.back.open(read_only))
+        front = self.front.open()
+        return TieredStore(front, self.back.open(read_only))
 
 
 @dataclass(frozen=True)

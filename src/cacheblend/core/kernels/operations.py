@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -11,7 +11,7 @@ from cacheblend.core.kernels import attention, deviation, placing
 from cacheblend.core.kernels.attention_spec import AttentionSpec, check_shapes
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.placing import Piece, Placement, check_records
-from cacheblend.core.kernels.registry import Kernel, Operation
+from cacheblend.core.kernels.registry import Kernel, Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation, Pairing
 from cacheblend.core.plan.codec import CODECS
 
@@ -166,6 +166,12 @@ def deviation_differs(kernel: Deviation, plain: Deviation, device: torch.device,
         if not error <= _SUM_TOLERANCE:
             return f"differs from PyTorch by {error:.2g} of the sum ({measure}), more than {_SUM_TOLERANCE}"
     return ""
+
+
+def serve(device: torch.device, dtype: torch.dtype) -> dict[str, Served[Any]]:
+    """What serves each operation; loads and checks the kernels, so that no request waits for it."""
+    operations: tuple[Operation[Any], ...] = (ATTEND_ROWS, PLACE, KV_DEVIATION)
+    return {operation.name: operation.on(device, dtype) for operation in operations}
 
 
 ATTEND_ROWS: Operation[AttendRows] = Operation(

@@ -167,7 +167,7 @@ class Staging:
         copies are done.
         """
         if self.device.type != "cuda":
-            return dict(records)
+            return {key: record.to(self.device) for key, record in records.items()}
         here = {key: record for key, record in records.items() if record.is_cuda}
         return here | moved_together({k: r for k, r in records.items() if k not in here}, self._copied)
 

@@ -12,6 +12,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import Controller, Decision
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, check_selector
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.kernels.operations import serve
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.plan import BlendPlan, Source
@@ -54,6 +55,7 @@ class Prefiller:
     ) -> None:
         self._view, self._survey, self._store, self._config = view, survey, store, config
         self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
+        serve(device, survey.layout.dtype)
 
     def open(
         self,

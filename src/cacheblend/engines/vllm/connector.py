@@ -271,8 +271,13 @@ def shared_store(url: str, config: compat.VllmConfig) -> KVStore:
     """The store of one engine; both sides get the same object if they share a process.
 
     Raises:
-        InvalidInputError: a store in memory, with processes that would each have a store of their own.
+        InvalidInputError: a store in memory, with processes that would each have a store of their own; or on a GPU.
     """
+    if "cuda://" in url:
+        raise InvalidInputError(
+            f"the store {url!r}: a GPU's memory is a store of the embedded engine only, since vLLM divides it up; "
+            "leave cuda:// out"
+        )
     parallel = config.parallel_config
     if url.startswith("memory") and (parallel.world_size > 1 or parallel.distributed_executor_backend != "uni"):
         raise InvalidInputError(

@@ -1,9 +1,10 @@
-"""Memory as a cache of another store.
+"""Memory, or a GPU's, as a cache of another store.
 
 Records that are read from the back are kept in memory, so that their next read costs no I/O. Knows two stores; does
 not know what the back is made of.
 """
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from cacheblend.core.errors import BlockLostError
+from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import FindCounter, KVStore, StoreStats, read_all_layers
@@ -36,7 +37,7 @@ class TieredStore(CombinedStore):
     ranks hold in theirs. There "disk" means: from the disk, or from memory where a rank has read it before.
 
     Args:
-        front: memory; with a bound of 0 bytes it holds nothing and every read goes to the back.
+        front: memory, or a GPU's; with a bound of 0 bytes it holds nothing and every read goes to the back.
         back: any store.
     """
 
@@ -75,7 +76,7 @@ class TieredStore(CombinedStore):
     def _with_tier(self, name: BlockName, far: BlockEntry) -> BlockEntry:
         """The entry, of tier memory if its last layer is there: some selectors never read the first ones."""
         near = self.front.peek(name, len(far.layout.layers) - 1) is not None
-        return replace(far, tier="memory") if near else self._tiers.entry(1, far)
+        return self._tiers.entry(0, replace(far, tier=self.front.tier_names[0])) if near else self._tiers.entry(1, far)
 
     def read_layers(
         self,
@@ -134,7 +135,8 @@ class TieredStore(CombinedStore):
         """See `KVStore.write`. To both; the back decides whether it succeeds."""
         new = self.back.write(block)
         if sum(record.nbytes for record in block.records) <= self.front.max_bytes:
-            self.front.write(block)
+            with contextlib.suppress(StoreFullError):  # the back has it
+                self.front.write(block)
         return new
 
     def delete(self, name: BlockName) -> bool:

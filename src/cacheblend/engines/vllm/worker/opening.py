@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
+from cacheblend.core.kernels.operations import serve
 from cacheblend.core.load.loader import LayerKV, LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.plan.blocks import BlockSource
@@ -68,6 +69,7 @@ class Opener:
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
         ]
         self._threads = DaemonPool(READ_THREADS, "cacheblend-reader")
+        serve(model.device, model.layout.dtype)
 
     def close(self) -> None:
         """Ends the threads that read; waits for none of them."""
