@@ -4,12 +4,15 @@
 #   CONSTRAINTS=           empty: take the newest versions in pyproject.toml's ranges, or keep what .venv holds;
 #                          a file: pin to it. To use a torch of your own, install it into .venv first.
 #   WORKERS=2              test processes
+#   PART="kernels ttft"    what `make gpu` measures; it runs $(PYTHON) as it is, which needs torch for CUDA and
+#                          transformers. All parts: tests, kernels, ttft, timeline, vllm
 #   VLLM_VERSION=0.32.0    what `make vllm` installs, the build for CPUs, in .venv-vllm
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints/ci.txt
 VENV ?= .venv
 WORKERS ?= 2
+PART ?=
 VLLM_VERSION ?= 0.32.0
 ARGS ?=
 
@@ -19,7 +22,7 @@ PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test vllm test-vllm lint format docs wheel bench clean
+.PHONY: help demo test vllm test-vllm lint format docs wheel gpu bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -54,6 +57,9 @@ wheel: $(VENV)/.installed-wheel ## the wheel, in dist/; checks what it holds and
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(BIN)/twine check --strict dist/*.whl
 	$(BIN)/python .ci/check-wheel dist/*.whl
+
+gpu: ## everything that is measured on a GPU, at most 9 minutes; PART=kernels for one part. Installs nothing
+	PYTHONPATH=src $(PYTHON) -m cacheblend bench cuda $(foreach part,$(PART),--part $(part)) $(ARGS)
 
 bench: $(VENV)/.installed ## time to first token of a 0.5B shape with random weights
 	$(BIN)/cacheblend bench ttft --shape qwen2.5-0.5b --ratio 0.15 --ratio 0.05 $(ARGS)

@@ -87,6 +87,18 @@ SHAPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": 131072,
         "rope_parameters": {**_LLAMA3_ROPE, "factor": 8.0},
     },
+    "qwen3-32b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
 }
 
 

@@ -117,7 +117,7 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
         points = []
         for point in _points(settings):
             arms = _measure(point, model, tokenizer, on_progress)
-            points.append((point, [_summary(arm, arms) for arm in arms]))
+            points.append((point, [summary(arm, arms) for arm in arms]))
         result: dict[str, Any] = {
             "arms": points[0][1],
             "model": name,
@@ -174,7 +174,7 @@ def _measure(settings: TtftSettings, model: PreTrainedModel, tokenizer: Any, on_
             for arm in arms:
                 if on_progress is not None:
                     on_progress(round_, settings.runs + 1, arm.name)
-                seconds, report = _timed(arm, prompt, model)
+                seconds, report = timed(arm, prompt, model)
                 if round_:
                     arm.seconds.append(seconds)
                     arm.reports += [report] if report else []
@@ -238,7 +238,8 @@ def _cached_arms(name: str, store: str, engine: BlendEngine, ratios: tuple[float
     ]
 
 
-def _timed(arm: Arm, prompt: Prompt, model: PreTrainedModel) -> tuple[float, BlendReport | None]:
+def timed(arm: Arm, prompt: Prompt, model: PreTrainedModel) -> tuple[float, BlendReport | None]:
+    """Seconds of one method until the device is done, and its report."""
     _synchronize(model)
     started = time.perf_counter()
     report = arm.run(prompt).report
@@ -251,7 +252,8 @@ def _synchronize(model: PreTrainedModel) -> None:
         torch.cuda.synchronize(model.device)
 
 
-def _summary(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
+def summary(arm: Arm, arms: list[Arm]) -> dict[str, Any]:
+    """A method's times beside full prefill's, as they are written to JSON."""
     median = statistics.median(arm.seconds)
     full = next((statistics.median(other.seconds) for other in arms if other.name == "full"), None)
     last = arm.reports[-1] if arm.reports else BlendReport()

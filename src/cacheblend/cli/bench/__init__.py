@@ -2,7 +2,7 @@
 
 import typer
 
-from cacheblend.cli.bench import prefill, quality, servers, stores
+from cacheblend.cli.bench import gpu, prefill, quality, servers, stores
 from cacheblend.cli.option_groups import with_groups
 
 app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
@@ -18,6 +18,7 @@ app.command("ttft", rich_help_panel=PREFILL)(with_groups(prefill.ttft))
 app.command("memory", rich_help_panel=PREFILL)(with_groups(prefill.memory))
 app.command("controller", rich_help_panel=PREFILL)(with_groups(prefill.controller))
 app.command("core", rich_help_panel=PREFILL)(with_groups(prefill.core))
+app.command("cuda", rich_help_panel=PREFILL)(with_groups(gpu.cuda))
 app.command("plan", rich_help_panel=STORES)(with_groups(stores.plan))
 app.command("match", rich_help_panel=STORES)(with_groups(stores.match))
 app.command("load", rich_help_panel=STORES)(with_groups(stores.load))
