@@ -102,3 +102,21 @@ def test_calls_of_one_caller_take_one_thread_of_a_shared_pool() -> None:
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         CallsInOrder(pool).submit(int)
+
+
+FORKS = """
+import os, sys, time
+from cacheblend.core.load.threads import DaemonPool
+pool = DaemonPool(2, "test")
+assert pool.submit(lambda: 1).result() == 1
+with pool._shared.changed:  # as another thread may at the time of a fork
+    child = os.fork()
+    if not child:
+        os._exit(0 if pool.submit(lambda: 7).result(timeout=20) == 7 else 3)
+assert os.waitpid(child, 0)[1] == 0
+assert pool.submit(lambda: 2).result() == 2
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKS], timeout=120).returncode == 0

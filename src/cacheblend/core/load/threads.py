@@ -3,6 +3,7 @@
 `concurrent.futures.ThreadPoolExecutor` joins its threads when the interpreter ends, whatever they are doing.
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -36,6 +37,8 @@ class DaemonPool:
         Raises:
             RuntimeError: the pool is closed, or the system has no more threads.
         """
+        if self._shared.process != os.getpid():  # after a fork: threads are not copied, and a lock may be held for ever
+            self._shared = _Shared()
         shared, future = self._shared, Future[Result]()
         with shared.changed:
             if shared.is_closed:
@@ -142,6 +145,7 @@ class _Shared:
         self.threads: list[threading.Thread] = []
         self.idle = 0
         self.is_closed = False
+        self.process = os.getpid()
 
 
 def _run(shared: _Shared) -> None:
