@@ -1,7 +1,9 @@
 """The loader over a source whose records say where they came from."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +16,7 @@ from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, tur
 from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load import read_size
 from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.load.staging import Lease, StagingMemory
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
@@ -188,6 +191,45 @@ def test_fast_reads_grow_and_slow_ones_do_not(overlap: bool, monkeypatch: pytest
                     time.sleep(0.001)
         assert [layer for call in source.calls for layer in call] == list(range(2, 30))
         assert [len(call) for call in source.calls] == together
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_released_layer_is_freed_before_the_others_that_were_read_with_it(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_size, "MOMENT_S", 1e9)
+    layout, plan = deep_plan(12)
+    source = CountingSource(plan)
+    with LayerLoader(plan, source, layout, [None] * 12, overlap=overlap) as loader:
+        for index in range(12):
+            keys = weakref.ref(loader.layer(index).keys)
+            loader.release(index)
+            assert keys() is None, f"layer {index} of the reads {source.calls}"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_read_that_fails_keeps_nothing_alive(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not until a garbage collection: its slabs are missing to others until then."""
+    leases: list[weakref.ref[Lease]] = []
+    real = StagingMemory.lease
+
+    def lease(self: StagingMemory, uses: int = 1) -> Lease:
+        given = real(self, uses)
+        leases.append(weakref.ref(given))
+        return given
+
+    monkeypatch.setattr(StagingMemory, "lease", lease)
+    plan, _ = planned()
+    source = FakeSource(plan, lost=[(plan.spans[2].name, 1)])
+    gc.disable()
+    try:
+        with LayerLoader(plan, source, LAYOUT, ROTATIONS, overlap=overlap) as loader:
+            loader.layer(0)
+            with pytest.raises(BlockLostError):
+                loader.layer(1)
+        assert len(leases) > 1 and all(each() is None for each in leases)
+    finally:
+        gc.enable()
 
 
 def test_large_records_are_read_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -121,6 +122,53 @@ def test_a_slab_that_cannot_be_made_may_be_made_later(monkeypatch: pytest.Monkey
         with pytest.raises(RuntimeError):
             staging.lease().take(1)
     assert staging.lease().take(1).nbytes == 1
+
+
+def test_a_lease_may_be_dropped_while_the_memory_is_locked() -> None:
+    """A garbage collection may run its finalizer anywhere, in the thread that holds the lock, too."""
+    staging = memory(1)
+    lease = staging.lease()
+    lease.take(1)
+    done = threading.Event()
+
+    def drop() -> None:
+        nonlocal lease
+        with staging._lock:
+            lease = None  # type: ignore[assignment]
+        done.set()
+
+    threading.Thread(target=drop, daemon=True).start()
+    assert done.wait(20), "the finalizer waits for a lock"
+    again = staging.lease()
+    assert again.take(1).nbytes == 1 and staging.nbytes == SLAB
+
+
+def test_what_the_device_still_reads_is_kept_alive() -> None:
+    staging, events = memory(1), [Event(), Event()]
+    tensors = [torch.zeros(3), torch.zeros(3)]
+    kept = [weakref.ref(tensor) for tensor in tensors]
+    for event in events:
+        staging.hold(event, [tensors.pop(0)])
+    gc.collect()
+    assert all(ref() is not None for ref in kept)
+    events[1].has_passed = True
+    staging.hold(None, [])
+    assert all(ref() is not None for ref in kept), "events pass in their order"
+    events[0].has_passed = True
+    staging.hold(None, [])
+    gc.collect()
+    assert all(ref() is None for ref in kept)
+
+
+def test_records_of_odd_sizes_are_copied_to_where_their_elements_may_lie() -> None:
+    slab = torch.arange(3 * PAGE, dtype=torch.int64).to(torch.uint8)
+    records = {
+        "odd": slab[7:1008],
+        "half": slab[1010:2010].view(torch.float16),
+        "full": slab[2012:2412].view(torch.float32),
+    }
+    moved = moved_together(records, lambda data: data.clone())
+    assert all(torch.equal(moved[key].view(torch.uint8), record.view(torch.uint8)) for key, record in records.items())
 
 
 def test_threads_never_share_memory() -> None:

@@ -79,6 +79,42 @@ def test_a_block_that_is_damaged_or_gone_is_lost_and_no_other(seed: int, tmp_pat
                 assert all(same_bits(found, record) for found, record in zip(records, block.records, strict=True))
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_verify_finds_damage_however_the_folder_is_read(direct: bool, tmp_path: Path) -> None:
+    block = make_block(1, 64, ALIKE)
+    with DiskStore(tmp_path, durable=False, direct=direct) as store:
+        store.write(block)
+        assert store.verify() == []
+        path = Path(store.file_of(block.name))
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+        (damage,) = store.verify()
+        assert damage.name == block.name and "layer 4" in damage.reason and damage.removed
+
+
+def test_a_reader_that_never_looked_blocks_up_keeps_to_the_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a tensor-parallel rank does: another process finds the blocks."""
+    monkeypatch.setattr(block_files, "_BYTES_AT_ONCE", 10_000)
+    blocks, pieces = [make_block(seed, 32, ALIKE) for seed in range(12)], list[int]()
+
+    def memory(nbytes: int) -> torch.Tensor:
+        pieces.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    with DiskStore(tmp_path, durable=False) as store:
+        for block in blocks:
+            store.write(block)
+    with DiskStore(tmp_path, durable=False) as store:
+        read = store.read_layers([bytes(32), *(block.name for block in blocks)], range(1), None, memory)  # type: ignore[list-item]
+        assert isinstance(read[0], BlockLostError)
+        assert all(same_bits(records[0], block.records[0]) for records, block in zip(read[1:], blocks, strict=True))  # type: ignore[index]
+    record = blocks[0].records[0].nbytes
+    assert sum(pieces) == 12 * record and max(pieces) <= max(10_000, record)
+
+
 def test_neighbouring_layers_are_one_read_and_one_piece_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ class Injecting:
     def attend_by(self, what: str) -> None:
         """Rows are attended to by the backend's kernel wherever they can be, or by products wherever they can be."""
         longest = {"kernel": 0.0, "products": math.inf}[what]
-        paged_attention.longest_runs = lambda dtype: longest
+        paged_attention.longest_runs = lambda dtype, device: longest
 
     def hang_store(self, is_hanging: bool) -> None:
         """Reads of the store return no more, or return again."""

@@ -111,7 +111,7 @@ def test_rows_are_attended_to_by_products_where_they_are_faster(
     from cacheblend.engines.vllm import compat
     from cacheblend.engines.vllm.worker import paged_attention
 
-    monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: longest)
+    monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype, device: longest)
     monkeypatch.setattr(compat, "sequences_metadata", lambda *_: object())
     backend, spec = Backend(), AttentionSpec(0.3)
     attention = paged_attention.PagedAttention([backend], None, [1, 2], 0, torch.arange(rows))  # type: ignore[list-item]
@@ -148,4 +148,4 @@ def test_the_processor_and_the_dtype_decide_where_products_are_faster(
     from cacheblend.engines.vllm.worker.paged_attention import longest_runs
 
     monkeypatch.setattr(processor, "extensions", lambda: extensions)
-    assert longest_runs(dtype) == found
+    assert longest_runs(dtype, torch.device("cpu")) == found

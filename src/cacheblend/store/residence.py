@@ -4,6 +4,7 @@ Knows tensors and devices; knows no names, no bound and no eviction.
 """
 
 import logging
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from cacheblend.store.base import LOGGER_NAME
 
 logger = logging.getLogger(LOGGER_NAME)
 Register = Callable[[int, int], None]
-_PAGE = 4096
 _ALIGNMENT = 256  # of records, for fast copies
 
 
@@ -58,7 +58,7 @@ class Here:
 class PageLocked:
     """Page-locked (pinned) memory, from which a GPU copies without the host: the records of one call together.
 
-    torch's own comes in powers of two; here a block takes the bytes that it has.
+    torch's own comes in powers of two; here a block takes whole pages (4 KiB each).
 
     Args:
         register, unregister: lock memory (address, bytes), and let it go (address); None: CUDA's.
@@ -78,16 +78,16 @@ class PageLocked:
         """See `Residence`."""
         sizes = [record.nbytes + -record.nbytes % _ALIGNMENT for record in records]
         nbytes = sum(sizes)
-        whole = np.empty(nbytes + _PAGE + -nbytes % _PAGE, dtype=np.uint8)  # of pages that nothing else uses
-        first = -whole.ctypes.data % _PAGE
-        address = whole.ctypes.data + first
+        nbytes += -nbytes % mmap.PAGESIZE
+        whole = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)  # of pages that nothing else uses
+        address = whole.ctypes.data
         try:
-            self._register(address, nbytes + -nbytes % _PAGE)
+            self._register(address, nbytes)
         except torch.OutOfMemoryError as error:
             logger.warning("%s", error)
             return None
         weakref.finalize(whole, self._unregister, address)  # tensors keep the array alive, and it dies with the last
-        memory = torch.from_numpy(whole)[first:]
+        memory = torch.from_numpy(whole)
         kept, at = [], 0
         for record, size in zip(records, sizes, strict=True):
             part = memory[at : at + record.nbytes].view(record.dtype).view(record.shape)

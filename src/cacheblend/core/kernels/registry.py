@@ -13,6 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 logger = logging.getLogger("cacheblend.kernels")
+PLAIN = "PyTorch"
+"""Name of what serves everywhere."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -38,6 +41,11 @@ class Served(Generic[F]):
     call: F
     name: str
     reason: str = ""
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether something faster than plain PyTorch serves."""
+        return self.name != PLAIN
 
 
 class Operation(Generic[F]):
@@ -88,4 +96,4 @@ class Operation(Generic[F]):
                 return Served(call, kernel.name, "; ".join(reasons))
             reasons.append(f"{kernel.name}: {reason}")
             logger.warning("%s: %s is not used on %s in %s: %s", self.name, kernel.name, device, dtype, reason)
-        return Served(self._plain, "PyTorch", "; ".join(reasons))
+        return Served(self._plain, PLAIN, "; ".join(reasons))

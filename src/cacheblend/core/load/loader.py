@@ -145,7 +145,7 @@ class LayerLoader:
             self._schedule(index)
             pending = self._pending.pop(index, None)
             group: _Group = self._read(range(index, index + 1)) if pending is None else pending.result()
-            got = group[index]
+            got = group.pop(index)  # else this layer would live as long as the last one that was read with it
             loaded = self._fill(index, got, self._buffers(index)) if isinstance(got, _Read) else got
             self._staging.wait(loaded.done)
             if self._resident is not None:
@@ -156,6 +156,7 @@ class LayerLoader:
                 self.read_s[tier] = self.read_s.get(tier, 0.0) + seconds
             return self._given[index]
         finally:
+            pending = None  # else an error and the future that has it would keep each other, and what was read, alive
             self.wait_s += time.perf_counter() - started
 
     def awaited(self, index: int) -> "Future[Any] | None":
@@ -238,6 +239,8 @@ class LayerLoader:
             for index, kv in zip(layers, buffers, strict=True):
                 read = group[index]._replace(records={name: sent[index, name] for name in group[index].records})
                 loaded[index] = self._fill(index, read, kv, allocated)
+            for read in group.values():
+                self._staging.hold(loaded[layers[-1]].done, read.records.values())
             return loaded
 
     def _buffers(self, index: int) -> LayerKV:
@@ -284,6 +287,7 @@ class LayerLoader:
         if index >= self._first_reused_layer:
             self._reused.fill(kv, on_device, self._rotations[index])
         done = self._staging.now()
+        self._staging.hold(done, read.records.values())
         read.lease.release(done)
         return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds, done)
 

@@ -13,7 +13,7 @@ Streams wait for each other; the host waits for neither. On a CPU there are slab
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ PINNED_BYTES = 256 << 20
 """Staging memory of a process for each GPU: four layers of 16,384 tokens of an 8B model."""
 
 _ALIGNMENT = 4096  # as direct reads need it
+_ELEMENT = 16  # bytes of the largest element of a record, and more: what is copied begins at a multiple
 Key = TypeVar("Key")
 
 
@@ -46,6 +47,8 @@ class StagingMemory:
         self._made = 0
         self._free: list[torch.Tensor] = []  # the last one used is used next: it is in the processor's cache
         self._copied: deque[tuple[Any, list[torch.Tensor]]] = deque()  # slabs that the device copies until an event
+        self._held: deque[tuple[Any, list[torch.Tensor]]] = deque()  # other memory that it reads until an event
+        self._lost: deque[int] = deque()  # numbers of slabs; a finalizer may run anywhere, so it takes no lock
         self._lock = threading.Lock()
 
     def lease(self, uses: int = 1) -> "Lease":
@@ -54,12 +57,14 @@ class StagingMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slabs that have been made."""
-        return self._made * self.slab_bytes
+        """Bytes of the slabs that have been made and are not lost."""
+        return (self._made - sum(self._lost)) * self.slab_bytes
 
     def slab(self) -> torch.Tensor | None:
         """A slab that nobody uses, uint8 [slab_bytes]; waits for the device if only copies use one; None: none left."""
         with self._lock:
+            while self._lost:
+                self._made -= self._lost.popleft()
             while self._copied and ((not self._free and self._made == self._most) or self._copied[0][0].query()):
                 event, slabs = self._copied.popleft()
                 event.synchronize()
@@ -75,6 +80,17 @@ class StagingMemory:
             self.forget(1)
             raise
 
+    def hold(self, event: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps tensors alive until the device has passed an event: their owner may drop them before it has read them.
+
+        Those of the last call may be kept until the next one.
+        """
+        with self._lock:
+            while self._held and self._held[0][0].query():
+                self._held.popleft()
+            if event is not None:
+                self._held.append((event, list(tensors)))
+
     def plain(self, nbytes: int) -> torch.Tensor:
         """Memory that is not kept, uint8 [nbytes]."""
         return _aligned(nbytes, self._pinned)
@@ -89,8 +105,7 @@ class StagingMemory:
 
     def forget(self, count: int) -> None:
         """So many slabs are gone; others may be made for them."""
-        with self._lock:
-            self._made -= count
+        self._lost.append(count)
 
 
 class Lease:
@@ -163,17 +178,21 @@ class Staging:
     def send(self, records: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """The records on the device; copies may still be in progress on the current stream.
 
-        Those that lie in the same pinned memory are copied together. torch uses freed pinned memory again only once its
-        copies are done.
+        Those that lie in the same pinned memory are copied together. The caller holds the records until then (`hold`).
         """
         if self.device.type != "cuda":
             return {key: record.to(self.device) for key, record in records.items()}
-        here = {key: record for key, record in records.items() if record.is_cuda}
+        here = {key: record for key, record in records.items() if record.device == self.device}
         return here | moved_together({k: r for k, r in records.items() if k not in here}, self._copied)
 
     def _copied(self, data: torch.Tensor) -> torch.Tensor:
-        pinned = data if data.is_pinned() else data.pin_memory()
+        pinned = data if data.is_cuda or data.is_pinned() else data.pin_memory()
         return pinned.to(self.device, non_blocking=True)
+
+    def hold(self, event: Any, records: Iterable[torch.Tensor]) -> None:
+        """Keeps records alive until `event`, recorded behind the work that reads them; None: no device reads them."""
+        if event is not None:
+            self.memory.hold(event, list(records))
 
     def now(self) -> Any:
         """An event for `wait`: all work started so far on the current stream is done."""
@@ -207,7 +226,7 @@ def moved_together(
         starts = {key: int(records[key].storage_offset()) * records[key].element_size() for key in keys}
         flat = torch.empty(0, dtype=torch.uint8).set_(records[keys[0]].untyped_storage())
         for run in _close(sorted(keys, key=starts.__getitem__), starts, records):
-            first = starts[run[0]]
+            first = starts[run[0]] - starts[run[0]] % _ELEMENT
             data = copied(flat[first : starts[run[-1]] + records[run[-1]].nbytes])
             for key in run:
                 record, start = records[key], starts[key] - first

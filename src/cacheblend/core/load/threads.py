@@ -170,3 +170,5 @@ def _answer(future: "Future[Any]", call: Callable[[], Any]) -> None:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
+    finally:
+        del future, call  # else an error, whose traceback has this frame, and the future would keep each other alive

@@ -28,8 +28,8 @@ class TieredStore(CombinedStore):
 
     The back holds everything. It decides whether a write succeeds, and which blocks are found, listed and pinned;
     while it does not answer, blocks in memory are found. The front is a cache of the back, evicted by recency alone.
-    A whole record that is read from the back, after a `find` of its block, is kept in the front without a copy. A
-    block's layers gather there read by read; its tier is memory once its last layer is there.
+    A whole record that is read from the back, after a `find` of its block, is kept in the front, without a copy if its
+    layer was read alone. A block's layers gather there read by read; its tier is memory once its last layer is there.
 
     A tensor-parallel rank reads some heads (``slice(2, 4)``) and finds nothing: another process does. Such records are
     kept, too, and answer reads of exactly these heads, as a whole record answers any. They do not change a block's

@@ -152,8 +152,7 @@ class BlockFiles:
         """
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         wanted = list(dict.fromkeys(names))
-        most_bytes = max((self.record_bytes(name, layers) for name in wanted), default=0)
-        at_once = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, most_bytes)))  # so that few files are open
+        at_once = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, self.record_bytes(wanted, layers))))
         for first in range(0, len(wanted), at_once):
             found |= self._read_few(wanted[first : first + at_once], layers, heads, memory)
         return [found[name] for name in names]
@@ -184,20 +183,25 @@ class BlockFiles:
                 self._release(known)
         return found
 
-    def record_bytes(self, name: BlockName, layers: range) -> int:
-        """Bytes of a block's records of these layers; 0 if its header has not been read yet."""
-        known = self._known.get(name)
-        if known is None:
-            return 0
-        offsets = known.header.geometry.offsets
-        return offsets[min(layers.stop, len(offsets) - 1)] - offsets[min(layers.start, len(offsets) - 1)]
+    def record_bytes(self, names: Sequence[BlockName], layers: range) -> int:
+        """Bytes of a block's records of these layers, by the first of the blocks that is there; 0 if none is."""
+        for name in names:
+            known = self._known.get(name)
+            if known is None:
+                with contextlib.suppress(BlockLostError), self._opened(name) as known:
+                    pass
+            if known is not None:
+                offsets = known.header.geometry.offsets
+                return offsets[min(layers.stop, len(offsets) - 1)] - offsets[min(layers.start, len(offsets) - 1)]
+        return 0
 
     def verify(self, name: BlockName) -> Damage | None:
         """What is wrong with the block's file, None if nothing is or it is gone; reads all of it."""
         try:
             with self._opened(name, fresh=True) as known:
                 for layer in range(len(known.header.entry.layout.layers)):
-                    (found,) = read_blocks([known], wanted_of(known.header, range(layer, layer + 1), None), None)
+                    wanted = wanted_of(known.header, range(layer, layer + 1), None)
+                    (found,) = read_blocks([known], wanted, None, direct=self._direct)
                     if not isinstance(found, list):
                         raise self._damaged.lost(name, known.path, known.stamp, found)
         except BlockDamagedError as error:

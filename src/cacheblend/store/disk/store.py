@@ -134,7 +134,7 @@ class DiskStore(KVStore):
 
         Each thread reads a part of the blocks: between small reads threads would only wait for the interpreter.
         """
-        nbytes = sum(self._files.record_bytes(name, layers) for name in names)
+        nbytes = len(names) * self._files.record_bytes(names, layers)
         parts = max(1, min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread))
         step = max(1, -(-len(names) // parts))
         first, *others = [names[at : at + step] for at in range(0, len(names), step)] or [names]

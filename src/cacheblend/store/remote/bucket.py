@@ -334,5 +334,8 @@ def _parts(run: Sequence[Range], data: Bytes | None) -> list[Bytes | None]:
     """What was received of a run, range by range; a part that is too short is found to be damaged by its reader."""
     if data is None:
         return [None] * len(run)
+    if len(run) == 1:
+        return [data]
     begin, view = run[0].first, memoryview(data)
-    return [view[each.first - begin : each.last - begin] for each in run]
+    # Copies, so that a record that is kept does not keep all that was received with it.
+    return [bytes(view[each.first - begin : each.last - begin]) for each in run]
