@@ -11,11 +11,13 @@ import torch
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import ATTEND_ROWS, KV_DEVIATION, PLACE, attend_rows
 from cacheblend.core.kernels.registry import Operation
+from cacheblend.core.load.staging import Staging
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows
 from cacheblend.engines.hf import SamplingParams
-from cacheblend.store import MemoryStore
+from cacheblend.store import MemoryStore, open_store
+from cacheblend.store.residence import OnDevice, PageLocked
 from families import tiny_model
 from parity.scenes import (
     BOS,
@@ -132,6 +134,45 @@ def test_layers_that_are_sent_beside_computing_are_those_that_are_sent_in_line(c
             for _ in range(20):
                 result = run(beside, RAG, SELECTORS["hkvd"]).result
                 assert_same(result, expected.logits, expected.kv, 0.0)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4"])
+@pytest.mark.parametrize(
+    "url",
+    ["cuda://?max_bytes=1GiB", "memory://?page_locked=true", "cuda://?max_bytes=15KB, memory://?page_locked=true"],
+)
+def test_records_that_lie_elsewhere_are_the_same(url: str, codec: str) -> None:
+    """On the device, in page-locked memory, and where the one is too small for all and evicts for each request."""
+    model = on_device("llama", torch.bfloat16)
+    with MemoryStore() as store, open_engine(model, store=store, codec=codec) as engine:
+        expected = run(engine, RAG, SELECTORS["hkvd"]).result
+    with open_store(url) as store, open_engine(model, store=store, codec=codec) as engine:
+        for _ in range(10):
+            outcome = run(engine, RAG, SELECTORS["hkvd"])
+            assert outcome.report.missed_tokens == 0
+            assert_same(outcome.result, expected.logits, expected.kv, 0.0)
+
+
+def test_memory_that_is_locked_is_known_to_the_device_as_such() -> None:
+    (record,) = PageLocked().keep([torch.arange(5000, dtype=torch.float32)]) or []
+    assert record.is_pinned() and torch.equal(record.cuda().cpu(), torch.arange(5000, dtype=torch.float32))
+
+
+def test_records_that_are_dropped_before_the_device_has_read_them_are_read_as_they_were() -> None:
+    """Their memory must not be given to others until then."""
+    staging, sleep = Staging(torch.device(DEVICE)), 200_000_000  # cycles
+    for residence in (OnDevice(torch.device(DEVICE)), PageLocked()):
+        records = dict(enumerate(residence.keep([torch.full((1 << 20,), float(n)) for n in range(8)]) or []))
+        with staging.stream():
+            torch.cuda._sleep(sleep)
+            copies = {key: record.clone() for key, record in staging.send(records).items()}
+            staging.hold(staging.now(), list(records.values()))
+        records.clear()
+        for _ in range(16):  # would take the memory, and write to it, if it were free
+            torch.full((1 << 20,), -1.0, device=DEVICE)
+            residence.keep([torch.full((1 << 20,), -1.0)])
+        torch.cuda.synchronize()
+        assert all(bool(copy.eq(key).all()) for key, copy in copies.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,6 +12,9 @@ import torch
 
 from cacheblend.core.kernels import attention, operations
 from cacheblend.core.kernels.registry import Kernel, Operation
+from cacheblend.engines.hf import prefiller
+from families import tiny_model
+from parity.scenes import open_engine
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
 
@@ -113,3 +116,13 @@ def test_attention_of_rows_is_checked_before_it_is_used() -> None:
 def test_the_processor_is_served_by_pytorch() -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert operations.ATTEND_ROWS.on(CPU, dtype).call is attention.attend_rows
+
+
+def test_an_engine_that_opens_has_its_kernels_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its first request."""
+    served = operations.serve(torch.device("cpu"), torch.float32)
+    assert len(served) == 3 and not any(each.is_kernel for each in served.values())
+    asked: list[tuple[torch.device, torch.dtype]] = []
+    monkeypatch.setattr(prefiller, "serve", lambda device, dtype: asked.append((device, dtype)))
+    open_engine(tiny_model("llama"), []).close()
+    assert asked == [(torch.device("cpu"), torch.float32)]
