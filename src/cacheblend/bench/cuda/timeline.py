@@ -123,7 +123,7 @@ def _lane(name: str, on_device: bool, is_cuda: bool) -> str:
         return "compute" if name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::silu") else ""
     if "memcpy" in name.lower() and "htod" in name.lower().replace(" ", ""):
         return "copy"
-    return "place" if "place" in name.lower() else "compute"
+    return "place" if name.startswith("_place") else "compute"  # our kernels of `placing_triton`
 
 
 def _joined(slices: list[Slice], gap_s: float = 2e-5) -> list[Slice]:
