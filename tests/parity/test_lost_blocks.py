@@ -30,7 +30,7 @@ REASON = "a bit has rotted"
 
 @dataclass
 class Loss:
-    """A block that cannot be read from `layer` on, once `after` other blocks have failed."""
+    """A block that cannot be read from `layer` on, once `after` other blocks have failed in earlier reads."""
 
     name: BlockName
     layer: int
@@ -53,11 +53,12 @@ class LossyStore(MemoryStore):
         memory: RecordMemory | None = None,
     ) -> list[list[torch.Tensor] | BlockLostError]:
         read = super().read_layers(names, layers, heads, memory)
-        return [self._lost(name, layers) or records for name, records in zip(names, read, strict=True)]
+        failed = frozenset(self.failed)  # how many layers a read takes depends on the machine
+        return [self._lost(name, layers, failed) or records for name, records in zip(names, read, strict=True)]
 
-    def _lost(self, name: BlockName, layers: range) -> BlockLostError | None:
+    def _lost(self, name: BlockName, layers: range, failed: frozenset[BlockName]) -> BlockLostError | None:
         for loss in self.losses:
-            if loss.name == name and layers[-1] >= loss.layer and len(self.failed - {name}) >= loss.after:
+            if loss.name == name and layers[-1] >= loss.layer and len(failed - {name}) >= loss.after:
                 self.failed.add(name)
                 return BlockLostError([name], REASON)
         return None
