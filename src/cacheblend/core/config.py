@@ -25,6 +25,8 @@ class BlendConfig(Selection):
         salt: separates tenants who must not share a store's contents.
         tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
         read_ahead: layers loaded ahead of the one being computed.
+        compile_layers: have torch.compile join a layer's small kernels. Opening the engine then takes up to a minute
+            longer; pays where a pass waits for launches: few rows on a GPU.
         cost_model: a cost model's file (`cacheblend calibrate`), from which the loading controller decides what is
             loaded, and raises the ratio where loading takes longer. None: everything stored is loaded.
         capture: store missed chunks after the request, in the background.
@@ -41,6 +43,7 @@ class BlendConfig(Selection):
     salt: str = ""
     tile_rows: int = 1024
     read_ahead: int = 8
+    compile_layers: bool = False
     cost_model: str | None = None
     capture: bool = True
     capture_queue: int = 256

@@ -145,7 +145,7 @@ def _attend(
                 value_block, value_row, dim, head_dim, tile_keys, window, is_capped, page, True,
             )  # fmt: skip
 
-    place = (split * rows + row) * heads.to(tl.int64) + head
+    place = (split * rows + row).to(tl.int64) * heads + head  # an argument that is 1 has no type
     if tl.num_programs(2) == 1:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     else:

@@ -44,6 +44,18 @@ def attend_rows(
     return ATTEND_ROWS.on(query.device, query.dtype).call(query, keys, values, positions, spec)
 
 
+def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Attention of a sequence's last row over all its keys, [heads, head_dim]; see `attention.attend_last`.
+
+    By our kernel where one serves: a library's may make a plan for each length, and so for each token that is decoded.
+    """
+    served = ATTEND_ROWS.on(query.device, query.dtype)
+    if not served.is_kernel or query.shape[-1] > _MAX_HEAD_DIM:
+        return attention.attend_last(query, keys, values, spec)
+    position = torch.full((1,), keys.shape[1] - 1, dtype=torch.int64, device=query.device)  # filled on the device
+    return served.call(query[:, None], keys, values, position, spec)[0]
+
+
 def place(
     records: Sequence[torch.Tensor],
     placement: Placement,

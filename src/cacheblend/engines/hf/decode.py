@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheblend.core.kernels.attention import attend_last
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.operations import attend_last
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.sampling import Sampler

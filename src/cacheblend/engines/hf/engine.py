@@ -25,6 +25,7 @@ from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.compiling import compile_layers
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
@@ -96,6 +97,8 @@ class BlendEngine:
         self.prefiller = Prefiller(
             self.view, self.survey, self.store, self.config, controller, model.device, self.sentence_end_ids
         )
+        if self.config.compile_layers:
+            compile_layers(self.view, model.device)
         self.background = Background(self.config.capture_queue)
         self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self.background, name)
 

@@ -111,13 +111,14 @@ def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:
 
 def _attending(call: LayerCall, attend: Attend) -> LayerCall:
     """The same call for the same rows, with this attention."""
+    return LayerCall(_answered(call.args, attend), {k: _answered(value, attend) for k, value in call.kwargs.items()})
 
-    def answered(value: Any) -> Any:
-        if isinstance(value, LayerMask):
-            return replace(value, attend=attend)
-        return tuple(map(answered, value)) if type(value) is tuple else value
 
-    return LayerCall(tuple(map(answered, call.args)), {name: answered(value) for name, value in call.kwargs.items()})
+def _answered(value: Any, attend: Attend) -> Any:
+    """Not a function inside the other: one that calls itself is a cycle, and would keep a prompt's KV cache alive."""
+    if isinstance(value, LayerMask):
+        return replace(value, attend=attend)
+    return tuple(_answered(part, attend) for part in value) if type(value) is tuple else value
 
 
 def _merged(values: Sequence[Any], attend: Attend) -> Any:

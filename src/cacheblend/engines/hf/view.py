@@ -8,7 +8,7 @@ arguments of each layer, and return the last layer's output where logits are nee
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def _make_mask(*, mask_function: Any, q_length: int, local_size: int | None = No
     return LayerMask(window=local_size)
 
 
-def _attention(
+def attend_by_mask(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -78,7 +78,7 @@ def _attention(
     return attention_mask.attend(query[0], key[0], value[0], spec)[None], None
 
 
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, attend_by_mask)
 AttentionMaskInterface.register(ATTENTION, _make_mask)
 
 
@@ -142,7 +142,12 @@ class ModelView:
         self.layers_path = _find_layers(model)
         self.model: PreTrainedModel = _twin(model, {})
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
+        self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False
+
+    def run_as(self, layers: Sequence[Callable[..., Any]]) -> None:
+        """Has `run_layer` call these, which compute what the layers compute: compiled ones, or the layers again."""
+        self._called = layers
 
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """Embeds the rows: the first layer's input [1, n, width], and the arguments of each layer.
@@ -170,7 +175,7 @@ class ModelView:
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """The layer's output [n, width] for hidden states [n, width]."""
-        out = self.layers[index](hidden[None], *call.args, **call.kwargs)
+        out = self._called[index](hidden[None], *call.args, **call.kwargs)
         self._layers_give_tuples = isinstance(out, tuple)
         output: torch.Tensor = out[0] if self._layers_give_tuples else out
         return output[0]

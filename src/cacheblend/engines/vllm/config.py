@@ -16,7 +16,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.matching import SHORTEST
 
-_NOT_HERE = ("tile_rows", "read_ahead", "capture_batch_tokens")
+_NOT_HERE = ("tile_rows", "read_ahead", "compile_layers", "capture_batch_tokens")
 """Fields of `BlendConfig` that users do not set here: the connector takes vLLM's own limits."""
 
 _UCM_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")

@@ -1,0 +1,101 @@
+"""Layers compiled by torch.compile: one kernel where a layer launches several between its products.
+
+    norm, projections, RoPE │ attention │ projection, residual, norm, MLP, residual
+    ─────── compiled ───────┘   ours    └─────────────── compiled ────────────────
+
+Norms, rotations, activations and sums are small kernels, and a pass of few rows waits for their launches. Layers of one
+kind share what is compiled, and it serves any number of rows. Compiled layers are compared with the plain ones before
+they serve: a compiler that fails, or computes something else, costs speed and never an answer.
+
+Knows the view and torch.compile; knows neither prompts nor stores.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.operations import attend_rows
+from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.view import ATTENTION, ModelView, attend_by_mask
+
+logger = logging.getLogger("cacheblend.compile")
+
+_TOKENS = 64
+_TILES = (slice(0, 64), slice(0, 1), slice(63, 64), slice(3, 36), slice(14, 64))
+"""Rows that the comparison computes: all, one alone, which is compiled by itself, and parts of a tensor."""
+
+_TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 8e-2,
+}  # of the largest number: steps of the type
+
+
+@torch.no_grad()
+def compile_layers(view: ModelView, device: torch.device, backend: str = "inductor") -> str:
+    """Has the view run compiled layers, once they agree with the plain ones.
+
+    Args:
+        view: whose layers are compiled; the user's model is not.
+        device: of the model.
+        backend: of torch.compile.
+
+    Returns:
+        Why the plain layers stay, which a warning says too; "" if the compiled ones serve.
+    """
+    plain = list(view.layers)
+    try:
+        AttentionInterface.register(ATTENTION, torch.compiler.disable(attend_by_mask))
+        compiled = [torch.compile(layer, dynamic=True, backend=backend) for layer in plain]
+        reason = _difference(view, plain, compiled, device)
+    except Exception as error:  # of a compiler: anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if reason:
+        logger.warning("layers are not compiled: %s", reason)
+        view.run_as(plain)
+    return reason
+
+
+def _difference(
+    view: ModelView, plain: list[nn.Module], compiled: list[Callable[..., object]], device: torch.device
+) -> str:
+    """What differs between the layers on noise, "" if nothing does; leaves the view with the compiled ones.
+
+    Each tile is computed with two kinds of attention: what is compiled must not remember the one that it has seen.
+    """
+    vocab = view.model.get_input_embeddings().num_embeddings
+    ids = torch.randint(vocab, (_TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
+    runner, rows = HfLayerRunner(view, ids, torch.arange(_TOKENS)), torch.arange(_TOKENS, device=device)
+    noise = runner.embed()
+    for tile, layer, attend in product(_TILES, range(len(plain)), (_attend, _attend_to_half)):
+        found = []
+        for layers in (plain, compiled):
+            view.run_as(layers)
+            hidden, index = noise.clone()[tile], rows[tile]
+            keys, values = runner.project(layer, hidden, index)
+            out = runner.run(layer, hidden, index, partial(attend, rows[: len(index)]))
+            found.append([part.float() for part in (keys, values, out)])
+        for one, other in zip(*found, strict=True):
+            error = float((one - other).abs().max() / one.abs().max().clamp_min(1e-6))
+            if not error <= _TOLERANCE[noise.dtype]:
+                count = tile.stop - tile.start
+                return f"layer {layer} of {count} rows differs by {error:.2g}, more than {_TOLERANCE[noise.dtype]}"
+    return ""
+
+
+def _attend(
+    positions: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    return attend_rows(query, keys, values, positions, spec)
+
+
+def _attend_to_half(
+    positions: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    return attend_rows(query, keys, values, positions // 2, spec)
