@@ -30,7 +30,7 @@ NAME = "served"
 FILL_S = 600
 REFRESH_S = 1.0  # how often the plug-in lists the store: short, so that new chunks are found soon
 GPU_SHARE = 0.42
-"""Of a GPU's memory, for each of two servers: of vLLM's default, nearly all of it, there is nothing left for a second."""
+"""Of a GPU's memory for each of two servers: vLLM's default is nearly all of it, and a second would not start."""
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 

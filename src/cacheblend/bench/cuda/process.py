@@ -3,18 +3,19 @@
 A kernel that reads memory that is not its own leaves a process in which nothing runs on the device any more; a part
 that hangs never ends. What a part finds is told at once, in JSON lines through a pipe:
 
-    {"progress": what}
+    {"progress": what}                                                 of a part that begins with "begun": name
     {"part": name, "found": {...}, "skipped": {...}, "is_done": false}      found: null if there is nothing
 """
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _measure(task: Task, bench: Bench, tell: Tell, part: Callable[[str], Callabl
         tell({"part": task.name, "found": whole, "skipped": dict(bench.skipped), "is_done": is_done})
 
     bench.keep = keep
-    bench.progress(task.name)
+    tell({"progress": task.name, "begun": task.name})
     if not bench.has_time(task.name, task.least):
         keep({}, is_done=True)
         return found
@@ -90,7 +91,7 @@ def _measure(task: Task, bench: Bench, tell: Tell, part: Callable[[str], Callabl
         keep({}, is_done=True)
     except Exception:  # whatever it is, the other parts are measured
         lines = traceback.format_exc().strip().splitlines()
-        keep({"error": "\n".join(lines[-TRACEBACK_LINES:])}, is_done=True)
+        keep({"error": "\n".join(lines[1:][-TRACEBACK_LINES:])}, is_done=True)
     return found
 
 
@@ -116,7 +117,7 @@ def measure_apart(tasks: Sequence[Task], dry_run: bool, tell: Tell) -> str:
         )
         os.close(writing)
         try:
-            is_late = _listen(lines.fileno(), max(task.until for task in tasks) + GRACE_S, tell)
+            is_late = _listen(lines.fileno(), {task.name: task for task in tasks}, tell)
             code = 124 if is_late else process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             code = 124
@@ -129,18 +130,18 @@ def measure_apart(tasks: Sequence[Task], dry_run: bool, tell: Tell) -> str:
     )
 
 
-def _listen(pipe: int, until: float, tell: Tell) -> bool:
-    """Passes messages on until the pipe is closed; whether it was not closed in time."""
-    import select
-
-    rest = b""
-    while (left := until - time.monotonic()) > 0:
+def _listen(pipe: int, tasks: Mapping[str, Task], tell: Tell) -> bool:
+    """Passes messages on until the pipe is closed; whether a part took too long."""
+    rest, until = b"", max(task.until for task in tasks.values())
+    while (left := until + GRACE_S - time.monotonic()) > 0:
         if not select.select([pipe], [], [], left)[0]:
             continue
         new = os.read(pipe, 1 << 20)
         if not new:
             return False
         *whole, rest = (rest + new).split(b"\n")
-        for line in whole:
-            tell(json.loads(line))
+        for message in map(json.loads, whole):
+            if task := tasks.get(message.get("begun")):
+                until = min(task.until, time.monotonic() + task.most)
+            tell(message)
     return True

@@ -142,7 +142,7 @@ def merged(old: Result | None, result: Result) -> Result:
     keys = ("commit", "device", "dry_run")
     if old is None or str(result["commit"]).endswith("+") or any(old.get(key) != result[key] for key in keys):
         return result
-    skipped = {what: why for what, why in old["skipped"].items() if what.split()[0] not in result["parts"]}
+    skipped = {what: why for what, why in old["skipped"].items() if what.split()[0].rstrip(",:") not in result["parts"]}
     kept = {name: found for name, found in old["parts"].items() if name not in result["parts"]}
     figures = {key: value for part in kept.values() for key, value in part.get("figures", {}).items()}
     return result | {
