@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.placing import Placement
 from cacheblend.core.plan.codec import codec_of
 from reference_attention import dense_attention
 
@@ -89,7 +89,9 @@ def placed(place: Any, records: Any, placement: Placement, rotation: Any, shape:
     return buffers
 
 
-def placed_in_pages(place: Any, records: Any, placement: Placement, rotation: Any, shape: Any, dtype: Any, page: int) -> Any:
+def placed_in_pages(
+    place: Any, records: Any, placement: Placement, rotation: Any, shape: Any, dtype: Any, page: int
+) -> Any:
     """As `placed`, from a paged cache, beside whether its other places were left alone."""
     kv_heads, length, head_dim = shape
     blocks, device = -(-length // page), device_of(records)
@@ -122,7 +124,9 @@ def compare_placing(case: Any, page: int | None = None) -> None:
     if placement.codec == "raw":
         still = [piece for piece in placement.pieces if rotation is None or not piece.offset]
         is_right = is_right and torch.equal(found[1], expected[1])
-        is_right = is_right and all(torch.equal(found[0][:, p.start : p.stop], expected[0][:, p.start : p.stop]) for p in still)
+        is_right = is_right and all(
+            torch.equal(found[0][:, p.start : p.stop], expected[0][:, p.start : p.stop]) for p in still
+        )
     compare(is_right, "placed differently")
 
 
@@ -130,11 +134,6 @@ def device_of(records: Any) -> torch.device:
     """Where the records are."""
     device: torch.device = records[0].device
     return device
-
-
-def piece(*given: int) -> Piece:
-    """See `Piece`."""
-    return Piece(*given)
 
 
 # ---- deviation ----------------------------------------------------------------------------------------------
@@ -146,4 +145,4 @@ def compare_deviation(fresh: Any, loaded: Any, measure: Any, positions: Any = No
 
     found = deviation_triton.kv_deviation(fresh, loaded, measure, positions)
     expected = deviation.kv_deviation(fresh, loaded, measure, positions)
-    compare(torch.allclose(found, expected, rtol=1e-4, atol=1e-6), f"off by {(found - expected).abs().max() if len(found) else 0}")
+    compare(torch.allclose(found, expected, rtol=1e-4, atol=1e-6), (found, expected))
