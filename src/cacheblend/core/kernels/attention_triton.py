@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend.core.kernels.rounding_triton import IS_INTERPRETED, rounded
-
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.rounding_triton import IS_INTERPRETED, rounded
 
 _MAX_SPLITS = 32
 _SPLIT_TILES = 4  # key tiles that a split has at least: fewer are not worth joining
