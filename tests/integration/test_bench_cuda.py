@@ -281,6 +281,15 @@ def test_tests_that_fail_are_said_and_the_rest_is_measured(monkeypatch: pytest.M
     assert "TESTS FAIL" in report.title(found | {"dry_run": False})
 
 
+def test_tests_that_pass_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "tests/gpu/test_kernels.py::test_one[a b] PASSED [ 10%]\ntests/gpu/test_cuda.py::test_two SKIPPED (no)\n"
+    monkeypatch.setattr(others, "run_program", lambda command, *_: subprocess.CompletedProcess(command, 0, lines))
+    found = run.run(("tests",), dry_run=True)
+    counts = {key: found["parts"]["tests"][key] for key in others.OUTCOMES}
+    assert counts == {"passed": 1, "failed": 0, "errors": 0, "skipped": 1} and not report.failures(found)
+    assert "1 passed, 0 failed, 0 errors, 1 skipped" in report.page(found)
+
+
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> dict[str, Any]:
     """The parts kernels and timeline in their own processes, in which `code` replaces what measures the kernels."""
     (tmp_path / "sitecustomize.py").write_text(

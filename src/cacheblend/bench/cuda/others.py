@@ -15,7 +15,7 @@ from typing import Any
 import cacheblend
 from cacheblend.bench.cuda.context import Bench, Found
 
-OUTCOMES = ("passed", "failed", "error", "skipped")
+OUTCOMES = {"passed": "PASSED", "failed": "FAILED", "errors": "ERROR", "skipped": "SKIPPED"}
 END_S = 15.0
 """What a program has to end by itself once it is asked to."""
 
@@ -35,7 +35,7 @@ def tests(bench: Bench) -> Found:
     done = run_program(command, bench.left_s - END_S, _ROOT)
     outcomes = re.findall(r"^(tests/gpu/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", done.stdout, re.MULTILINE)
     names = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
-    found: Found = {each: sum(outcome.lower() == each for _, outcome in outcomes) for each in OUTCOMES}
+    found: Found = {each: sum(outcome == word for _, outcome in outcomes) for each, word in OUTCOMES.items()}
     if done.returncode == 124 and not names:
         bench.skipped["tests, the rest"] = f"they took too long; {len(outcomes)} were done"
     elif done.returncode:

@@ -143,7 +143,7 @@ def _way(name: str, found: dict[str, Any]) -> tuple[str, ...]:
 def _tests(found: dict[str, Any]) -> list[str]:
     if not found:
         return []
-    return ["## Tests", ", ".join(f"{found[key]} {key}" for key in ("passed", "failed", "error", "skipped"))]
+    return ["## Tests", ", ".join(f"{found[key]} {key}" for key in ("passed", "failed", "errors", "skipped"))]
 
 
 def _skipped(result: dict[str, Any]) -> list[str]:
