@@ -2,12 +2,14 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+import kernel_cases
 from faults import Faults
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
@@ -25,14 +27,36 @@ def faults(record_property: Callable[[str, object], None]) -> Faults:
     return Faults(record_property)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Notes in how many cases a test compared a kernel; through the report, as tests may run in other processes."""
+    kernel_cases.counted.cases = kernel_cases.counted.wrong = 0
+    try:
+        return (yield)
+    finally:
+        if kernel_cases.counted.cases:
+            item.user_properties.append(("kernel_cases", (kernel_cases.counted.cases, kernel_cases.counted.wrong)))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How much was broken in tests that passed."""
+    """What was counted: kernels compared, waits for the device, and what was broken in tests that passed."""
+    if counts := _noted(terminalreporter, "kernel_cases"):
+        cases, wrong = (sum(column) for column in zip(*counts, strict=True))
+        terminalreporter.write_line(f"kernel_cases: {cases}, wrong {wrong}")
+    if syncs := _noted(terminalreporter, "syncs"):
+        terminalreporter.write_line(f"syncs: at most {max(syncs)} in each of {len(syncs)} passes")
     found: Counter[str] = Counter()
-    for report in terminalreporter.stats.get("passed", []):
-        for name, value in report.user_properties:
-            if name == "faults":
-                found[value[0]] += value[1]
+    for what, number in _noted(terminalreporter, "faults", outcomes=("passed",)):
+        found[what] += number
     if found:
         terminalreporter.section("faults, each a miss or a recompute and never a wrong answer")
         for what, number in sorted(found.items()):
             terminalreporter.write_line(f"{number:>8,}  {what}")
+
+
+def _noted(
+    terminalreporter: pytest.TerminalReporter, name: str, outcomes: Sequence[str] = ("passed", "failed")
+) -> list[Any]:
+    """What tests noted under a name."""
+    reports = [report for outcome in outcomes for report in terminalreporter.stats.get(outcome, [])]
+    return [value for report in reports for key, value in report.user_properties if key == name]

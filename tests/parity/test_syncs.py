@@ -1,5 +1,7 @@
 """A pass with the kernels hardly ever waits for the device: what it has to know on the host it knows before."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -46,10 +48,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["hkvd", "gradual", "query", "hybrid", "all"],
 )
 @pytest.mark.usefixtures("kernels")
-def test_a_pass_waits_for_the_device_twice_at_most(selector: Selector) -> None:
+def test_a_pass_waits_for_the_device_twice_at_most(
+    selector: Selector, record_property: Callable[[str, object], None]
+) -> None:
     engine = open_engine(tiny_model("llama"), sentence_end_ids=[5, 9])
     with CountSyncs() as counted:
         result = engine.prefill(RAG, selector=selector)
+    record_property("syncs", len(counted.calls))
     assert result.report.hit_tokens["memory"] == len(A) + len(B) + len(C)
     assert len(counted.calls) <= MOST, counted.calls
     expected = run(open_engine(tiny_model("llama"), sentence_end_ids=[5, 9]), RAG, selector)

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from kernel_cases import ATTENTION_TOLERANCE, compare, compare_attention
 from reference_attention import dense_attention
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
@@ -14,7 +15,6 @@ from cacheblend.core.kernels import attention_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_SCORES = 1_000_000  # the interpreter takes about a second for them
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @st.composite
@@ -25,7 +25,7 @@ def cases(draw):
     length = draw(st.integers(1, 200) | st.integers(1, 200) | st.integers(1, 200) | st.integers(1, 2000))
     most = max(1, MAX_SCORES // (kv_heads * group * length))
     rows = min(length, most, draw(st.integers(1, 20) | st.integers(1, 300)))
-    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    dtype = draw(st.sampled_from(list(ATTENTION_TOLERANCE)))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     if draw(st.booleans()):
         positions = torch.randperm(length, generator=random)[:rows].sort().values
@@ -43,45 +43,19 @@ def cases(draw):
     return query, keys, values, positions.to(DEVICE), spec, draw(st.sampled_from([None, None, 1, 2, 7]))
 
 
-def paged(keys, values, page, seed=0):
-    """The same as a cache of blocks in any order, and its block table; blocks of nobody are NaN."""
-    kv_heads, length, head_dim = keys.shape
-    used = -(-length // page)
-    table = torch.randperm(used + 3, generator=torch.Generator().manual_seed(seed))[:used]
-    caches = []
-    for each in (keys, values):
-        padded = each.new_full((kv_heads, used * page, head_dim), torch.nan)
-        padded[:, :length] = each
-        cache = each.new_full((used + 3, page, kv_heads, head_dim), torch.nan)
-        cache[table.to(each.device)] = padded.view(kv_heads, used, page, head_dim).permute(1, 2, 0, 3)
-        caches.append(cache)
-    return *caches, table.to(keys.device, torch.int32)
-
-
-def check(query, keys, values, positions, spec, splits=None, page=None):
-    expected = dense_attention(query, keys, values, positions, spec)
-    table = None
-    if page is not None:
-        keys, values, table = paged(keys, values, page)
-    out = attention_triton.attend_rows(query, keys, values, positions, spec, block_table=table, splits=splits)
-    assert out.dtype == query.dtype and out.shape == (query.shape[1], query.shape[0], query.shape[2])
-    error = (out.float() - expected.float()).abs().max().item()
-    assert error <= TOLERANCE[query.dtype]
-
-
 SETTINGS = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @SETTINGS
 @given(cases())
 def test_any_rows_over_dense_buffers(case) -> None:
-    check(*case)
+    compare_attention(*case)
 
 
 @SETTINGS
 @given(cases(), st.sampled_from([16, 32, 48]))
 def test_any_rows_over_a_paged_cache(case, page) -> None:
-    check(*case, page=page)
+    compare_attention(*case, page=page)
 
 
 def test_what_is_behind_the_last_row_is_not_read() -> None:
@@ -91,13 +65,13 @@ def test_what_is_behind_the_last_row_is_not_read() -> None:
     keys[:, 131:] = values[:, 131:] = torch.nan
     moved = (each.to(DEVICE) for each in (query, keys, values, positions))
     out = attention_triton.attend_rows(*moved, AttentionSpec(0.125))
-    assert torch.allclose(out.cpu(), expected, atol=2e-5)
+    compare(torch.allclose(out.cpu(), expected, atol=2e-5))
 
 
 def test_views_and_no_rows() -> None:
     query = torch.randn(3, 4, 64, device=DEVICE).transpose(0, 1)  # as a layer's projection leaves it
     keys, values = (torch.randn(50, 2, 64, device=DEVICE).transpose(0, 1) for _ in range(2))
-    check(query, keys, values, torch.tensor([1, 2, 49], device=DEVICE), AttentionSpec(0.1))
+    compare_attention(query, keys, values, torch.tensor([1, 2, 49], device=DEVICE), AttentionSpec(0.1))
     empty = attention_triton.attend_rows(
         query[:, :0], keys, values, torch.empty(0, dtype=torch.int64), AttentionSpec(1)
     )

@@ -10,24 +10,21 @@ from cacheblend.core.kernels import operations, placing
 from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.codec import CODECS, codec_of
+from kernel_cases import STEP, compare, compare_placing, is_close, placed, placed_in_pages, records
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STEP = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-6}  # of the number's size
+TOKENS = st.one_of(*[st.integers(1, 60)] * 14, st.integers(1, 300), st.integers(1, 2000))  # mostly few: they take less
 CODEC, DTYPE = st.sampled_from(list(CODECS)), st.sampled_from(list(STEP))
-SETTINGS = settings(max_examples=130, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+SETTINGS = settings(max_examples=110, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
 @st.composite
 def cases(draw):
     """(records, placement, rotation, shape of the buffers, dtype): pieces in any order, some of one record twice."""
     kv_heads, head_dim = draw(st.integers(1, 4)), draw(st.sampled_from([4, 8, 64, 96, 128, 256]))
-    tokens = draw(st.lists(st.integers(1, 60) | st.integers(1, 60) | st.integers(1, 200), min_size=1, max_size=3))
-    random, dtype = torch.Generator().manual_seed(draw(st.integers(0, 2**32))), draw(DTYPE)
-    name = draw(CODEC)
-    records = [
-        codec_of(name).encode(torch.randn(kv_heads, 2, count, head_dim, generator=random).to(dtype)).to(DEVICE)
-        for count in tokens
-    ]
+    tokens = draw(st.lists(TOKENS, min_size=1, max_size=3))
+    dtype, name = draw(DTYPE), draw(CODEC)
+    made = records(name, tokens, kv_heads, head_dim, dtype, draw(st.integers(0, 2**32)), DEVICE)
     pieces, at = [], 0
     for index in draw(st.lists(st.integers(0, len(tokens) - 1), min_size=1, max_size=4)):
         first = draw(st.integers(0, tokens[index] - 1))
@@ -39,32 +36,21 @@ def cases(draw):
     frequencies = 1e4 ** (-torch.arange(rotated // 2) / max(1, rotated // 2))
     rotation = KeyRotation(frequencies, draw(st.sampled_from(["half", "interleaved"])))
     placement = Placement(draw(st.permutations(pieces)), name)
-    return records, placement, draw(st.sampled_from([rotation, rotation, None])), (kv_heads, at + 2, head_dim), dtype
-
-
-def placed(place, records, placement, rotation, shape, dtype):
-    buffers = torch.full((2, *shape), 9.0, dtype=dtype, device=DEVICE)
-    place(records, placement, *buffers, rotation)
-    return buffers
-
-
-def check(found, expected):
-    distance = (found.float() - expected.float()).abs()
-    assert bool((distance <= STEP[found.dtype] * expected.float().abs().clamp(min=1.0)).all())
+    return made, placement, draw(st.sampled_from([rotation, rotation, None])), (kv_heads, at + 2, head_dim), dtype
 
 
 @SETTINGS
 @given(cases())
 def test_every_row_is_decoded_and_moved_and_no_other_is_touched(case) -> None:
-    records, placement, rotation, shape, dtype = case
+    made, placement, rotation, shape, dtype = case
     keys, values = placed(placing.place, *case)
     untouched = torch.ones(shape[1], dtype=torch.bool)
     for piece in placement.pieces:
-        record = codec_of(placement.codec).decode(records[piece.record], piece.tokens, shape[2], dtype)
+        record = codec_of(placement.codec).decode(made[piece.record], piece.tokens, shape[2], dtype)
         key, value = record[:, :, piece.first : piece.first + piece.rows].unbind(1)
         if rotation is not None and piece.offset:
             key = reposition_keys(key, turn_by(rotation, torch.full((piece.rows,), piece.offset), DEVICE))
-        check(keys[:, piece.start : piece.stop], key)
+        assert is_close(keys[:, piece.start : piece.stop], key)
         assert torch.equal(values[:, piece.start : piece.stop], value)
         untouched[piece.start : piece.stop] = False
     assert bool((keys[:, untouched] == 9).all()) and bool((values[:, untouched] == 9).all())
@@ -73,22 +59,8 @@ def test_every_row_is_decoded_and_moved_and_no_other_is_touched(case) -> None:
 @SETTINGS
 @given(cases(), st.sampled_from([8, 16, 48]))
 def test_pages_hold_what_buffers_would(case, page) -> None:
-    check_pages(placing.place, *case, page)
-
-
-def check_pages(place, records, placement, rotation, shape, dtype, page):
-    expected = placed(placing.place, records, placement, rotation, shape, dtype)
-    kv_heads, length, head_dim = shape
-    blocks = -(-length // page)
-    table = torch.randperm(blocks + 2)[:blocks].to(DEVICE, torch.int32)
-    caches = torch.full((2, blocks + 2, page, kv_heads, head_dim), 9.0, dtype=dtype, device=DEVICE)
-    place(records, placement, *caches, rotation, table)
-    for cache, dense in zip(caches, expected, strict=True):
-        rows = cache[table.long()].reshape(blocks * page, kv_heads, head_dim).transpose(0, 1)
-        check(rows[:, :length], dense)
-        assert bool((rows[:, length:] == 9).all())
-        others = torch.ones(blocks + 2, dtype=torch.bool, device=DEVICE).index_fill(0, table.long(), value=False)
-        assert bool((cache[others] == 9).all())
+    found, is_untouched = placed_in_pages(placing.place, *case, page)
+    assert is_untouched and is_close(found, placed(placing.place, *case))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -129,19 +101,15 @@ def kernel():
 @SETTINGS
 @given(cases())
 def test_the_kernel_places_as_pytorch_does(case) -> None:
-    found, expected = placed(kernel(), *case), placed(placing.place, *case)
-    check(found, expected)
-    _, placement, rotation, *_ = case
-    if placement.codec == "raw":
-        assert torch.equal(found[1], expected[1])  # no bit of a value changes
-        still = [p for p in placement.pieces if rotation is None or not p.offset]
-        assert all(torch.equal(found[0][:, p.start : p.stop], expected[0][:, p.start : p.stop]) for p in still)
+    kernel()
+    compare_placing(case)
 
 
 @SETTINGS
 @given(cases(), st.sampled_from([8, 16, 48]))
 def test_the_kernel_places_in_pages(case, page) -> None:
-    check_pages(kernel(), *case, page)
+    kernel()
+    compare_placing(case, page)
 
 
 def test_the_kernel_takes_views_and_no_pieces() -> None:
@@ -152,7 +120,7 @@ def test_the_kernel_takes_views_and_no_pieces() -> None:
     heads = record[1:4]
     turned = torch.zeros(2, 20, 8, 3, device=DEVICE).permute(0, 3, 1, 2)  # a layout of another engine
     place([heads], Placement([Piece(0, 9, 2, 5, 7)]), *turned)
-    assert torch.equal(turned[0][:, 5:12], heads[:, 0, 2:]) and torch.equal(turned[1][:, 5:12], heads[:, 1, 2:])
+    compare(torch.equal(turned[0][:, 5:12], heads[:, 0, 2:]) and torch.equal(turned[1][:, 5:12], heads[:, 1, 2:]))
 
 
 def test_every_number_of_eight_bits_is_decoded() -> None:
@@ -164,7 +132,7 @@ def test_every_number_of_eight_bits_is_decoded() -> None:
         kernel()([record], Placement([Piece(0, 4, 0, 0, 4)], name), *found)
         expected = numbers.view(dtype).float().view(1, 4, 64) * 0.5
         for each in found:
-            torch.testing.assert_close(each.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+            compare(torch.equal(each.cpu().nan_to_num(7777.0), expected.nan_to_num(7777.0)), (name, each))
 
 
 def test_the_check_before_use_finds_a_wrong_kernel() -> None:

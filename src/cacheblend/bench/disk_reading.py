@@ -69,7 +69,7 @@ def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> di
             for run in range(runs + 1):
                 for name, read in arms.items():
                     for file in files if way != "warm" else ():
-                        _drop_pages(file)
+                        drop_pages(file)
                     taken = read()
                     if run:
                         seconds[name].append(taken)
@@ -157,10 +157,24 @@ def _can_be_direct(path: Path) -> bool:
     return hasattr(os, "O_DIRECT")
 
 
-def _drop_pages(path: Path) -> None:
+def drop_pages(path: Path) -> None:
+    """Takes a file's pages out of the page cache, so that the next read of it is cold."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def is_cached(path: Path) -> bool | None:
+    """Whether the page cache has the beginning of a file; None: its file system does not tell. Asking reads nothing."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT) > 0
+    except BlockingIOError:  # it would have to be read
+        return False
+    except OSError:
+        return None
     finally:
         os.close(fd)

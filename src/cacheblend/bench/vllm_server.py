@@ -3,6 +3,7 @@
 Imports no vLLM.
 """
 
+import gc
 import json
 import os
 import sys
@@ -28,6 +29,8 @@ from cacheblend.engines import processor, provenance
 NAME = "served"
 FILL_S = 600
 REFRESH_S = 1.0  # how often the plug-in lists the store: short, so that new chunks are found soon
+GPU_SHARE = 0.42
+"""Of a GPU's memory for each of two servers: vLLM's default is nearly all of it, and a second would not start."""
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -188,7 +191,11 @@ class Pair:
                 "refresh_s": REFRESH_S,
             }
             limits = max_model_len, self.batched_tokens
-            settings = [ServerSettings(folder, extra, *limits, dtype_of(self.dtype)) for extra in (None, blend)]
+            options = ("--gpu-memory-utilization", f"{GPU_SHARE:g}") if torch.cuda.is_available() else ()
+            settings = [
+                ServerSettings(folder, extra, *limits, dtype_of(self.dtype), options) for extra in (None, blend)
+            ]
+            # One after the other: a server measures how much memory is free while it starts.
             first, second = (stack.enter_context(serving(each)) for each in settings)
             yield first, second
 
@@ -269,14 +276,21 @@ def command_of(settings: ServerSettings, port: int) -> list[str]:
 
 @contextmanager
 def shape_folder(shape: str, seed: int = 0) -> Iterator[Path]:
-    """A model folder with random weights of a known shape and the tokenizer that ships: prompts are ids anyway."""
+    """A model folder with random weights of a known shape and the tokenizer that ships: prompts are ids anyway.
+
+    The weights are drawn on a GPU where there is one (8B numbers take minutes on a CPU), which is free again after.
+    """
     from transformers import AutoTokenizer
 
     from cacheblend.nano import model_path
 
     with tempfile.TemporaryDirectory(prefix="cacheblend-shape-") as folder:
-        model = build_shape(shape, seed=seed, device="cpu")
+        model = build_shape(shape, seed=seed)
         model.generation_config.eos_token_id = None
         model.save_pretrained(folder)
+        del model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         AutoTokenizer.from_pretrained(model_path()).save_pretrained(folder)
         yield Path(folder)

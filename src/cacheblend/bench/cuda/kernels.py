@@ -1,93 +1,61 @@
 """Kernels alone, by what the device can do: attention by flash attention's FLOPs, the others by copied bytes.
 
-attention   scattered rows over a long prompt; beside it causal attention of a whole, shorter prompt with as many FLOPs
+attention   scattered rows over a long prompt, see `attention`
 place       records of every codec to their rows; beside it a copy of as many bytes
 deviation   fresh and loaded rows compared; beside it a copy of as many bytes
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from cacheblend.bench.cuda.context import Bench
+from cacheblend.bench.cuda import attention
+from cacheblend.bench.cuda.attention import AttentionSizes
+from cacheblend.bench.cuda.attention_ways import OURS
+from cacheblend.bench.cuda.context import Bench, Found
 from cacheblend.bench.cuda.timing import seconds
-from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.operations import attend_rows, kv_deviation, place, serve
+from cacheblend.core.kernels.operations import kv_deviation, place, serve
 from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.codec import CODECS
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of llama-3.1-8b, unless it is a dry run.
+class Sizes(AttentionSizes):
+    """See `AttentionSizes`.
 
     Attributes:
-        length: tokens of the prompt.
-        rows: of them that are recomputed.
-        heads, kv_heads, head_dim: of the model.
         block: tokens of a stored block.
-        dtype: of queries, keys and values.
-        rounds: of each measurement.
     """
 
-    length: int = 16384
-    rows: int = 2458
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
     block: int = 256
-    dtype: torch.dtype = torch.bfloat16
-    rounds: int = 20
 
 
 DRY = Sizes(length=256, rows=40, heads=4, kv_heads=2, head_dim=32, block=64, dtype=torch.float32, rounds=2)
 
 
 @torch.no_grad()
-def measure(bench: Bench) -> dict[str, Any]:
-    """See `run.PARTS`."""
+def measure(bench: Bench) -> Found:
+    """See `parts.PARTS`."""
     sizes = DRY if bench.dry_run else Sizes()
     torch.manual_seed(0)
-    served = {name: each.name for name, each in serve(bench.device, sizes.dtype).items()}
-    attention, placed, deviation = _attention(bench, sizes), _placing(bench, sizes), _deviation(bench, sizes)
-    figures = {"attention_of_peak": attention["of_flash"], "place_of_bandwidth": placed["raw"]["of_copy"]}
-    return {
-        "figures": figures,
-        "served": served,
-        "attention": attention,
-        "placing": placed,
-        "deviation": deviation,
+    served = serve(bench.device, sizes.dtype)
+    found: Found = {
+        "figures": {},
+        "served": {name: " ".join([each.name, each.reason]).strip() for name, each in served.items()},
     }
-
-
-def _attention(bench: Bench, sizes: Sizes) -> dict[str, float]:
-    bench.progress("kernels: attention")
-    query = _draw(bench, sizes, sizes.heads, sizes.rows, sizes.head_dim)
-    keys, values = _draw(bench, sizes, 2, sizes.kv_heads, sizes.length, sizes.head_dim).unbind()
-    chosen = torch.randperm(sizes.length)[: sizes.rows].sort().values
-    flops = 4.0 * sizes.heads * sizes.head_dim * float((chosen + 1).sum())
-    positions = chosen.to(bench.device)
-    spec = AttentionSpec(sizes.head_dim**-0.5)
-    rows_s = seconds(lambda: attend_rows(query, keys, values, positions, spec), bench.device, sizes.rounds)
-    # Causal attention over n tokens takes 2 n^2 heads head_dim FLOPs.
-    tokens = round(math.sqrt(flops / (2.0 * sizes.heads * sizes.head_dim)))
-    query_d, keys_d, values_d = _draw(bench, sizes, 3, 1, sizes.heads, tokens, sizes.head_dim).unbind()
-    dense = partial(scaled_dot_product_attention, query_d, keys_d, values_d, is_causal=True)
-    flash_s = seconds(dense, bench.device, sizes.rounds)
-    return {
-        "flops": flops,
-        "rows_s": rows_s,
-        "flash_tokens": tokens,
-        "flash_s": flash_s,
-        "rows_flops_per_s": flops / rows_s,
-        "flash_flops_per_s": flops / flash_s,
-        "of_flash": flash_s / rows_s,
-    }
+    found["placing"] = _placing(bench, sizes)
+    found["figures"]["place_of_bandwidth"] = found["placing"]["raw"]["of_copy"]
+    found["deviation"] = _deviation(bench, sizes)
+    bench.keep(found)
+    found["attention"] = attention.measure(bench, sizes)
+    if "error" in found["attention"]:
+        found["error"] = found["attention"].pop("error")
+    measured = found["attention"]["scattered"]["ways"].get(OURS, {})
+    if "of_flash" in measured:
+        found["figures"]["attention_of_peak"] = measured["of_flash"]
+    return found
 
 
 def _placing(bench: Bench, sizes: Sizes) -> dict[str, dict[str, float]]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from cacheblend.bench.cuda.report import points_of
 from cacheblend.bench.cuda.timeline import LANES
 
 _COLORS = dict(zip(LANES, ("C7", "C1", "C2", "C0"), strict=True))
@@ -15,7 +16,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
     matplotlib.use("Agg")
     drawn = []
     parts = result["parts"]
-    if parts.get("ttft", {}).get("points"):
+    if points_of(result):
         drawn.append(path.with_name(f"{path.stem}-ttft.png"))
         _draw_ttft(result, drawn[-1])
     if parts.get("timeline", {}).get("slices"):
@@ -28,7 +29,7 @@ def _draw_ttft(result: dict[str, Any], path: Path) -> None:
     """A panel for each shape: seconds by length, for full prefill and each blend."""
     from matplotlib import pyplot
 
-    points = result["parts"]["ttft"]["points"]
+    points = points_of(result)
     shapes = list(dict.fromkeys(point["shape"] for point in points))
     figure, panels = pyplot.subplots(1, len(shapes), figsize=(6 * len(shapes), 4.5), squeeze=False)
     for axes, shape in zip(panels[0], shapes, strict=True):

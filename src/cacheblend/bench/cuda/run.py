@@ -1,63 +1,45 @@
-"""All parts of `bench cuda` within a time, and what falls short of its bar.
+"""All parts of `bench cuda` within a time; what is found is kept as soon as it is found.
 
-tests      tests/gpu of the checkout: kernels beside plain PyTorch, the invariants
-kernels    each kernel by what the device can do
-ttft       time to first token by shape, length, share and place of the store
-timeline   one pass: what was read, copied, placed and computed when, as a picture
-vllm       the plug-in in vLLM, where vLLM is installed
-
-A part that a machine cannot run is skipped, and the result says why. Without a GPU only a dry run is possible: all
-parts at tiny size on the CPU. Its numbers mean nothing.
+A part that a machine cannot run is skipped, and the result says why; one that fails leaves its error and what it had
+found. Without a GPU only a dry run is possible: all parts at tiny size on the CPU. Its numbers mean nothing.
 """
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
-from cacheblend.bench.cuda import kernels, others, timeline, ttft
-from cacheblend.bench.cuda.context import Bench, Progress
+from cacheblend.bench.cuda.context import Progress
+from cacheblend.bench.cuda.parts import HERE, PARTS
+from cacheblend.bench.cuda.process import GRACE_S, Message, Task, measure_apart, measure_here
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
 
-BARS: dict[str, tuple[str, float]] = {
-    "ttft_speedup_4k": ("full prefill / blend, llama-3.1-8b, r = 0.15, 4,096 tokens", 4.0),
-    "ttft_speedup_16k": ("the same, 16,384 tokens", 5.0),
-    "ttft_speedup_32k": ("the same, 32,768 tokens", 5.0),
-    "of_limit_16k": ("the same at 16,384 tokens / what its rows and layers allow", 0.8),
-    "ttft_speedup_16k_r05": ("full prefill / blend, r = 0.05, 16,384 tokens", 8.0),
-    "attention_of_peak": ("attention of 2,458 rows of 16,384 / flash attention, equal FLOPs", 0.6),
-    "place_of_bandwidth": ("bytes placed / bytes copied a second", 0.6),
-    "vllm_ttft_speedup_16k": ("vLLM's prefix caching / the plug-in, 16,384 tokens", 4.0),
-}
-"""What each figure is, and the least that it should be."""
-
-
-PARTS: Mapping[str, Callable[[Bench], dict[str, Any]]] = {
-    "tests": others.tests,
-    "kernels": kernels.measure,
-    "ttft": ttft.measure,
-    "timeline": timeline.measure,
-    "vllm": others.vllm,
-}
-"""The parts in their order; each returns `figures` and its raw numbers."""
+Result = dict[str, Any]
+_MARGIN_S = 30.0  # of the minutes: to end what hangs, to write and draw
 
 
 def run(
-    asked: tuple[str, ...] = (), *, dry_run: bool = False, minutes: float = 9.0, progress: Progress | None = None
-) -> dict[str, Any]:
+    asked: tuple[str, ...] = (),
+    *,
+    dry_run: bool = False,
+    minutes: float = 9.0,
+    progress: Progress | None = None,
+    save: Callable[[Result], None] | None = None,
+    apart: bool | None = None,
+) -> Result:
     """Runs the parts asked for, or all.
 
     Args:
         asked: names of parts; none: all.
         dry_run: at tiny size, on the CPU where there is no GPU.
-        minutes: after which no part begins anything more.
+        minutes: after which everything has ended.
         progress: called with what is done next.
+        save: called with the result so far, whenever something was found.
+        apart: whether parts have processes of their own; None: unless it is a dry run.
 
     Raises:
         InvalidInputError: no such part, or no GPU and no dry run.
@@ -67,23 +49,73 @@ def run(
             raise InvalidInputError(f"there is no part {name!r}; choose from {', '.join(PARTS)}")
     if not torch.cuda.is_available() and not dry_run:
         raise InvalidInputError("bench cuda needs a GPU, and there is none here; --dry-run tries it at tiny size")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    bench = Bench(device, dry_run, time.monotonic() + 60 * minutes, progress or (lambda what: None))
-    started = time.monotonic()
-    result: dict[str, Any] = {"device": device_name(), "dry_run": dry_run, "figures": {}, "parts": {}}
-    for name in asked or PARTS:
-        if not bench.has_time(name, 1.0):
-            continue
-        bench.progress(name)
-        begun = time.monotonic()
-        try:
-            found = PARTS[name](bench)
-        except torch.OutOfMemoryError as error:
-            bench.skipped[name] = f"out of memory: {str(error).splitlines()[0]}"
-            continue
-        result["figures"] |= found.pop("figures", {})
-        result["parts"][name] = found | {"took_s": time.monotonic() - begun}
-    return result | {"skipped": bench.skipped, "took_s": time.monotonic() - started, **stamp()}
+    until = time.monotonic() + 60 * minutes - (0.0 if dry_run else _MARGIN_S)
+    running = _Run(until, dry_run, progress or (lambda what: None), save or (lambda result: None))
+    running.measure([name for name in PARTS if name in (asked or PARTS)], apart=not dry_run if apart is None else apart)
+    return running.result
+
+
+class _Run:
+    """One run, and its result so far."""
+
+    def __init__(self, until: float, dry_run: bool, progress: Progress, save: Callable[[Result], None]) -> None:
+        self._begun, self._until, self._dry_run = time.monotonic(), until, dry_run
+        self._progress, self._save = progress, save
+        self._done: list[str] = []
+        self.result: Result = {"device": device_name(), "dry_run": dry_run, "figures": {}, "parts": {}, "skipped": {}}
+        self.result |= stamp()
+
+    def measure(self, names: Sequence[str], *, apart: bool) -> None:
+        """Measures these parts."""
+        lacks = {name: PARTS[name].missing() for name in names}
+        self.result["skipped"] |= {name: why for name, why in lacks.items() if why}
+        waiting = [name for name in names if not lacks[name]]
+        while waiting:
+            self._done = []
+            process = PARTS[waiting[0]].process
+            others = [at for at, name in enumerate(waiting) if PARTS[name].process != process]
+            group = waiting[: others[0] if others else None] if apart and process != HERE else waiting[:1]
+            tasks = [self._task(name, waiting[waiting.index(name) + 1 :]) for name in group]
+            if apart and process != HERE:
+                self._add_error(group, measure_apart(tasks, self._dry_run, self._hear))
+            else:
+                measure_here(tasks, self._dry_run, self._hear, lambda name: PARTS[name].measure)
+            waiting = waiting[max(1, len(self._done)) :]
+        self._update()
+
+    def _task(self, name: str, later: Sequence[str]) -> Task:
+        """Of the time that is left, later parts keep what they need at least."""
+        part = PARTS[name]
+        if self._dry_run:
+            return Task(name, 1.0, part.most, self._until)
+        kept = sum(PARTS[each].least + GRACE_S for each in later if PARTS[each].is_reserved)
+        return Task(name, part.least, part.most, self._until - kept)
+
+    def _hear(self, message: Message) -> None:
+        if "progress" in message:
+            self._progress(message["progress"])
+            return
+        name = message["part"]
+        if message["found"] is not None:
+            self.result["parts"][name] = message["found"]
+        self.result["skipped"] |= message["skipped"]
+        if message["is_done"]:
+            self._done.append(name)
+        self._update()
+
+    def _add_error(self, group: Sequence[str], error: str) -> None:
+        """Of a process that did not end as it should: the part that it was at keeps what it had told."""
+        left = group[len(self._done) :]
+        if error and left:
+            found = self.result["parts"].setdefault(left[0], {})
+            found["error"] = error
+            self._done.append(left[0])
+
+    def _update(self) -> None:
+        parts = self.result["parts"].values()
+        self.result["figures"] = {key: value for part in parts for key, value in part.get("figures", {}).items()}
+        self.result["took_s"] = time.monotonic() - self._begun
+        self._save(self.result)
 
 
 def device_name() -> str:
@@ -96,38 +128,25 @@ def file_of(folder: Path) -> Path:
     return folder / f"cuda-{device_name().lower().replace(' ', '-').replace('/', '-')}.json"
 
 
-def merged(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """The result with the parts of an earlier run of the same commit and device that it does not have itself."""
+def read(path: Path) -> Result | None:
+    """The result of an earlier run, if there is one that can be read."""
     try:
-        old = json.loads(path.read_text())
+        found: Result = json.loads(path.read_text())
     except (OSError, ValueError):
+        return None
+    return found
+
+
+def merged(old: Result | None, result: Result) -> Result:
+    """The result with the parts of an earlier run of the same commit and device that it does not have itself."""
+    keys = ("commit", "device", "dry_run")
+    if old is None or str(result["commit"]).endswith("+") or any(old.get(key) != result[key] for key in keys):
         return result
-    same = all(old.get(key) == result[key] for key in ("commit", "device", "dry_run"))
-    if not same or str(result["commit"]).endswith("+"):
-        return result
-    skipped = {what: why for what, why in old["skipped"].items() if what.split()[0] not in result["parts"]}
+    skipped = {what: why for what, why in old["skipped"].items() if what.split()[0].rstrip(",:") not in result["parts"]}
+    kept = {name: found for name, found in old["parts"].items() if name not in result["parts"]}
+    figures = {key: value for part in kept.values() for key, value in part.get("figures", {}).items()}
     return result | {
-        "figures": old["figures"] | result["figures"],
-        "parts": old["parts"] | result["parts"],
+        "figures": figures | result["figures"],
+        "parts": kept | result["parts"],
         "skipped": skipped | result["skipped"],
     }
-
-
-def table(result: dict[str, Any]) -> Table:
-    """Every figure beside its bar; what was not measured says why."""
-    out = Table(
-        title=f"{result['device']}{', a dry run: the numbers mean nothing' if result['dry_run'] else ''}",
-        caption="\n".join(f"{what} was skipped: {why}" for what, why in result["skipped"].items()),
-        box=SIMPLE_HEAD,
-        show_edge=False,
-    )
-    out.add_column("", no_wrap=True)
-    for column in ("measured", "at least"):
-        out.add_column(column, justify="right", no_wrap=True)
-    out.add_column("")
-    for key, (_, bar) in BARS.items():
-        value = result["figures"].get(key)
-        is_short = value is not None and value < bar and not result["dry_run"]
-        measured = "not measured" if value is None else f"{value:.2f}"
-        out.add_row(key, measured, f"{bar:g}", "falls short" if is_short else "")
-    return out

@@ -9,7 +9,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cacheblend.bench.cuda.context import Bench
-from cacheblend.bench.shapes import build_shape
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import BlockLostError
@@ -53,7 +52,7 @@ class _Traced(MemoryStore):
 
 @torch.no_grad()
 def measure(bench: Bench) -> dict[str, Any]:
-    """See `run.PARTS`: `slices` of a pass of 16,384 tokens, and what share of each lane the pass took."""
+    """See `parts.PARTS`: `slices` of a pass of 16,384 tokens, and what share of each lane the pass took."""
     bench.progress("timeline")
     settings = (
         TtftSettings(shape="tiny", chunks=4, chunk_tokens=64)
@@ -61,7 +60,7 @@ def measure(bench: Bench) -> dict[str, Any]:
         else TtftSettings(shape="llama-3.1-8b", chunks=32)
     )
     draw = random.Random(0)
-    model = build_shape(settings.shape or "", device=str(bench.device))
+    model = bench.weights.of(settings.shape or "")
     is_cuda = bench.device.type == "cuda"
     store = _Traced(PageLocked() if is_cuda else HERE)
     with (

@@ -1,13 +1,14 @@
 """Time to first token on a GPU: full prefill by transformers, and blends from its memory, the host's, and a disk.
 
-Lengths are measured in the order of their importance, so that a run that is short of time has the first ones.
+Lengths are measured in the order of their importance, so that a run that is short of time has the first ones. Every
+round asks a new prompt of each arm in turn; a point that runs out of time keeps the rounds that it has.
 """
 
 import random
 import statistics
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -16,20 +17,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend.bench.cuda.context import Bench
-from cacheblend.bench.shapes import build_shape
+from cacheblend.bench.cuda.context import Bench, Found, free
+from cacheblend.bench.cuda.stores import ON_DISK, STORES, Engines, open_engines
+from cacheblend.bench.disk_reading import drop_pages, is_cached
 from cacheblend.bench.ttft import Arm, TtftSettings, draw_prompt, open_chunks, summary, timed
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused
-from cacheblend.store import DiskStore, KVStore, MemoryStore
-from cacheblend.store.residence import HERE, OnDevice, PageLocked
+from cacheblend.engines.hf.baselines import full_recompute, fused
 
 RATIOS = (0.15, 0.05, 1.0)
-STORES = ("pinned memory", "device", "disk")
-MOST_BYTES = 48 << 30
-"""Of a store; no prompt here needs as much."""
+"""From page-locked memory; from the other stores only the first two."""
+
+_LEAST = 0.5  # of the seconds that a point takes about: it is begun if they are left, with fewer rounds
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Point:
         key: of its figures; "" if it has none.
         chunks, chunk_tokens: of the prompt.
         runs: measured rounds.
-        seconds: that it takes about; it is not begun if fewer are left.
+        seconds: that it takes about, on a device as fast as expected.
     """
 
     shape: str
@@ -51,95 +49,213 @@ class Point:
     runs: int = 5
     seconds: float = 15.0
 
+    @property
+    def tokens(self) -> int:
+        """Of its chunks."""
+        return self.chunks * self.chunk_tokens
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.shape}, {self.tokens} tokens"
+
+    @property
+    def settings(self) -> TtftSettings:
+        """Of the prompts."""
+        return TtftSettings(shape=self.shape, chunks=self.chunks, chunk_tokens=self.chunk_tokens, runs=self.runs)
+
 
 POINTS = (
-    Point("llama-3.1-8b", "16k", 32, seconds=25),
-    Point("llama-3.1-8b", "32k", 64, runs=3, seconds=40),
-    Point("llama-3.1-8b", "4k", 8, seconds=10),
-    Point("qwen3-32b", "", 32, runs=3, seconds=60),
-    Point("qwen3-32b", "", 8, runs=3, seconds=20),
-    Point("qwen3-32b", "", 64, runs=2, seconds=120),
+    Point("llama-3.1-8b", "16k", 32, seconds=35),
+    Point("llama-3.1-8b", "32k", 64, runs=3, seconds=60),
+    Point("llama-3.1-8b", "4k", 8, seconds=15),
 )
-DRY = (Point("tiny", "16k", 4, 64, 1, 1.0), Point("tiny", "4k", 2, 64, 1, 1.0))
+LARGE = (
+    Point("qwen3-32b", "", 32, runs=3, seconds=80),
+    Point("qwen3-32b", "", 8, runs=3, seconds=25),
+    Point("qwen3-32b", "", 64, runs=2, seconds=140),
+)
+DRY = (Point("tiny", "16k", 3, 32, 1, 1.0), Point("tiny", "4k", 2, 32, 1, 1.0))
+LARGE_DRY = (Point("tiny", "", 1, 32, 1, 1.0),)
+
+
+@dataclass
+class TimedArm(Arm):
+    """An arm, and what surrounds a run of it without being timed."""
+
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self.name if self.ratio is None else f"r = {self.ratio:g}, {self.store}"
+
+
+def measure(bench: Bench) -> Found:
+    """See `parts.PARTS`."""
+    return _measure(DRY if bench.dry_run else POINTS, "ttft", bench)
+
+
+def measure_large(bench: Bench) -> Found:
+    """See `parts.PARTS`."""
+    return _measure(LARGE_DRY if bench.dry_run else LARGE, "large", bench)
 
 
 @torch.no_grad()
-def measure(bench: Bench) -> dict[str, Any]:
-    """See `run.PARTS`."""
-    found: list[dict[str, Any]] = []
-    figures: dict[str, float] = {}
-    points = DRY if bench.dry_run else POINTS
-    for shape in dict.fromkeys(point.shape for point in points):
-        name = f"ttft {shape}"
-        if not bench.has_time(name, min(point.seconds for point in points if point.shape == shape)):
-            continue
-        bench.progress(f"ttft: weights of {shape}")
-        try:
-            model = build_shape(shape, device=str(bench.device))
-        except torch.OutOfMemoryError:
-            bench.skipped[name] = "its weights do not fit on this device"
-            continue
-        for point in points:
-            tokens = point.chunks * point.chunk_tokens
-            if point.shape != shape or not bench.has_time(f"{name}, {tokens} tokens", point.seconds):
-                continue
-            bench.progress(f"ttft: {shape}, {tokens} tokens")
-            try:
-                arms = _measure(point, model, bench)
-            except torch.OutOfMemoryError:
-                bench.skipped[f"{name}, {tokens} tokens"] = "it does not fit on this device"
-                torch.cuda.empty_cache()
-                continue
-            found.append({"shape": shape, "tokens": tokens, "arms": arms})
-            figures |= _figures(point, arms)
-        del model
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return {"figures": figures, "points": found}
-
-
-def _measure(point: Point, model: PreTrainedModel, bench: Bench) -> list[dict[str, Any]]:
-    settings = TtftSettings(shape=point.shape, chunks=point.chunks, chunk_tokens=point.chunk_tokens, runs=point.runs)
-    draw = random.Random(0)
-    with ExitStack() as stack:
-        engines = {store: stack.enter_context(_engine(model, store, bench)) for store in STORES}
-        first = engines[STORES[0]]
-        chunks = open_chunks(settings, first, draw)
-        for engine in engines.values():
-            engine.warm(chunks)
-        full = [Arm(f"full, {how}", partial(_full, first, how)) for how in _attention()]
-        arms = [*full, *(_blend(engines[STORES[0]], STORES[0], ratio) for ratio in RATIOS)]
-        arms += [_blend(engines[store], store, RATIOS[0]) for store in STORES[1:]]
-        for run in range(settings.runs + 1):
-            prompt = draw_prompt(settings, chunks, first.survey.vocab_size, draw)
-            for arm in arms:
-                seconds, report = timed(arm, prompt, model)
-                if run:
-                    arm.seconds.append(seconds)
-                    arm.reports += [report] if report else []
-    fastest = min(full, key=lambda arm: statistics.median(arm.seconds))
-    fastest.name = "full"
-    row_layers = settings.prompt_tokens * len(engines[STORES[0]].survey.layout.layers)
-    return [summary(arm, arms) | {"row_layer_limit": _limit(arm, row_layers)} for arm in arms]
-
-
-def _attention() -> list[str]:
-    """The kinds of attention that transformers has here for full prefill."""
-    return ["sdpa", *(["flash_attention_2"] if find_spec("flash_attn") is not None else [])]
-
-
-def _full(engine: BlendEngine, how: str, prompt: Prompt) -> FirstToken:
-    before = engine.model.config._attn_implementation
-    engine.model.set_attn_implementation(how)
+def _measure(points: tuple[Point, ...], part: str, bench: Bench) -> Found:
+    """Points of one shape."""
+    shape = points[0].shape
+    found: Found = {"figures": {}, "points": []}
+    if not bench.has_time(f"{part} {shape}", _LEAST * min(point.seconds for point in points)):
+        return found
+    bench.progress(f"{part}: weights of {shape}")
     try:
-        return full_recompute(engine, prompt)
-    finally:
-        engine.model.set_attn_implementation(before)
+        model = bench.weights.of(shape)
+    except torch.OutOfMemoryError:
+        bench.skipped[f"{part} {shape}"] = "its weights do not fit on this device"
+        return found
+    taken = expected = 0.0
+    with open_engines(model, bench.device) as engines:
+        for point in points:
+            name, slower = f"{part} {point.name}", taken / expected if expected else 1.0
+            if not bench.has_time(name, _LEAST * slower * point.seconds):
+                continue
+            begun = time.monotonic()
+            arms = _measure_point(point, name, engines, found, bench)
+            if any(arm.seconds for arm in arms):
+                _add(point, arms, engines, found)
+            engines.clear()
+            free(bench.device)
+            taken, expected = taken + time.monotonic() - begun, expected + point.seconds
+            bench.keep(found)
+            if "error" in found:  # on a device that has failed nothing else can be believed
+                break
+    return found
 
 
-def _blend(engine: BlendEngine, store: str, ratio: float) -> Arm:
+def _measure_point(point: Point, name: str, engines: Engines, found: Found, bench: Bench) -> list[TimedArm]:
+    """Its arms, with the times of as many rounds as there was time for."""
+    bench.progress(f"ttft: {point.name}")
+    settings, draw = point.settings, random.Random(point.chunks)
+    chunks = open_chunks(settings, engines.first, draw)
+    arms = _arms(engines)
+    try:
+        for engine in engines.by_store.values():
+            engine.warm(chunks)
+    except Exception as error:
+        _drop(arms, arms, name, error, found, bench)
+    longest = 0.0
+    for run in range(point.runs + 1):
+        if run > 1 and bench.left_s < longest:
+            bench.skipped[f"{name}, rounds"] = f"time was up after {run - 1} of {point.runs}"
+            break
+        begun = time.monotonic()
+        prompt = draw_prompt(settings, chunks, engines.first.survey.vocab_size, draw)
+        for arm in list(arms):
+            try:
+                _time(arm, prompt, engines.model, point.tokens, counts=run > 0)
+            except Exception as error:
+                _drop([arm], arms, name, error, found, bench)
+        longest = max(longest if run > 1 else 0.0, time.monotonic() - begun)  # kernels are compiled in the first
+    return arms
+
+
+class _NotLoadedError(Exception):
+    """A store did not hold what it was given, so that its arm would measure something else."""
+
+
+def _time(arm: TimedArm, prompt: Prompt, model: PreTrainedModel, tokens: int, *, counts: bool) -> None:
+    with arm.around():
+        seconds, report = timed(arm, prompt, model)
+    if report is not None and report.loaded_tokens < tokens:
+        raise _NotLoadedError(f"its store had {report.loaded_tokens} of {tokens} tokens")
+    if counts:
+        arm.seconds.append(seconds)
+        arm.reports += [report] if report else []
+
+
+def _drop(
+    dropped: list[TimedArm], arms: list[TimedArm], name: str, error: Exception, found: Found, bench: Bench
+) -> None:
+    """Goes on without these arms; their earlier rounds do not count, as something was wrong with them."""
+    reason = str(error).splitlines()[0] if str(error) else ""
+    for arm in list(dropped):
+        arms.remove(arm)
+        bench.skipped[f"{name}, {arm.label}"] = f"{type(error).__name__.strip('_')}: {reason}"
+        if not isinstance(error, torch.OutOfMemoryError | _NotLoadedError | _StillCachedError):
+            found["error"] = "\n".join([*found.get("error", "").splitlines(), f"{name}, {arm.label}: {error!r}"])
+    error.__traceback__ = None  # its frames hold tensors
+    free(bench.device)
+
+
+# ---- arms ---------------------------------------------------------------------------------------------------
+
+
+def _arms(engines: Engines) -> list[TimedArm]:
+    """Full prefill by each attention, then blends, those from page-locked memory first."""
+    model, first = engines.model, engines.first
+    arms = [
+        TimedArm(f"full, {how}", partial(full_recompute, first), around=partial(_attending, model, how))
+        for how in ("sdpa", *(["flash_attention_2"] if find_spec("flash_attn") is not None else []))
+    ]
+    arms += [_blend(engines, STORES[0], ratio) for ratio in RATIOS]
+    for store in STORES[1:]:
+        for ratio in RATIOS[:2]:
+            arms.append(_blend(engines, store, ratio))
+            if store == ON_DISK:
+                arms[-1].store = f"{store}, cold"
+                arms[-1].around = partial(_cold, engines)
+                arms.append(_blend(engines, store, ratio))
+    return arms
+
+
+def _blend(engines: Engines, store: str, ratio: float) -> TimedArm:
+    engine = engines.by_store[store]
     chosen = engine.config.make_selector(ratio)
-    return Arm("blend", partial(fused, engine, selector=chosen), ratio=ratio, store=store)
+    return TimedArm("blend", partial(fused, engine, selector=chosen), ratio=ratio, store=store)
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, how: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(how)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+class _StillCachedError(Exception):
+    """The file system keeps pages that were dropped, so that nothing is cold."""
+
+
+@contextmanager
+def _cold(engines: Engines) -> Iterator[None]:
+    files = engines.files()
+    for file in files:
+        drop_pages(file)
+    if any(is_cached(file) for file in files[:8]):
+        raise _StillCachedError("the file system keeps its pages in memory: put TMPDIR on a disk")
+    yield
+
+
+# ---- results ------------------------------------------------------------------------------------------------
+
+
+def _add(point: Point, arms: list[TimedArm], engines: Engines, found: Found) -> None:
+    measured = [arm for arm in arms if arm.seconds]
+    full = [arm for arm in measured if arm.name.startswith("full")]
+    if full:
+        min(full, key=lambda arm: statistics.median(arm.seconds)).name = "full"
+    row_layers = engines.row_layers(point.settings.prompt_tokens)
+    summaries = [
+        summary(arm, list(measured)) | {"row_layer_limit": _limit(arm, row_layers), "runs": len(arm.seconds)}
+        for arm in measured
+    ]
+    is_checked = all(is_cached(file) is not None for file in engines.files()[:1])
+    facts = {"shape": point.shape, "tokens": point.tokens, "cold_is_checked": is_checked}
+    found["points"].append(facts | {"arms": summaries})
+    found["figures"] |= _figures(point, summaries)
 
 
 def _limit(arm: Arm, row_layers: int) -> float | None:
@@ -147,30 +263,14 @@ def _limit(arm: Arm, row_layers: int) -> float | None:
     return row_layers / arm.reports[-1].row_layers if arm.reports else None
 
 
-@contextmanager
-def _engine(model: PreTrainedModel, store: str, bench: Bench) -> Iterator[BlendEngine]:
-    with ExitStack() as stack:
-        kept: KVStore
-        if store == "disk":
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
-            kept = DiskStore(folder, max_bytes=MOST_BYTES, durable=False)
-        elif store == "device":
-            kept = MemoryStore(MOST_BYTES, residence=OnDevice(bench.device))
-        else:
-            kept = MemoryStore(MOST_BYTES, residence=PageLocked() if bench.device.type == "cuda" else HERE)
-        stack.enter_context(kept)
-        config = BlendConfig(capture=False)
-        yield stack.enter_context(
-            BlendEngine(model, None, store=kept, config=config, fingerprint="bench", name="bench")
-        )
-
-
 def _figures(point: Point, arms: list[dict[str, Any]]) -> dict[str, float]:
-    if not point.key:
-        return {}
-    blends = {arm["ratio"]: arm for arm in arms if arm["arm"] == "blend" and arm["store"] == STORES[0]}
-    figures = {f"ttft_speedup_{point.key}": float(blends[0.15]["speedup_vs_full"])}
-    if point.key == "16k":
-        figures["of_limit_16k"] = figures["ttft_speedup_16k"] / blends[0.15]["row_layer_limit"]
+    """Those of a point with a key, from page-locked memory."""
+    blends = {arm["ratio"]: arm for arm in arms if arm["store"] == STORES[0] and arm["speedup_vs_full"] is not None}
+    figures = {}
+    if point.key and 0.15 in blends:
+        figures[f"ttft_speedup_{point.key}"] = float(blends[0.15]["speedup_vs_full"])
+        if point.key == "16k":
+            figures["of_limit_16k"] = figures["ttft_speedup_16k"] / blends[0.15]["row_layer_limit"]
+    if point.key == "16k" and 0.05 in blends:
         figures["ttft_speedup_16k_r05"] = float(blends[0.05]["speedup_vs_full"])
     return figures

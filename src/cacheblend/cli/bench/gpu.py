@@ -1,9 +1,10 @@
 """`bench cuda`: everything that is measured on a GPU, in one run."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +16,7 @@ Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="tests, kernels, ttft, timeline or vllm; several times for several. Default: all.",
+        help="tests, kernels, ttft, timeline, vllm or large; several times for several. Default: all.",
         rich_help_panel=WHAT,
         show_default=False,
     ),
@@ -24,7 +25,7 @@ Folder = Annotated[
     Path | None,
     typer.Option(
         "--folder",
-        help="Where cuda-<device>.json and its pictures go. Default: docs/results; a dry run writes none.",
+        help="Where cuda-<device>.json, .md and pictures go. Default: docs/results; a dry run writes none.",
         rich_help_panel=OUTPUT,
         show_default=False,
     ),
@@ -39,14 +40,15 @@ def cuda(
     ] = False,
     minutes: Annotated[
         float,
-        typer.Option("--minutes", min=0.1, max=1e6, help="Nothing more is begun after these.", rich_help_panel=HOW),
+        typer.Option("--minutes", min=0.1, max=1e6, help="Everything has ended after these.", rich_help_panel=HOW),
     ] = 9.0,
     folder: Folder = None,
     json: AsJson = False,
 ) -> None:
     """A GPU: tests, kernels, time to first token, a pass's timeline, vLLM; and what falls short of its bar.
 
-    A part that was run alone is added to the file of the same commit.
+    What is found is written at once. A part that was run alone is added to the file of the same commit. Ends with 1 if
+    a test or a part fails.
     """
     from cacheblend.cli.models import quiet_transformers
     from cacheblend.core.errors import InvalidInputError
@@ -56,32 +58,53 @@ def cuda(
     default = Path("docs/results")
     results = folder or (default if default.is_dir() and not dry_run else None)
     quiet_transformers()
+    from cacheblend.bench.cuda import report
     from cacheblend.bench.cuda import run as bench
 
     path = None if results is None else bench.file_of(results)
-    check_outputs(path)
+    page = None if path is None else path.with_suffix(".md")
+    check_outputs(path, page)
+    earlier = None if path is None else bench.read(path)
     started = monotonic()
 
     def say(what: str) -> None:
         if not json:
             console(stderr=True).print(f"{monotonic() - started:5.0f} s  {what}", soft_wrap=True)
 
-    found = bench.run(tuple(part or ()), dry_run=dry_run, minutes=minutes, progress=say)
+    def save(result: dict[str, Any]) -> None:
+        whole = bench.merged(earlier, result)
+        if path is not None and page is not None:
+            _replace(path, lambda file: write_json(file, whole))
+            _replace(page, lambda file: file.write_text(report.page(whole), encoding="utf-8"))
+
+    found = bench.run(tuple(part or ()), dry_run=dry_run, minutes=minutes, progress=say, save=save)
+    whole = bench.merged(earlier, found)
     if path is not None:
-        found = bench.merged(path, found)
-        write_json(path, found)
-        _draw(found, path)
+        _draw(whole, path)
     if json:
-        print_json(found)
+        print_json(whole)
     else:
-        console().print(bench.table(found))
+        console().print(report.table(whole))
+    for name, error in report.failures(whole).items():
+        console(stderr=True).print(f"FAILED: {name}\n{error}\n", soft_wrap=True)
+    if report.failures(found):
+        raise typer.Exit(1)
 
 
-def _draw(found: dict[str, object], path: Path) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file beside another and puts it in its place: a run that is ended meanwhile leaves the one before."""
+    new = path.with_name(f".{path.name}.new")
+    write(new)
+    new.replace(path)
+
+
+def _draw(found: dict[str, Any], path: Path) -> None:
+    drawn = []
     if find_spec("matplotlib") is None:
         console(stderr=True).print(f"no pictures are drawn, that needs matplotlib: {INSTALL_PLOT}", soft_wrap=True)
-        return
-    from cacheblend.bench.cuda.plots import draw
+    else:
+        from cacheblend.bench.cuda.plots import draw
 
-    for each in [path, *draw(found, path)]:
+        drawn = draw(found, path)
+    for each in [path, path.with_suffix(".md"), *drawn]:
         console(stderr=True).print(f"wrote {each}", soft_wrap=True)

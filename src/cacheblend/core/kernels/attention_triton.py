@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.rounding_triton import IS_INTERPRETED, rounded
 
 _MAX_SPLITS = 32
 _SPLIT_TILES = 4  # key tiles that a split has at least: fewer are not worth joining
 _UNSEEN = tl.constexpr(-(2.0**100))  # the top logit of a row that has seen no key; finite: inf - inf is NaN
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def attend_rows(
@@ -151,7 +151,7 @@ def _attend(
     else:
         tl.store(tops + place, top, mask=used)
         tl.store(totals + place, total, mask=used)
-    tl.store(mixed + place[:, None] * head_dim + dim[None, :], acc.to(mixed.dtype.element_ty), mask=mask)
+    tl.store(mixed + place[:, None] * head_dim + dim[None, :], rounded(acc, mixed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -213,13 +213,13 @@ def _add_tile(
     weights = tl.exp2(scores - highest[:, None])
     faded = tl.exp2(top - highest)
     v = tl.load(values + value_at[:, None] + dim[None, :], mask=mask, other=0.0)
-    acc = _product(weights.to(v.dtype), v, acc * faded[:, None])
+    acc = _product(rounded(weights, v.dtype), v, acc * faded[:, None])
     return acc, highest, total * faded + tl.sum(weights, 1)
 
 
 @triton.jit
 def _product(left, right, add):
-    if _IS_INTERPRETED:  # the interpreter multiplies the bits of bf16 numbers (Triton 3.9)
+    if IS_INTERPRETED:  # the interpreter multiplies the bits of bf16 numbers (Triton 3.9)
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, add, input_precision="ieee")
 
@@ -241,4 +241,4 @@ def _join(
         total += weight * tl.load(totals + part)
         acc += weight * tl.load(mixed + part * head_dim + dim, mask=dim < head_dim, other=0.0)
     acc = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out + place * head_dim + dim, acc.to(out.dtype.element_ty), mask=dim < head_dim)
+    tl.store(out + place * head_dim + dim, rounded(acc, out.dtype.element_ty), mask=dim < head_dim)

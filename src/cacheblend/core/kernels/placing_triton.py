@@ -15,13 +15,13 @@ import triton.language as tl
 
 from cacheblend.core.kernels.placing import Placement
 from cacheblend.core.kernels.rope import KeyRotation
+from cacheblend.core.kernels.rounding_triton import rounded
 from cacheblend.core.plan.codec import GROUP
 
 _TILE_ROWS = 32
 _ALIGNED = tl.constexpr(16)  # bytes that a load takes at once
 _GROUP = tl.constexpr(GROUP)
 _RAW, _INT8, _FP8, _INT4 = (tl.constexpr(kind) for kind in range(4))
-_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _KINDS = {"raw": 0, "int8": 1, "fp8": 2, "int4": 3}
 
 
@@ -132,7 +132,7 @@ def _turned(one, two, cosine, sine, turn):
     """A pair of dimensions, rotated in fp32; unchanged to the bit where `turn` is -1."""
     x, y = one.to(tl.float32), two.to(tl.float32)
     turned_one, turned_two = x * cosine - y * sine, y * cosine + x * sine
-    turned_one, turned_two = _rounded(turned_one, one.dtype), _rounded(turned_two, two.dtype)
+    turned_one, turned_two = rounded(turned_one, one.dtype), rounded(turned_two, two.dtype)
     return tl.where(turn < 0, one, turned_one), tl.where(turn < 0, two, turned_two)
 
 
@@ -148,22 +148,13 @@ def _numbers(
         return tl.load(record + at, mask=mask, other=0.0)
     record = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), _ALIGNED)
     if kind == _INT4:
-        return _rounded(_of_four_bits(record, head, part, tokens, token, dim, mask, head_dim), dtype)
+        return rounded(_of_four_bits(record, head, part, tokens, token, dim, mask, head_dim), dtype)
     record += head * (2 * tokens * (head_dim + 2))
     byte = tl.load(record + (part * tokens + token)[:, None] * head_dim + dim[None, :], mask=mask, other=0)
     scales = (record + 2 * tokens * head_dim).to(tl.pointer_type(tl.float16))
     scale = tl.load(scales + part * tokens + token[:, None], mask=mask, other=0.0).to(tl.float32)
     number = byte.to(tl.int8, bitcast=True).to(tl.float32) if kind == _INT8 else _of_e4m3(byte)
-    return _rounded(number * scale, dtype)
-
-
-@triton.jit
-def _rounded(numbers, dtype: tl.constexpr):
-    """fp32 numbers in the buffers' type, rounded to the nearest."""
-    if _IS_INTERPRETED and dtype == tl.bfloat16:  # the interpreter cuts bits off (Triton 3.9)
-        bits = numbers.to(tl.uint32, bitcast=True)
-        numbers = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return numbers.to(dtype)
+    return rounded(number * scale, dtype)
 
 
 @triton.jit
