@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +52,8 @@ def compile_layers(view: ModelView, device: torch.device, backend: str = "induct
     """
     plain = list(view.layers)
     try:
-        AttentionInterface.register(ATTENTION, torch.compiler.disable(attend_by_mask))
+        apart: Any = torch.compiler.disable  # torch has no types for it
+        AttentionInterface.register(ATTENTION, apart(attend_by_mask))
         compiled = [torch.compile(layer, dynamic=True, backend=backend) for layer in plain]
         reason = _difference(view, plain, compiled, device)
     except Exception as error:  # of a compiler: anything
