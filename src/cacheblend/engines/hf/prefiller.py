@@ -13,6 +13,7 @@ from cacheblend.core.cost.controller import Controller, Decision
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, check_selector
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.kernels.operations import serve
+from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.plan import BlendPlan, Source
@@ -108,8 +109,8 @@ class Prefiller:
 
     def _open_runner(self, plan: BlendPlan) -> HfLayerRunner:
         first = plan.prefix_length
-        ids = torch.from_numpy(plan.prompt.token_ids[first:].astype("i8")).to(self.device)
-        return HfLayerRunner(self._view, ids, torch.arange(first, len(plan)))
+        ids, positions = upload_together([plan.prompt.token_ids[first:], np.arange(first, len(plan))], self.device)
+        return HfLayerRunner(self._view, ids, positions)
 
     def _options(self, selector: Selector, decision: Decision | None) -> PrefillOptions:
         return PrefillOptions(
