@@ -18,7 +18,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.upload import upload
 from cacheblend.core.layers.runner import Attend
 
 ATTENTION = "cacheblend"
@@ -150,7 +149,7 @@ class ModelView:
 
         Args:
             token_ids: [n] int64 on the model's device.
-            positions: [n] int64, ascending or not, best on the model's device too.
+            positions: [n] int64 on the model's device, in any order.
         """
         shell = _Shell(self, None)
         with contextlib.suppress(_AllLayersSeenError):
@@ -187,9 +186,7 @@ class ModelView:
         packed into one: rows at positions that are not consecutive would be masked from each other, and the host would
         wait for the device once a mask.
         """
-        device = token_ids.device
-        everything = torch.ones(token_ids.shape, dtype=torch.bool, device=device)
-        positions = upload(positions, device)
+        everything = torch.ones(token_ids.shape, dtype=torch.bool, device=token_ids.device)
         return shell.model(input_ids=token_ids, attention_mask=everything, position_ids=positions, use_cache=False)
 
 
