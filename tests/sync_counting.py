@@ -1,8 +1,8 @@
 """A CUDA device that this processor pretends to be, and the calls of which a real one's host would wait.
 
 Tensors of the class `Pretended` say that they are on ``cuda:0``; their memory is the host's, so that Triton's
-interpreter reads it. Inside `PretendedDevice` whatever is made with that device or sent to it becomes such a tensor, and
-what torch's sync debug mode would report is counted:
+interpreter reads it. Inside `PretendedDevice` whatever is made with that device or sent to it becomes such a tensor,
+and what torch's sync debug mode would report is counted:
 
 - reading a device's tensor (`item`, `tolist`, `bool`, ...), and results whose size depends on the numbers (`nonzero`);
 - copies between host and device without `non_blocking` (ATen/native/cuda/Copy.cu: `memcpy_and_sync`), hidden ones among
@@ -25,10 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda", 0)
 HOST = torch.device("cpu")
-_READS = frozenset(
-    "tolist item __bool__ __int__ __float__ __index__ __contains__ numpy __array__ equal allclose is_nonzero "
-    "nonzero argwhere unique unique_consecutive masked_select bincount".split()
-)
+_TO_PYTHON = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__", "numpy", "__array__")
+_SIZED_BY_NUMBERS = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount")
+_READS = frozenset((*_TO_PYTHON, *_SIZED_BY_NUMBERS, "equal", "allclose", "is_nonzero"))
 _MAKE_FROM_HOST = frozenset({"tensor", "as_tensor", "asarray", "from_numpy"})
 _MAY_MIX = frozenset({"__getitem__", "__setitem__", "copy_", "to", "type_as", "set_data", "__set__", "index_put_"})
 

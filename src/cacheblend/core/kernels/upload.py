@@ -29,4 +29,4 @@ def upload(data: npt.NDArray[np.generic] | torch.Tensor, device: torch.device) -
 def upload_together(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[torch.Tensor]:
     """Arrays of whole numbers as int64 on the device, in one copy: [n] each, views of one tensor."""
     joined = upload(np.concatenate([array.astype(np.int64, copy=False) for array in arrays]), device)
-    return list(joined.split([len(array) for array in arrays]))
+    return list(torch.split(joined, [len(array) for array in arrays]))

@@ -91,8 +91,8 @@ class BlendEngine:
         self.planner = self.identity.planner(self.config, "")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
-        self._owns_store = not isinstance(store, KVStore)
-        self.store = store if isinstance(store, KVStore) else open_store(store)
+        self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
+        self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
         self.prefiller = Prefiller(
             self.view, self.survey, self.store, self.config, controller, model.device, self.sentence_end_ids
         )
