@@ -38,7 +38,6 @@ def memory(slabs: int) -> StagingMemory:
     return StagingMemory(slabs * SLAB, SLAB)
 
 
-
 def place_of(taken: torch.Tensor) -> int:
     return int(taken.untyped_storage().data_ptr())
 
