@@ -76,6 +76,15 @@ def test_slabs_go_back_once_every_part_has_been_used_up() -> None:
     assert place_of(staging.lease().take(10)) == place
 
 
+def test_slabs_that_inference_mode_made_are_written_to_without_it() -> None:
+    staging = memory(1)
+    with torch.inference_mode():
+        lease = staging.lease()
+        lease.take(10)
+        lease.release()
+    assert staging.lease().take(10).copy_(torch.arange(10)).tolist() == list(range(10))
+
+
 def test_who_finds_no_slab_gets_other_memory_and_never_waits_for_the_host() -> None:
     staging = memory(2)
     lease = staging.lease()

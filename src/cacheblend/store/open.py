@@ -36,9 +36,9 @@ _REDIS = ("redis", "rediss", "valkey")
 _OPTIONS = {
     "memory": ("max_bytes", "ttl", "evict", "page_locked"),
     "cuda": ("max_bytes", "ttl", "evict"),
-    "file": ("max_bytes", "ram_bytes", "page_locked", "ttl", "direct", "evict", "locks"),
-    **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "page_locked", "ttl", "prefix", "timeout", "cluster")),
-    "s3": ("max_bytes", "ram_bytes", "page_locked", "ttl", "timeout", "endpoint", "region"),
+    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict", "locks", "page_locked"),
+    **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster", "page_locked")),
+    "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region", "page_locked"),
 }
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)

@@ -315,6 +315,7 @@ def _stream(device: torch.device) -> Any:
     return make(device)
 
 
+@torch.inference_mode(False)  # else only inference mode could write to it, for as long as it is kept
 def _aligned(nbytes: int, pinned: bool) -> torch.Tensor:
     if pinned:  # aligned by itself; torch rounds the size up to a power of 2
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
