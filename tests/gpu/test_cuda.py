@@ -11,6 +11,7 @@ import torch
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import ATTEND_ROWS, KV_DEVIATION, PLACE, attend_rows
 from cacheblend.core.kernels.registry import Operation
+from cacheblend.core.kernels.upload import upload
 from cacheblend.core.load.staging import Staging
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
@@ -225,19 +226,30 @@ def test_the_kernel_serves_this_device(operation: Operation[Any], dtype: torch.d
     assert served.name == "Triton", served.reason
 
 
-def test_a_pass_waits_for_the_device_twice_at_most() -> None:
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_waits_for_the_device_twice_at_most(family: str, selector: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed here")
-    engine = open_engine(on_device("llama", torch.bfloat16), store=MemoryStore())
-    engine.prefill(RAG, selector=Hkvd((1, 2), (0.5, 0.2)))  # kernels are compiled and checked
-    with warnings.catch_warnings(record=True) as waited:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            engine.prefill(RAG, selector=Hkvd((1, 2), (0.5, 0.2)))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with open_engine(on_device(family, torch.bfloat16), store=MemoryStore()) as engine:
+        engine.prefill(RAG, selector=SELECTORS[selector])  # kernels are compiled and checked
+        with warnings.catch_warnings(record=True) as waited:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                engine.prefill(RAG, selector=SELECTORS[selector])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
     waits = [each for each in waited if "synchroniz" in str(each.message)]
     assert len(waits) <= 2, [f"{each.filename}:{each.lineno}" for each in waits]
+
+
+def test_what_is_uploaded_may_be_dropped_at_once() -> None:
+    """The copy begins long after: its source must not be given to others until then."""
+    expected = [torch.full((1 << 16,), number) for number in range(20)]
+    upload(expected[0], torch.device(DEVICE))
+    torch.cuda._sleep(200_000_000)  # cycles
+    found = [upload(each, torch.device(DEVICE)) for each in expected]
+    assert all(torch.equal(one.cpu(), two) for one, two in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])

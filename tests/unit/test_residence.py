@@ -11,7 +11,7 @@ import torch
 from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, check_store_url, open_store
 from cacheblend.store.open import parse_store_url
-from cacheblend.store.places import CascadePlace, DevicePlace, FolderPlace, MemoryPlace, TieredPlace
+from cacheblend.store.places import CascadePlace, DevicePlace, FolderPlace, MemoryPlace, TieredPlace, page_locking
 from cacheblend.store.residence import OnDevice, PageLocked
 from store_blocks import holds, make_block, same_bits
 
@@ -24,6 +24,7 @@ class Locks:
     def __init__(self, most: int = 1 << 40) -> None:
         self.held: dict[int, int] = {}
         self.most = most
+        self.times = 0
 
     def lock(self, address: int, nbytes: int) -> None:
         if nbytes + sum(self.held.values()) > self.most:
@@ -31,6 +32,7 @@ class Locks:
         assert address % PAGE == 0 and nbytes % PAGE == 0 and nbytes
         assert all(address + nbytes <= at or at + n <= address for at, n in self.held.items()), "pages are shared"
         self.held[address] = nbytes
+        self.times += 1
 
     def unlock(self, address: int) -> None:
         del self.held[address]
@@ -53,8 +55,8 @@ class NoRoom(OnDevice):
         return None if self.room < 0 else super().keep(records)
 
 
-def locked(locks: Locks, max_bytes: int = 1 << 24) -> MemoryStore:
-    return MemoryStore(max_bytes, residence=PageLocked(locks.lock, locks.unlock))
+def locked(locks: Locks, max_bytes: int = 1 << 24, **options: Any) -> MemoryStore:
+    return MemoryStore(max_bytes, residence=PageLocked(locks.lock, locks.unlock, **options))
 
 
 def test_a_block_lies_in_locked_memory_of_its_own_for_as_long_as_somebody_reads_it() -> None:
@@ -85,6 +87,101 @@ def test_memory_that_cannot_be_locked_is_a_full_store_and_costs_no_answer(tmp_pa
         store.find([block.name])
         for _ in range(2):
             assert all(same_bits(store.read(block.name, layer), block.records[layer]) for layer in range(3))
+
+
+def test_memory_that_became_free_stays_locked_for_the_next_records_of_its_size() -> None:
+    locks, blocks = Locks(), [make_block(seed) for seed in range(6)]
+    nbytes = blocks[0].layout.block_bytes(len(blocks[0].token_ids))
+    store = locked(locks, 2 * nbytes, spare_bytes=1 << 20)
+    for block in blocks:  # evicts those before
+        store.write(block)
+        gc.collect()
+    assert len(locks.held) <= 3 and locks.times == len(locks.held)
+    assert all(holds(store, block) for block in blocks[-2:])
+
+
+def test_what_is_read_is_not_given_to_others_before_it_is_dropped() -> None:
+    locks, blocks = Locks(), [make_block(seed) for seed in range(8)]
+    store = locked(locks, blocks[0].layout.block_bytes(len(blocks[0].token_ids)), spare_bytes=1 << 20)
+    read = []
+    for block in blocks:
+        store.write(block)
+        read.append(store.read(block.name, 1))
+        gc.collect()
+    assert all(same_bits(record, block.records[1]) for record, block in zip(read, blocks, strict=True))
+    read.clear()
+    gc.collect()
+    assert sum(locks.held.values()) <= (1 << 20) + 2 * PAGE * 64
+
+
+def test_spare_memory_is_bounded() -> None:
+    locks, most = Locks(), 4 * PAGE
+    store = locked(locks, spare_bytes=most)
+    for seed, tokens in enumerate((5, 64, 300, 300, 5)):
+        store.write(make_block(seed, tokens))
+    store.close()
+    gc.collect()
+    assert sum(locks.held.values()) <= most
+
+
+def test_locking_that_was_not_asked_for_gives_way_to_ordinary_memory() -> None:
+    locks, blocks = Locks(most=0), [make_block(seed) for seed in range(3)]
+    store = locked(locks, is_required=False)
+    for block in blocks:
+        assert store.write(block) and holds(store, block)
+    assert not locks.held
+
+
+@pytest.mark.parametrize("is_locked", [False, True], ids=["here", "locked"])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_front_keeps_is_never_in_the_readers_memory(seed: int, is_locked: bool, tmp_path: Path) -> None:
+    """The reader's memory is overwritten after each read, as slabs are."""
+    draw = random.Random(seed)
+    blocks = [make_block(number, draw.choice([5, 40])) for number in range(6)]
+    bounds = [0, blocks[0].layout.block_bytes(5), blocks[0].layout.block_bytes(40), 1 << 30]
+    bound = draw.choice(bounds)
+    front = locked(Locks(), bound) if is_locked else MemoryStore(bound)
+    taken = list[torch.Tensor]()
+
+    def memory(nbytes: int) -> torch.Tensor:
+        taken.append(torch.empty(nbytes, dtype=torch.uint8))
+        return taken[-1]
+
+    with TieredStore(front, DiskStore(tmp_path, durable=False)) as store:
+        for block in blocks:
+            store.back.write(block)
+        for _ in range(12):
+            asked = draw.sample(blocks, draw.randrange(1, 6))
+            store.find([block.name for block in asked if draw.random() < 0.7])
+            layers = range(draw.randrange(3), 3)
+            heads = draw.choice([None, slice(0, 1)])
+            for block, read in zip(
+                asked, store.read_layers([b.name for b in asked], layers, heads, memory), strict=True
+            ):
+                assert isinstance(read, list)
+                for layer, record in zip(layers, read, strict=True):
+                    assert same_bits(record, block.records[layer][heads or slice(None)])
+            for slab in taken:
+                slab.fill_(255)
+            taken.clear()
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1 << 30])
+def test_what_is_not_kept_is_read_into_the_readers_memory(max_bytes: int, tmp_path: Path) -> None:
+    """Blocks that nobody looked for, and all of them in front of which nothing is kept."""
+    blocks, taken = [make_block(number) for number in range(4)], list[int]()
+
+    def memory(nbytes: int) -> torch.Tensor:
+        taken.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    with TieredStore(MemoryStore(max_bytes), DiskStore(tmp_path, durable=False)) as store:
+        for block in blocks:
+            store.back.write(block)
+        store.find([block.name for block in blocks[:2]])
+        store.read_layers([block.name for block in blocks], range(3), None, memory)
+    record = blocks[0].records[0].nbytes
+    assert sum(taken) == (12 if not max_bytes else 6) * record
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -131,6 +228,10 @@ def test_a_device_in_front_of_a_folder_is_a_cache_of_it(seed: int, tmp_path: Pat
                 ),
             ),
         ),
+        (
+            "file:///a?ram_bytes=1KiB&page_locked=true",
+            TieredPlace(MemoryPlace(1024, page_locked=True), FolderPlace((Path("/a"),))),
+        ),
         ("cuda://?max_bytes=1KiB, file:///a", TieredPlace(DevicePlace(1024), FolderPlace((Path("/a"),)))),
     ],
 )
@@ -154,11 +255,42 @@ def test_urls_name_places(url: str, place: object) -> None:
         ("memory://, memory://", "memory:// can only stand in front"),
         ("memory://?page_locked=yes", "page_locked must be true or false"),
         ("cuda://?max_bytes=1GiB&page_locked=true", "no option 'page_locked'"),
+        ("file:///a?page_locked=true", "set ram_bytes, too"),
+        ("file:///a?ram_bytes=1KiB&page_locked=1", "page_locked must be true or false"),
     ],
 )
 def test_urls_that_name_nothing(url: str, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         check_store_url(url)
+
+
+LOCKED = {"page_locked": True, "is_lock_required": False}
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        (None, MemoryPlace(**LOCKED)),
+        ("memory://?page_locked=false", MemoryPlace(page_locked=False)),
+        ("memory://?page_locked=true", MemoryPlace(page_locked=True)),
+        ("file:///a", FolderPlace((Path("/a"),))),
+        ("file:///a?ram_bytes=1KiB", TieredPlace(MemoryPlace(1024, **LOCKED), FolderPlace((Path("/a"),)))),
+        (
+            "cuda://?max_bytes=1KiB, memory://?max_bytes=2KiB, file:///a",
+            TieredPlace(DevicePlace(1024), TieredPlace(MemoryPlace(2048, **LOCKED), FolderPlace((Path("/a"),)))),
+        ),
+    ],
+)
+def test_an_engine_on_a_gpu_locks_memory_of_which_nothing_else_is_said(url: str | None, place: object) -> None:
+    assert page_locking(parse_store_url(url)) == place
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_an_engine_opens_its_store_with_locked_memory_where_it_is_on_a_gpu() -> None:
+    with open_store("memory://?page_locked=false", page_locked=True) as store:
+        assert not isinstance(store, TieredStore)
+    with pytest.raises(InvalidInputError, match="needs a GPU"):
+        open_store("memory", page_locked=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

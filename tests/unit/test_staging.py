@@ -4,12 +4,16 @@ import gc
 import random
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from cacheblend.core.load.staging import StagingMemory, moved_together
+from cacheblend.core.load import staging as staging_module
+from cacheblend.core.load.staging import Lease, StagingMemory, _ThroughSlabs, moved_together
 
 SLAB = 1 << 16
 PAGE = 4096
@@ -70,6 +74,15 @@ def test_slabs_go_back_once_every_part_has_been_used_up() -> None:
         other.release()
     lease.release()
     assert place_of(staging.lease().take(10)) == place
+
+
+def test_slabs_that_inference_mode_made_are_written_to_without_it() -> None:
+    staging = memory(1)
+    with torch.inference_mode():
+        lease = staging.lease()
+        lease.take(10)
+        lease.release()
+    assert staging.lease().take(10).copy_(torch.arange(10)).tolist() == list(range(10))
 
 
 def test_who_finds_no_slab_gets_other_memory_and_never_waits_for_the_host() -> None:
@@ -234,3 +247,166 @@ def test_what_lies_between_records_is_not_copied() -> None:
     moved = moved_together(records, lambda data: (copies.append(data.nbytes), data.clone())[1])
     assert copies == [100] * 4
     assert all(torch.equal(moved[at], records[at]) for at in records)
+
+
+def test_records_on_another_device_are_copied_from_there() -> None:
+    """As from another GPU; two storages of a device without addresses are told apart from the host's."""
+    there = torch.zeros(2, 2, 5, 8, dtype=torch.bfloat16, device="meta")
+    here = torch.ones(3, 2, 4, 8)
+    asked = []
+    moved = moved_together({"there": there, "here": here}, lambda data: (asked.append(data.device.type), data)[1])
+    assert sorted(asked) == ["cpu", "meta"]
+    assert moved["there"].device.type == "meta" and moved["there"].shape == there.shape
+    assert moved["there"].dtype == there.dtype and torch.equal(moved["here"], here)
+
+
+# ---- two requests on a device that copies later ---------------------------------------------------------------
+
+
+class LateDevice(TorchFunctionMode):
+    """A stream whose copies are made when it gets to them: who writes to their source before that is found out.
+
+    Inside, tensors made with a device are the device's; `memory`'s slabs are pinned, and nothing else is.
+    """
+
+    def __init__(self, memory: StagingMemory) -> None:
+        super().__init__()
+        self.memory = memory
+        self.waiting: deque[Callable[[], object]] = deque()
+        self.done = self.started = self.blocking = 0
+        self.slabs = set[int]()  # where they begin
+        self._own: list[torch.Tensor] = []
+        take, self.kept = memory.slab, list[torch.Tensor]()
+
+        def slab() -> torch.Tensor | None:
+            found = take()
+            if found is not None:
+                self.slabs.add(found.untyped_storage().data_ptr())
+                self.kept.append(found)  # so that nothing else gets its address
+            return found
+
+        memory.slab = slab  # type: ignore[method-assign]
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(call, "__name__", "")
+        if name == "is_pinned":
+            return place_of(args[0]) in self.slabs
+        if name == "to" and kwargs.get("non_blocking"):
+            target = torch.empty_like(args[0])
+            self._start(lambda: target.copy_(args[0]))
+            return target
+        if name == "copy_" and kwargs.pop("non_blocking", False):
+            self._start(lambda: args[0].copy_(args[1]))
+            return args[0]
+        if name == "copy_" and place_of(args[0]) in {place_of(each) for each in self._own}:
+            self.blocking += 1
+            self.advance(len(self.waiting))
+        result = call(*args, **kwargs)
+        if kwargs.get("device") is not None and len(result):  # an empty one is given other memory
+            self._own.append(result)
+        return result
+
+    def _start(self, copy: Callable[[], object]) -> None:
+        self.waiting.append(copy)
+        self.started += 1
+
+    def advance(self, copies: int) -> None:
+        for _ in range(min(copies, len(self.waiting))):
+            with torch._C.DisableTorchFunction():
+                self.waiting.popleft()()
+            self.done += 1
+
+    def now(self) -> "LateEvent":
+        return LateEvent(self, self.started)
+
+
+class LateEvent:
+    def __init__(self, device: LateDevice, behind: int) -> None:
+        self.device, self.behind = device, behind
+
+    def query(self) -> bool:
+        return self.device.done >= self.behind
+
+    def synchronize(self) -> None:
+        self.device.advance(self.behind - self.device.done)
+
+
+Sent = list[tuple[torch.Tensor, torch.Tensor]]
+"""Records on the device, and what they should be once all copies are made."""
+
+
+def request(device: LateDevice, draw: random.Random, sent: Sent) -> Iterator[None]:
+    """Reads up to two layers ahead of the one it sends; a store's records lie in staging or in ordinary memory."""
+    ahead = deque[tuple[Lease, dict[int, torch.Tensor]]]()
+    for _ in range(draw.randrange(2, 7)):
+        lease, records = device.memory.lease(), dict[int, torch.Tensor]()
+        for number in range(draw.randrange(1, 5)):
+            size = draw.choice([100, PAGE, SLAB // 3, SLAB // 2, SLAB, SLAB + 5, 2 * SLAB + 7])
+            content = torch.randint(0, 256, (size,), dtype=torch.uint8)
+            records[number] = lease.take(size).copy_(content) if draw.random() < 0.6 else content
+        ahead.append((lease, records))
+        yield
+        while len(ahead) > draw.randrange(3):
+            yield from _send(device, *ahead.popleft(), sent)
+    while ahead:
+        yield from _send(device, *ahead.popleft(), sent)
+
+
+def _send(device: LateDevice, lease: Lease, records: dict[int, torch.Tensor], sent: Sent) -> Iterator[None]:
+    expected = {number: record.clone() for number, record in records.items()}
+    with _ThroughSlabs(device.memory, torch.device("cpu"), device.now) as slabs:
+        moved = moved_together(records, slabs.copied)
+    sent += [(moved[number], expected[number]) for number in records]
+    lease.release(device.now())
+    device.memory.hold(device.now(), list(records.values()))  # as `Staging.hold`
+    yield
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_two_requests_share_two_slabs_and_each_gets_its_own_records(seed: int) -> None:
+    draw, sent = random.Random(seed), list[tuple[torch.Tensor, torch.Tensor]]()
+    torch.manual_seed(seed)
+    with LateDevice(memory(2)) as device:
+        running = [request(device, draw, sent) for _ in range(2)]
+        while running:
+            each = draw.choice(running)
+            if next(each, "done") == "done":
+                running.remove(each)
+            device.advance(draw.choice([0, 0, 1, 4]))
+            assert device.memory.nbytes <= 2 * SLAB
+        device.advance(len(device.waiting))
+    assert len(sent) > 5 and all(torch.equal(found, expected) for found, expected in sent)
+
+
+def test_only_slabs_are_pinned_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[tuple[int, bool]]()
+
+    def aligned(nbytes: int, pinned: bool) -> torch.Tensor:
+        made.append((nbytes, pinned))
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(staging_module, "_aligned", aligned)
+    shared = StagingMemory(2 * SLAB, SLAB, pinned=True)
+    leases = [shared.lease() for _ in range(4)]
+    for lease in leases:
+        for size in (SLAB, 10, 3 * SLAB):
+            assert lease.take(size).nbytes == size
+    assert sum(nbytes for nbytes, pinned in made if pinned) == 2 * SLAB == shared.nbytes
+    assert len(made) == 12
+
+
+def test_ordinary_memory_goes_through_slabs_and_waits_only_where_none_is_left() -> None:
+    with LateDevice(memory(2)) as device:
+        data = torch.randint(0, 256, (5 * SLAB // 2,), dtype=torch.uint8)
+        with _ThroughSlabs(device.memory, torch.device("cpu"), device.now) as slabs:
+            found = slabs.copied(data)
+        assert device.started == 3 and device.done == 1, "the third part waits for the first part's copy alone"
+        held = [device.memory.lease() for _ in range(2)]
+        device.advance(3)
+        for lease in held:
+            lease.take(SLAB)  # a reader fills it: nobody may wait for that
+        with _ThroughSlabs(device.memory, torch.device("cpu"), device.now) as slabs:
+            again = slabs.copied(data)
+        assert device.blocking == 3 and device.started == 3
+        device.advance(9)
+    assert torch.equal(found, data) and torch.equal(again, data)

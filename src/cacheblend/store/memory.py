@@ -47,7 +47,7 @@ class MemoryStore(KVStore):
         residence: Residence = HERE,
     ) -> None:
         self.max_bytes = default_memory_bytes() if max_bytes is None else check_max_bytes(max_bytes)
-        self._residence, self._lock = residence, threading.RLock()
+        self.residence, self._lock = residence, threading.RLock()
         self._held: dict[BlockName, Held] = {}
         self._eviction, self._expiry = eviction_of(eviction), Expiry(ttl)
         self._bytes, self._holds_heads = 0, False
@@ -62,7 +62,7 @@ class MemoryStore(KVStore):
     @property
     def tier_names(self) -> tuple[str, ...]:
         """See `KVStore.tier_names`."""
-        return (self._residence.tier,)
+        return (self.residence.tier,)
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. Of one call's blocks the first are evicted last."""
@@ -84,7 +84,7 @@ class MemoryStore(KVStore):
         held = self._held.get(name)
         if held is None or held.missing or self._has_expired(name, held):
             return None
-        return BlockEntry(held.token_ids, held.layout, self._residence.tier, held.parent)
+        return BlockEntry(held.token_ids, held.layout, self.residence.tier, held.parent)
 
     def read_layers(
         self,
@@ -136,7 +136,7 @@ class MemoryStore(KVStore):
                     f"block {block.name.hex()} needs {need} bytes; the memory store is bounded to "
                     f"{self.max_bytes} bytes and the blocks it holds are pinned: raise max_bytes or unpin blocks"
                 )
-            records = self._residence.keep(block.records)
+            records = self.residence.keep(block.records)
             if records is None:
                 self._write_failures += 1
                 raise StoreFullError(f"there is no memory left for the {need} bytes of block {block.name.hex()}")
@@ -160,7 +160,7 @@ class MemoryStore(KVStore):
                 held = Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
                 self._held[name] = held
                 self._mark_used(name)
-            kept = self._residence.keep([record]) if self._evict_for(record.nbytes, keep=name) else None
+            kept = self.residence.keep([record]) if self._evict_for(record.nbytes, keep=name) else None
             if kept is None:
                 self._drop(name)
                 return False
@@ -184,7 +184,7 @@ class MemoryStore(KVStore):
                 self._holds_heads = True
                 held = self._held[key] = Held.of_heads(record.dtype)
             self._mark_used(key)
-            kept = self._residence.keep([record]) if self._evict_for(record.nbytes, keep=key) else None
+            kept = self.residence.keep([record]) if self._evict_for(record.nbytes, keep=key) else None
             if kept is None:
                 self._drop(key)
                 return False
@@ -310,7 +310,7 @@ class MemoryStore(KVStore):
         with self._lock:
             whole = [name for name, held in self._held.items() if not held.missing]
             return StoreStats(
-                tier=self._residence.tier,
+                tier=self.residence.tier,
                 blocks=len(whole),
                 bytes=self._bytes,
                 max_bytes=self.max_bytes,

@@ -24,6 +24,7 @@ from cacheblend.store.places import (
     RedisPlace,
     StorePlace,
     TieredPlace,
+    page_locking,
 )
 
 SUPPORTED = (
@@ -35,9 +36,9 @@ _REDIS = ("redis", "rediss", "valkey")
 _OPTIONS = {
     "memory": ("max_bytes", "ttl", "evict", "page_locked"),
     "cuda": ("max_bytes", "ttl", "evict"),
-    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict", "locks"),
-    **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster")),
-    "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region"),
+    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict", "locks", "page_locked"),
+    **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster", "page_locked")),
+    "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region", "page_locked"),
 }
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -60,6 +61,7 @@ def open_store(
     max_bytes: int | str | None = None,
     ram_bytes: int | str | None = None,
     read_only: bool = False,
+    page_locked: bool = False,
 ) -> KVStore:
     """Opens the store that `url` names; the caller closes it.
 
@@ -80,7 +82,8 @@ def open_store(
             - ``max_bytes``, ``ram_bytes``: as the arguments; an argument overrides the URL.
             - ``ttl=30d``: unpinned blocks are removed after this time without use.
             - ``evict=lru`` or ``worth`` (memory, a GPU, folders): the policy, see `eviction`.
-            - ``page_locked=true`` (memory): in page-locked memory, from which a GPU copies without the host.
+            - ``page_locked=true`` (memory, ``ram_bytes``): in page-locked memory, from which a GPU copies without the
+              host; ``false``: in ordinary memory.
             - ``direct=true`` (folders): bypass the page cache.
             - ``locks=false`` (folders): for network file systems whose locks are slow or hang.
             - ``timeout`` (servers, buckets): seconds that an answer may take.
@@ -89,12 +92,15 @@ def open_store(
         max_bytes: bound of the memory, folder or server; a server and a bucket have none unless one is given.
         ram_bytes: memory in front of the folder, server or bucket; 0 (the default) for none.
         read_only: never write to the folder, server or bucket.
+        page_locked: memory of which the URL does not say otherwise is page-locked, as far as memory can be locked: for
+            an engine on a GPU.
 
     Raises:
         InvalidInputError: as `check_store_url`.
         StoreError: the folder cannot be used as a store (`StoreFormatError`: it has a newer format).
     """
-    return parse_store_url(url, max_bytes=max_bytes, ram_bytes=ram_bytes).open(read_only)
+    place = parse_store_url(url, max_bytes=max_bytes, ram_bytes=ram_bytes)
+    return (page_locking(place) if page_locked else place).open(read_only)
 
 
 def check_store_url(
@@ -128,7 +134,9 @@ def parse_store_url(
             raise InvalidInputError(f"a {parts.scheme} store has no option {key!r}; it has {', '.join(allowed)}")
     ram = parse_bytes(options.pop("ram_bytes", 0))
     place = _MAKERS[parts.scheme](parts, options)
-    return TieredPlace(MemoryPlace(ram), place) if ram else place
+    if parts.scheme not in ("memory", "cuda") and "page_locked" in options and not ram:
+        raise InvalidInputError("page_locked is of the memory in front of a store: set ram_bytes, too, or leave it out")
+    return TieredPlace(MemoryPlace(ram, page_locked=_page_locked(options)), place) if ram else place
 
 
 def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str | None) -> StorePlace:
@@ -254,7 +262,7 @@ def _check_commas(path: str, folder: Path) -> None:
 
 
 def _memory(parts: _Parts, options: Mapping[str, str]) -> MemoryPlace:
-    return MemoryPlace(_bytes(options), _ttl(options), options.get("evict", "lru"), _flag(options, "page_locked"))
+    return MemoryPlace(_bytes(options), _ttl(options), options.get("evict", "lru"), _page_locked(options))
 
 
 def _device(parts: _Parts, options: Mapping[str, str]) -> DevicePlace:
@@ -304,6 +312,10 @@ def _bytes(options: Mapping[str, str]) -> int | None:
 
 def _ttl(options: Mapping[str, str]) -> float | None:
     return parse_seconds(options["ttl"]) if "ttl" in options else None
+
+
+def _page_locked(options: Mapping[str, str]) -> bool | None:
+    return _flag(options, "page_locked") if "page_locked" in options else None
 
 
 def _flag(options: Mapping[str, str], name: str, default: str = "false") -> bool:

@@ -5,7 +5,7 @@ Making a place touches no file, server or bucket. Knows how stores are made; doe
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from cacheblend.store.memory import MemoryStore
 from cacheblend.store.remote.bucket import BucketObjects, check_keys
 from cacheblend.store.remote.redis import RedisObjects
 from cacheblend.store.remote.store import RemoteStore
-from cacheblend.store.residence import HERE, OnDevice, PageLocked
+from cacheblend.store.residence import HERE, SPARE_BYTES, OnDevice, PageLocked, Residence
 
 
 class StorePlace(Protocol):
@@ -43,6 +43,10 @@ class StorePlace(Protocol):
 class MemoryPlace:
     """This process's memory; see `MemoryStore`.
 
+    Attributes:
+        page_locked: in page-locked memory; None: not said, so it is the opener's choice (`page_locking`).
+        is_lock_required: memory that cannot be locked counts as full; False: ordinary memory takes its place.
+
     Raises:
         InvalidInputError: an unknown eviction policy.
     """
@@ -50,14 +54,17 @@ class MemoryPlace:
     max_bytes: int | None = None
     ttl_s: float | None = None
     eviction: str = "lru"
-    page_locked: bool = False
+    page_locked: bool | None = None
+    is_lock_required: bool = True
 
     def __post_init__(self) -> None:
         eviction_of(self.eviction)
 
     def open(self, read_only: bool = False) -> MemoryStore:
         """See `StorePlace`. Memory is always writable."""
-        residence = PageLocked() if self.page_locked else HERE
+        residence: Residence = HERE
+        if self.page_locked:
+            residence = PageLocked(spare_bytes=SPARE_BYTES, is_required=self.is_lock_required)
         return MemoryStore(self.max_bytes, eviction=self.eviction, ttl=self.ttl_s, residence=residence)
 
 
@@ -240,6 +247,18 @@ class CascadePlace:
             close_all(opened)
             raise
         return CascadeStore(opened)
+
+
+def page_locking(place: StorePlace) -> StorePlace:
+    """The same place for an engine on a GPU: memory of which the URL does not say otherwise is page-locked, as far as
+    memory can be locked."""
+    if isinstance(place, MemoryPlace) and place.page_locked is None:
+        return replace(place, page_locked=True, is_lock_required=False)
+    if isinstance(place, TieredPlace):
+        front = page_locking(place.front)
+        assert isinstance(front, MemoryPlace | DevicePlace)
+        return TieredPlace(front, page_locking(place.back))
+    return place
 
 
 def _expanded(path: Path) -> Path:

@@ -7,10 +7,12 @@ import logging
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cacheblend.core.errors import InvalidInputError
@@ -18,6 +20,9 @@ from cacheblend.store.base import LOGGER_NAME
 
 logger = logging.getLogger(LOGGER_NAME)
 Register = Callable[[int, int], None]
+SPARE_BYTES = 256 << 20
+"""Page-locked memory of a store that is free and stays locked, so that evicting for new records locks nothing."""
+
 _ALIGNMENT = 256  # of records, for fast copies
 
 
@@ -32,9 +37,11 @@ class Residence(Protocol):
 
     Attributes:
         tier: name of the tier in entries and reports.
+        copies: what is kept never shares memory with what was given; otherwise it may be the same tensor.
     """
 
     tier: str
+    copies: bool
 
     def keep(self, records: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The same records there, where each or all of them together own their memory; None: no memory is left."""
@@ -45,6 +52,7 @@ class Here:
     """Ordinary memory: the records themselves, copied only where keeping them would keep a larger tensor alive."""
 
     tier = "memory"
+    copies = False
 
     def keep(self, records: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """See `Residence`."""
@@ -58,42 +66,83 @@ class Here:
 class PageLocked:
     """Page-locked (pinned) memory, from which a GPU copies without the host: the records of one call together.
 
-    torch's own comes in powers of two; here a block takes whole pages (4 KiB each).
+    torch's own comes in powers of two; here a block takes whole pages (4 KiB each). Locking takes long, and letting go
+    may wait for the device, so memory that became free stays locked for the next records of its size.
 
     Args:
         register, unregister: lock memory (address, bytes), and let it go (address); None: CUDA's.
+        spare_bytes: of memory that is free and stays locked, at most.
+        is_required: False: where no more memory can be locked, records lie in ordinary memory.
 
     Raises:
         InvalidInputError: there is no GPU that could copy from it.
     """
 
     tier = "memory"
+    copies = True
 
-    def __init__(self, register: Register | None = None, unregister: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        register: Register | None = None,
+        unregister: Callable[[int], None] | None = None,
+        *,
+        spare_bytes: int = 0,
+        is_required: bool = True,
+    ) -> None:
         if register is None and not torch.cuda.is_available():
             raise InvalidInputError("page_locked=true needs a GPU, and there is none here: leave it out")
         self._register, self._unregister = register or _register, unregister or _unregister
+        self._most_spare, self._is_required = spare_bytes, is_required
+        self._spare: deque[mmap.mmap] = deque()  # a finalizer may run anywhere, so no lock: single calls of a deque
+        self._has_failed = False
 
     def keep(self, records: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """See `Residence`."""
         sizes = [record.nbytes + -record.nbytes % _ALIGNMENT for record in records]
         nbytes = sum(sizes)
-        nbytes += -nbytes % mmap.PAGESIZE
-        whole = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)  # of pages that nothing else uses
-        address = whole.ctypes.data
         try:
-            self._register(address, nbytes)
+            memory = torch.from_numpy(self._locked(nbytes + -nbytes % mmap.PAGESIZE))
         except torch.OutOfMemoryError as error:
-            logger.warning("%s", error)
-            return None
-        weakref.finalize(whole, self._unregister, address)  # tensors keep the array alive, and it dies with the last
-        memory = torch.from_numpy(whole)
+            if self._is_required or not self._has_failed:
+                logger.warning("%s", error)
+            self._has_failed = True
+            return None if self._is_required else [record.clone() for record in records]
         kept, at = [], 0
         for record, size in zip(records, sizes, strict=True):
             part = memory[at : at + record.nbytes].view(record.dtype).view(record.shape)
             kept.append(part.copy_(record))
             at += size
         return kept
+
+    def _locked(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Locked memory of whole pages that nothing else uses; it is free once the array is gone."""
+        pages = self._take_spare(nbytes)
+        if pages is None:
+            pages = mmap.mmap(-1, nbytes)
+            self._register(_address(pages), nbytes)
+        whole = np.frombuffer(pages, dtype=np.uint8)
+        weakref.finalize(whole, self._give_back, pages)  # tensors keep the array alive, and it dies with the last
+        return whole
+
+    def _take_spare(self, nbytes: int) -> mmap.mmap | None:
+        """Free locked memory of this size; None: there is none."""
+        for _ in range(len(self._spare)):
+            try:
+                pages = self._spare.popleft()
+            except IndexError:  # another thread took it
+                return None
+            if len(pages) == nbytes:
+                return pages
+            self._spare.append(pages)
+        return None
+
+    def _give_back(self, pages: mmap.mmap) -> None:
+        self._spare.append(pages)
+        while sum(map(len, self._spare.copy())) > self._most_spare:
+            try:
+                self._unregister(_address(self._spare.popleft()))
+            except IndexError:  # another thread let it go
+                return
 
 
 class OnDevice:
@@ -104,6 +153,7 @@ class OnDevice:
     """
 
     tier = "cuda"
+    copies = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -118,6 +168,10 @@ class OnDevice:
 
 HERE = Here()
 """Where records are kept unless something else is said."""
+
+
+def _address(pages: mmap.mmap) -> int:
+    return int(np.frombuffer(pages, dtype=np.uint8).ctypes.data)
 
 
 def _register(address: int, nbytes: int) -> None:

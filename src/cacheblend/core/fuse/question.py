@@ -11,9 +11,11 @@ masked out. The cost is question rows x layers, independent of the prompt's leng
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.loader import LayerKV, LayerLoader
@@ -52,12 +54,10 @@ class QuestionPass:
         self._runner, self._loader, self._first, self._keep = runner, loader, plan.prefix_length, keep
         device = embedded.device
         self.asking = plan.question_rows(min(limit, rows_to_ask(len(plan))))
-        asking = torch.from_numpy(self.asking)
-        self._oldest = int(asking[0])
-        stored = torch.from_numpy(plan.stored_rows)
-        self._all_seen = torch.cat([stored[stored < self._oldest], asking])
-        self._seen: dict[int | None, torch.Tensor] = {}  # by window, on the device
-        self._positions = asking.to(device)
+        self._oldest = int(self.asking[0])
+        stored = plan.stored_rows
+        self._visible = np.concatenate([stored[stored < self._oldest], self.asking])  # ascending
+        self._positions, self._all_seen = upload_together([self.asking, self._visible], device)
         self._received = torch.zeros(len(plan), dtype=torch.float32, device=device)
         self._rows = self._positions - self._first
         self._hidden, self._layer = embedded[self._rows], 0
@@ -105,10 +105,8 @@ class QuestionPass:
 
     def _within(self, window: int | None) -> torch.Tensor:
         """Positions of the keys that at least one question row attends to, ascending."""
-        if window not in self._seen:
-            first = 0 if window is None else self._oldest - window + 1
-            self._seen[window] = self._all_seen[self._all_seen >= first].to(self._positions.device)
-        return self._seen[window]
+        first = 0 if window is None else self._oldest - window + 1
+        return self._all_seen[int(np.searchsorted(self._visible, first)) :]
 
 
 def rows_to_ask(tokens: int) -> int:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels.upload import upload, upload_together
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.select.selectors import Candidates
 
@@ -54,11 +55,11 @@ class ActiveRows:
         self._plan, self.hidden = plan, hidden
         self.index = torch.arange(len(hidden), device=hidden.device)
         self.cues = Cues()
-        candidates = torch.from_numpy(plan.candidate_rows - plan.prefix_length).to(hidden.device)
-        self._candidates = candidates  # their places among the active rows, ascending
-        self._chunk_offsets = self.of_runner(plan.chunk_offsets)
-        self._segments = self.of_runner(plan.segment_indices)
-        self.total = self.recomputed = len(candidates)
+        rows = slice(plan.prefix_length, None)
+        known = [plan.candidate_rows - plan.prefix_length, plan.chunk_offsets[rows], plan.segment_indices[rows]]
+        # the candidates' places among the active rows, ascending
+        self._candidates, self._chunk_offsets, self._segments = upload_together(known, hidden.device)
+        self.total = self.recomputed = len(self._candidates)
         self.has_dropped = False
 
     def __len__(self) -> int:
@@ -151,7 +152,7 @@ class ActiveRows:
 
     def of_runner(self, by_position: npt.NDArray[np.generic]) -> torch.Tensor:
         """[len(plan)] by position to [rows] of the runner, on its device."""
-        return torch.from_numpy(by_position[self._plan.prefix_length :]).to(self.hidden.device)
+        return upload(by_position[self._plan.prefix_length :], self.hidden.device)
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, turn_by
+from cacheblend.core.kernels.upload import upload
 from cacheblend.core.plan.codec import codec_of
 
 ROWS_AT_ONCE = 4096  # bounds the fp32 copies that re-positioning makes
@@ -79,7 +80,7 @@ class Placement:
         """[2, offsets, rotary_dim / 2] fp32: cosines and sines of each offset of a piece, ascending."""
         if (rotation, device) not in self._tables:
             turn = turn_by(rotation, torch.tensor(self._offsets, dtype=torch.int64))
-            self._tables[rotation, device] = torch.stack([turn.cos, turn.sin]).to(device)
+            self._tables[rotation, device] = upload(torch.stack([turn.cos, turn.sin]), device)
         return self._tables[rotation, device]
 
     def tiles(self, rows: int, device: torch.device) -> torch.Tensor:
@@ -92,7 +93,7 @@ class Placement:
                 for p in self.pieces
                 for at in range(0, p.rows, rows)
             ]
-            self._tables[rows, device] = torch.tensor(cut, dtype=torch.int64).view(-1, 6).to(device)
+            self._tables[rows, device] = upload(torch.tensor(cut, dtype=torch.int64).view(-1, 6), device)
         return self._tables[rows, device]
 
 

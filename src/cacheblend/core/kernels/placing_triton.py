@@ -9,6 +9,7 @@ Records lie wherever they were read to: a table has their addresses. Nothing wai
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +17,7 @@ import triton.language as tl
 from cacheblend.core.kernels.placing import Placement
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.kernels.rounding_triton import rounded
+from cacheblend.core.kernels.upload import upload
 from cacheblend.core.plan.codec import GROUP
 
 _TILE_ROWS = 32
@@ -42,9 +44,7 @@ def place(
     held = [
         each if each.data_ptr() % _ALIGNED.value == 0 else each.clone() for each in held
     ]  # heads of a longer record
-    addresses = torch.tensor([record.data_ptr() for record in held], dtype=torch.int64)
-    if device.type == "cuda":
-        addresses = addresses.pin_memory().to(device, non_blocking=True)
+    addresses = upload(np.array([record.data_ptr() for record in held], dtype=np.int64), device)
     turns = None if rotation is None else placement.turns(rotation, device)
     pairs, is_half = (0, False) if rotation is None else (len(rotation.inv_freq), rotation.pairing == "half")
     if block_table is None:

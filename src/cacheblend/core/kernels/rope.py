@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.upload import upload
 
 Pairing = Literal["half", "interleaved"]
 
@@ -56,7 +57,7 @@ def turn_by(rotation: KeyRotation, offsets: torch.Tensor, device: torch.device |
     unique, inverse = torch.unique(offsets.cpu(), return_inverse=True)
     angles = unique.double()[:, None] * rotation.inv_freq.double()[None, :]
     cos, sin = angles.cos().float()[inverse], angles.sin().float()[inverse]
-    return Turn(cos.to(device), sin.to(device), rotation.pairing)
+    return Turn(upload(cos, torch.device(device)), upload(sin, torch.device(device)), rotation.pairing)
 
 
 def reposition_keys(keys: torch.Tensor, turn: Turn) -> torch.Tensor:

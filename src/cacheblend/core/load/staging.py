@@ -6,9 +6,11 @@
 
 A layer's records lie in slabs, which are pinned where a GPU copies from them. A slab is used again once the device has
 copied it: who reads faster than the device copies waits for it, and for nobody else. Where all slabs wait to be used by
-the host, records get ordinary memory instead: a wait could be for a reader of the same thread.
+the host, records get ordinary memory instead: a wait could be for a reader of the same thread. Nothing but slabs is
+ever pinned here; records in ordinary memory, a store's or that one, pass through slabs (`_ThroughSlabs`).
 
-Streams wait for each other; the host waits for neither. On a CPU there are slabs, and nothing is copied.
+Streams wait for each other; the host waits for neither, except where ordinary memory finds no slab. On a CPU there are
+slabs, and nothing is copied.
 """
 
 import threading
@@ -92,8 +94,8 @@ class StagingMemory:
                 self._held.append((event, list(tensors)))
 
     def plain(self, nbytes: int) -> torch.Tensor:
-        """Memory that is not kept, uint8 [nbytes]."""
-        return _aligned(nbytes, self._pinned)
+        """Memory that is not kept, uint8 [nbytes]; never pinned, since nothing would bound it."""
+        return _aligned(nbytes, pinned=False)
 
     def give_back(self, slabs: list[torch.Tensor], event: Any) -> None:
         """Takes slabs back that the device copies until an event; None: that nobody uses."""
@@ -178,16 +180,13 @@ class Staging:
     def send(self, records: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """The records on the device; copies may still be in progress on the current stream.
 
-        Those that lie in the same pinned memory are copied together. The caller holds the records until then (`hold`).
+        Those that lie in the same memory are copied together. The caller holds the records until then (`hold`).
         """
         if self.device.type != "cuda":
             return {key: record.to(self.device) for key, record in records.items()}
         here = {key: record for key, record in records.items() if record.device == self.device}
-        return here | moved_together({k: r for k, r in records.items() if k not in here}, self._copied)
-
-    def _copied(self, data: torch.Tensor) -> torch.Tensor:
-        pinned = data if data.is_cuda or data.is_pinned() else data.pin_memory()
-        return pinned.to(self.device, non_blocking=True)
+        with _ThroughSlabs(self.memory, self.device, self.now) as slabs:
+            return here | moved_together({k: r for k, r in records.items() if k not in here}, slabs.copied)
 
     def hold(self, event: Any, records: Iterable[torch.Tensor]) -> None:
         """Keeps records alive until `event`, recorded behind the work that reads them; None: no device reads them."""
@@ -214,17 +213,74 @@ class Staging:
             tensor.record_stream(stream)
 
 
+class _ThroughSlabs:
+    """Copies to a device. Those from ordinary memory go through slabs: one is filled while the device copies others.
+
+    Args:
+        memory: that has the slabs.
+        device: the target.
+        now: an event behind the work of the current stream so far.
+    """
+
+    def __init__(self, memory: StagingMemory, device: torch.device, now: Callable[[], Any]) -> None:
+        self._memory, self._device, self._now = memory, device, now
+        self._slab: torch.Tensor | None = None
+        self._used = 0
+
+    def copied(self, data: torch.Tensor) -> torch.Tensor:
+        """The bytes on the device, uint8 [bytes]; the copy may still be in progress on the current stream.
+
+        The host waits for it where all slabs are being read into.
+        """
+        if data.device.type != "cpu" or data.is_pinned():
+            return data.to(self._device, non_blocking=True)
+        target = torch.empty(len(data), dtype=torch.uint8, device=self._device)
+        step = self._memory.slab_bytes
+        for start in range(0, len(data), step):
+            part, place = data[start : start + step], target[start : start + step]
+            room = self._room(len(part))
+            if room is None:
+                place.copy_(part)
+            else:
+                place.copy_(room.copy_(part), non_blocking=True)
+        return target
+
+    def _room(self, nbytes: int) -> torch.Tensor | None:
+        """The next bytes of a slab; None: no slab is left."""
+        if self._slab is None or self._used + nbytes > self._memory.slab_bytes:
+            self._leave()
+            self._slab, self._used = self._memory.slab(), 0
+        if self._slab is None:
+            return None
+        room = self._slab[self._used : self._used + nbytes]
+        self._used += nbytes + -nbytes % _ALIGNMENT
+        return room
+
+    def _leave(self) -> None:
+        """Others may fill the slab once it is copied."""
+        if self._slab is not None:
+            slab, self._slab = self._slab, None
+            self._memory.give_back([slab], self._now())
+
+    def __enter__(self) -> "_ThroughSlabs":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+
 def moved_together(
     records: Mapping[Key, torch.Tensor], copied: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[Key, torch.Tensor]:
     """Copies of contiguous records; `copied` is called with uint8 [bytes], once for those that lie close together."""
-    by_storage: dict[int, list[Key]] = {}
-    for key, record in records.items():
-        by_storage.setdefault(record.untyped_storage().data_ptr(), []).append(key)
+    by_storage: dict[tuple[torch.device, int], list[Key]] = {}
+    for key, record in records.items():  # each device has addresses of its own
+        by_storage.setdefault((record.device, record.untyped_storage().data_ptr()), []).append(key)
     moved: dict[Key, torch.Tensor] = {}
     for keys in by_storage.values():
         starts = {key: int(records[key].storage_offset()) * records[key].element_size() for key in keys}
-        flat = torch.empty(0, dtype=torch.uint8).set_(records[keys[0]].untyped_storage())
+        whole = records[keys[0]]
+        flat = torch.empty(0, dtype=torch.uint8, device=whole.device).set_(whole.untyped_storage())
         for run in _close(sorted(keys, key=starts.__getitem__), starts, records):
             first = starts[run[0]] - starts[run[0]] % _ELEMENT
             data = copied(flat[first : starts[run[-1]] + records[run[-1]].nbytes])
@@ -259,6 +315,7 @@ def _stream(device: torch.device) -> Any:
     return make(device)
 
 
+@torch.inference_mode(False)  # else only inference mode could write to it, for as long as it is kept
 def _aligned(nbytes: int, pinned: bool) -> torch.Tensor:
     if pinned:  # aligned by itself; torch rounds the size up to a power of 2
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -13,6 +13,7 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.deviation import Measure
+from cacheblend.core.kernels.upload import upload
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class RandomRows(Selector):
         n = len(candidates.positions)
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randperm(n, generator=generator)[: row_count(self.ratio, candidates.total)]
-        return drawn.sort().values.to(candidates.positions.device)
+        return upload(drawn.sort().values, candidates.positions.device)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
-from cacheblend.engines.hf.compiling import compile_layers
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
@@ -92,13 +91,11 @@ class BlendEngine:
         self.planner = self.identity.planner(self.config, "")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
-        self._owns_store = not isinstance(store, KVStore)
-        self.store = store if isinstance(store, KVStore) else open_store(store)
+        self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
+        self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
         self.prefiller = Prefiller(
             self.view, self.survey, self.store, self.config, controller, model.device, self.sentence_end_ids
         )
-        if self.config.compile_layers:
-            compile_layers(self.view, model.device)
         self.background = Background(self.config.capture_queue)
         self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self.background, name)
 

@@ -8,6 +8,7 @@ import torch
 
 from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.upload import upload
 from cacheblend.core.layers.runner import Attend
 from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView
 
@@ -39,13 +40,13 @@ class HfLayerRunner:
     Args:
         view: view of the model.
         token_ids: [rows] int64 on the model's device.
-        positions: [rows] int64, best on the host, see `ModelView.open`.
+        positions: [rows] int64, best on the model's device too.
     """
 
     def __init__(self, view: ModelView, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        self.view, self._token_ids, self._positions = view, token_ids, positions
+        self.view, self._token_ids, self._positions = view, token_ids, upload(positions, token_ids.device)
         self._first_hidden: torch.Tensor | None
-        self._first_hidden, self._calls = view.open(token_ids, positions)
+        self._first_hidden, self._calls = view.open(token_ids, self._positions)
 
     @property
     def num_layers(self) -> int:

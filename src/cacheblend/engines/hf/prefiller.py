@@ -13,6 +13,7 @@ from cacheblend.core.cost.controller import Controller, Decision
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, check_selector
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.kernels.operations import serve
+from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.plan import BlendPlan, Source
@@ -20,6 +21,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
+from cacheblend.engines.hf.compiling import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.view import ModelView
@@ -56,6 +58,8 @@ class Prefiller:
         self._view, self._survey, self._store, self._config = view, survey, store, config
         self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
         serve(device, survey.layout.dtype)
+        if config.compile_layers:
+            compile_layers(view, device)
 
     def open(
         self,
@@ -108,8 +112,8 @@ class Prefiller:
 
     def _open_runner(self, plan: BlendPlan) -> HfLayerRunner:
         first = plan.prefix_length
-        ids = torch.from_numpy(plan.prompt.token_ids[first:].astype("i8")).to(self.device)
-        return HfLayerRunner(self._view, ids, torch.arange(first, len(plan)))
+        ids, positions = upload_together([plan.prompt.token_ids[first:], np.arange(first, len(plan))], self.device)
+        return HfLayerRunner(self._view, ids, positions)
 
     def _options(self, selector: Selector, decision: Decision | None) -> PrefillOptions:
         return PrefillOptions(

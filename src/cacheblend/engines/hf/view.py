@@ -116,7 +116,7 @@ class _Shell:
         self.first_hidden: torch.Tensor | None = None
         self._output, self._num_layers = output, len(view.layers)
         stubs = nn.ModuleList(_Stub(layer, self, i) for i, layer in enumerate(view.layers))
-        self.model = _with_child(view.model, view.layers_path, stubs)
+        self.model: Any = _with_child(view.model, view.layers_path, stubs)
 
     def visit(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
@@ -154,23 +154,15 @@ class ModelView:
 
         Args:
             token_ids: [n] int64 on the model's device.
-            positions: [n] int64, best on the host, which looks at them. Rows at non-consecutive positions are passed
-                to the model as sequences of one row each: as one sequence, transformers would treat them as packed
-                sequences and mask them from each other.
+            positions: [n] int64 on the model's device, in any order.
         """
-        shell, apart = _Shell(self, None), bool((positions.diff() != 1).any())
-        positions = positions.to(token_ids.device)
-        ids, places = (part[:, None] if apart else part[None] for part in (token_ids, positions))
+        shell = _Shell(self, None)
         with contextlib.suppress(_AllLayersSeenError):
-            shell.model(input_ids=ids, position_ids=places, use_cache=False)
+            self._run(shell, token_ids[None], positions[None])
         if shell.first_hidden is None or len(shell.calls) != len(self.layers):
             raise ModelNotBlendableError(
                 f"{type(self.model).__name__} called {len(shell.calls)} of its {len(self.layers)} decoder layers"
             )
-        if apart:
-            count = len(token_ids)
-            calls = [LayerCall(*(_in_one_row(part, count) for part in (c.args, c.kwargs))) for c in shell.calls]
-            return shell.first_hidden.transpose(0, 1), calls
         return shell.first_hidden, shell.calls
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
@@ -187,22 +179,23 @@ class ModelView:
             hidden: the last layer's output for these rows, [n, width].
             token_ids, positions: token ids and positions of the rows, [n] each.
         """
-        positions = positions.to(token_ids.device)
         shell = _Shell(self, (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
-        out = shell.model(input_ids=token_ids[:, None], position_ids=positions[:, None], use_cache=False)
-        logits: torch.Tensor = out.logits[:, 0]
+        logits: torch.Tensor = self._run(shell, token_ids[:, None], positions[:, None]).logits[:, 0]
         return logits
 
+    @staticmethod
+    def _run(shell: _Shell, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The shell's output for ids and positions, [sequences, rows] each.
 
-def _in_one_row(value: Any, count: int) -> Any:
-    """Turns an argument for sequences of one row each, [count, 1, ...], into that for one sequence, [1, count, ...]."""
-    if isinstance(value, tuple):
-        return tuple(_in_one_row(part, count) for part in value)
-    if isinstance(value, dict):
-        return {name: _in_one_row(part, count) for name, part in value.items()}
-    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (count, 1):
-        return value.transpose(0, 1)
-    return value
+        The mask says that no row is padding. Without one, transformers looks in the positions for sequences that are
+        packed into one: rows at positions that are not consecutive would be masked from each other, and the host would
+        wait for the device once a mask.
+        """
+        everything = torch.ones(token_ids.shape, dtype=torch.bool, device=token_ids.device)
+        try:
+            return shell.model(input_ids=token_ids, attention_mask=everything, position_ids=positions, use_cache=False)
+        finally:
+            shell.model = None  # its stubs know the shell: as a cycle, both would keep the rows until a collection
 
 
 def _find_layers(model: PreTrainedModel) -> str:

@@ -85,19 +85,34 @@ class TieredStore(CombinedStore):
         heads: slice | None = None,
         memory: RecordMemory | None = None,
     ) -> list[list[torch.Tensor] | BlockLostError]:
-        """See `KVStore.read_layers`. Blocks that are not in memory are read from the back in one call."""
+        """See `KVStore.read_layers`. Blocks that are not in memory are read from the back in one call.
+
+        In two if the front would keep records as they are, without a copy, and not all of them: what it keeps is never
+        in `memory`, which is somebody else's.
+        """
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         for name in dict.fromkeys(names):
             records = self._near(name, layers, heads)  # kept from here on: the front may evict it at any time
             if records is not None:
                 found[name] = records
         far = [name for name in dict.fromkeys(names) if name not in found]
-        own = None if self.front.max_bytes else memory  # what the front keeps is in memory of its own
-        for name, read in zip(far, self.back.read_layers(far, layers, heads, own) if far else [], strict=True):
-            found[name] = read
-            for layer, record in zip(layers, read, strict=True) if isinstance(read, list) else ():
-                self._keep(name, layer, heads, record)
+        kept = [] if self.front.residence.copies else [name for name in far if self._may_keep(name, heads)]
+        passing = [name for name in far if name not in set(kept)]
+        for part, where in ((passing, memory), (kept, None)):
+            for name, read in zip(part, self.back.read_layers(part, layers, heads, where) if part else [], strict=True):
+                found[name] = read
+                for layer, record in zip(layers, read, strict=True) if isinstance(read, list) else ():
+                    if self.front.residence.copies or where is None:
+                        self._keep(name, layer, heads, record)
         return [found[name] for name in names]
+
+    def _may_keep(self, name: BlockName, heads: slice | None) -> bool:
+        """Whether the front may keep what is read of a block; see `_keep`."""
+        with self._lock:
+            entry = self._entries.get(name)
+        if entry is not None and entry.layout.block_bytes(len(entry.token_ids)) <= self.front.max_bytes:
+            return True
+        return _named(heads) is not None and self.front.max_bytes > 0
 
     def _near(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | None:
         """The block's records in the front; None if one of them is not there."""
