@@ -187,6 +187,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
             builder=builder,
+            in_pages=self._config.in_pages,
             sentence_end_ids=self._sentence_end_ids,
             name=self.identity.name,
             read_timeout_s=self._config.read_timeout_s,
