@@ -68,7 +68,7 @@ def attend_rows(
     slots, tile_keys, warps, stages = tile_shape(group, rows, head_dim)
     tiles = -(-rows // (slots // group))
     if splits is None:
-        splits = _splits(tiles * kv_heads, -(-length // tile_keys), query.device)
+        splits = splits_of(tiles * kv_heads, -(-length // tile_keys), _processors(query.device))
     mixed = out if splits == 1 else query.new_empty(splits, rows, heads, head_dim, dtype=torch.float32)
     tops, totals = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
     dims = max(16, triton.next_power_of_2(head_dim))  # products contract 16 numbers at least
@@ -97,11 +97,15 @@ def tile_shape(group: int, rows: int, head_dim: int) -> tuple[int, int, int, int
     return slots, 64 if head_dim <= 128 else 32, 8 if slots >= 128 else 4, 2
 
 
-def _splits(programs: int, key_tiles: int, device: torch.device) -> int:
-    """Programs for each row tile and KV head, so that all processors of the device have one."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def splits_of(programs: int, key_tiles: int, processors: int) -> int:
+    """Programs for each row tile and KV head, so that all processors of the device have one; together they are less than
+    two for each processor."""
     wanted = -(-processors // programs)
     return max(1, min(wanted, key_tiles // _SPLIT_TILES, _MAX_SPLITS))
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

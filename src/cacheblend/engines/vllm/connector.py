@@ -170,11 +170,13 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
-        reserved, needed = compat_model.release_reserved(), workspace_of(compat_model.model_sizes(self._vllm_config))
-        logger.info("blending takes up to %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
+        reserved = compat_model.release_reserved()
         scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
         rows = int(scheduler.max_num_batched_tokens)
         model = BlendModel(self._vllm_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        needed = workspace_of(compat_model.model_sizes(self._vllm_config, model.device, extra))
+        logger.info("blending takes up to %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
         # GPU kernels are not made for many short sequences, and were not measured with them.
         on_cpu = model.device.type == "cpu"
         builder = compat.metadata_builder(self._vllm_config, model.attention[0], self._kv_caches) if on_cpu else None

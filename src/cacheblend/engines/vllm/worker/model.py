@@ -43,6 +43,7 @@ class BlendModel:
                 f"{type(model).__name__} has {len(self.layers)} decoder layers and {len(self.attention)} attention "
                 "modules; blending needs one attention module in each layer"
             )
+        compat_model.check_caches(self.attention)
         self._shims = {layer.layer_name: compat_model.AttentionShim(layer) for layer in self.attention}
         self.specs = [compat_model.attention_spec(layer) for layer in self.attention]
         self.device = next(model.parameters()).device

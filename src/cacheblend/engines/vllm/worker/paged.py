@@ -101,6 +101,7 @@ class PagedLayer:
         places = self._find_places()
         used = table[: -(-stop // self._block_size)]
         blocks = self._cache.index_select(self._block_dim, used).movedim(self._block_dim, 0).flatten(1)
+        # At most `HELD_COPIES` of the rows at a time (`workspace`).
         rows = blocks[:, places].view(len(used), *self._shape)  # a block's [kv_heads, 2, block size, head_dim]
         heads, two, _, width = self._shape
         return rows.permute(1, 2, 0, 3, 4).reshape(heads, two, -1, width)[:, :, :stop].contiguous()
