@@ -1,4 +1,4 @@
-"""A worker's prefills without an engine: a small model with vLLM's interfaces, a paged cache of a known layout, a store."""
+"""A worker's prefills without an engine: a small model with vLLM's interfaces, a paged cache, a store."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 
 from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
-from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
+from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys
 from cacheblend.core.load.capture import ChunkJob, blocks_of
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.planner import Planner
@@ -79,7 +79,8 @@ class TinyModel:
         def layer(positions: torch.Tensor, hidden: torch.Tensor, residual: Any) -> tuple[torch.Tensor, torch.Tensor]:
             normed = hidden / hidden.float().norm(dim=1, keepdim=True).to(hidden.dtype) * HIDDEN**0.5
             q, k, v = ((normed @ weight).view(len(hidden), -1, WIDTH).transpose(0, 1) for weight in inward)
-            turn = turn_by(self.rotations[0], positions)
+            angles = positions[:, None] * self.rotations[0].inv_freq
+            turn = Turn(angles.cos(), angles.sin(), "half")
             q, k = reposition_keys(q, turn), reposition_keys(k, turn)
             assert self._answer is not None
             attended = self._answer(*(each.transpose(0, 1) for each in (q, k, v)))

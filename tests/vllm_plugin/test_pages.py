@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from cacheblend.core.errors import BlockLostError, CacheBlendError
+from cacheblend.core.fuse import rows
 from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.registry import Served
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
+from sync_counting import CountSyncs
 from vllm_running import needs_vllm
 
 pytestmark = needs_vllm
@@ -243,3 +245,36 @@ def test_who_decides_whether_pages_are_used(caplog: pytest.LogCaptureFixture) ->
 
     assert open_pages(*what, cpu, torch.float32, Ranks(Other()), wanted=True) is None  # type: ignore[arg-type]
     assert "another rank does" in caplog.text
+
+
+def test_an_opener_has_its_kernels_checked_in_the_models_own_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its first request."""
+    from cacheblend.core.kernels.attention_spec import HeadShape
+    from cacheblend.engines.vllm.worker import opening
+
+    asked: list[Any] = []
+    monkeypatch.setattr(opening, "serve", lambda *args: asked.append(args))
+    scene(in_pages=None, spec="window")
+    ((device, dtype, shapes),) = asked
+    assert (device, dtype, set(shapes)) == (torch.device("cpu"), torch.float32, {HeadShape(4, 2, 16, 40)})
+
+
+@pytest.mark.parametrize("held", [0, 32])
+def test_no_layer_in_pages_waits_for_the_device(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is where the embedded engine waits too: nothing is added by blocks, slots or what vLLM holds."""
+    from cacheblend.engines.vllm.worker import paged_kv
+    from cacheblend.engines.vllm.worker.paged import PagedLayer
+
+    paged = scene(in_pages=True)
+    written: list[Any] = []
+    # A device's kernels and its backend wait for nothing; the stand-ins here do.
+    monkeypatch.setattr(paged_kv, "attend_rows", lambda query, *_: query.transpose(0, 1).contiguous())
+    monkeypatch.setattr(paged_kv, "place", lambda *_: None)
+    monkeypatch.setattr(rows, "_is_on_host", lambda tensor: False)  # as on a device, where its order is not checked
+    monkeypatch.setattr(PagedLayer, "write", lambda self, keys, values, slots: written.append(slots))
+    job = paged.job(OWN, held, Hkvd((1,), (0.3,)))
+    with CountSyncs() as counted, paged.opener.blend(job) as prefill:
+        before = len(counted.calls)
+        prefill.advance(4)
+    assert prefill.done and written
+    assert counted.calls[before:] == []

@@ -98,8 +98,8 @@ def tile_shape(group: int, rows: int, head_dim: int) -> tuple[int, int, int, int
 
 
 def splits_of(programs: int, key_tiles: int, processors: int) -> int:
-    """Programs for each row tile and KV head, so that all processors of the device have one; together they are less than
-    two for each processor."""
+    """Programs for each row tile and KV head, so that all processors of the device have one; together they are less
+    than two for each processor."""
     wanted = -(-processors // programs)
     return max(1, min(wanted, key_tiles // _SPLIT_TILES, _MAX_SPLITS))
 

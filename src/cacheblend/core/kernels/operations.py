@@ -16,7 +16,6 @@ from cacheblend.core.kernels.rope import KeyRotation, Pairing
 from cacheblend.core.plan.codec import CODECS
 
 
-
 class AttendRows(Protocol):
     """See `attention.attend_rows`."""
 
@@ -155,9 +154,7 @@ def attention_differs(
     for number, shape in enumerate(shapes):
         length = 300 + min(shape.window or 0, _CHECKED_KEYS)
         sizes = [(shape.heads, 37), (shape.kv_heads, length), (shape.kv_heads, length)]
-        query, keys, values = (
-            torch.randn(*size, shape.head_dim, generator=draw).to(device, dtype) for size in sizes
-        )
+        query, keys, values = (torch.randn(*size, shape.head_dim, generator=draw).to(device, dtype) for size in sizes)
         positions = torch.randperm(length, generator=draw)[:37].sort().values.to(device)
         sinks = torch.randn(shape.heads, generator=draw).to(device) if number % 2 else None
         spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if number % 2 else None, sinks)
@@ -231,9 +228,7 @@ def is_served(device: torch.device, dtype: torch.dtype, shape: HeadShape) -> boo
     return fits and ATTEND_ROWS.on(device, dtype).is_kernel and PLACE.on(device, dtype).is_kernel
 
 
-def serve(
-    device: torch.device, dtype: torch.dtype, shapes: Sequence[HeadShape] = ()
-) -> dict[str, Served[Any]]:
+def serve(device: torch.device, dtype: torch.dtype, shapes: Sequence[HeadShape] = ()) -> dict[str, Served[Any]]:
     """What serves each operation; loads and checks the kernels, so that no request waits for it.
 
     Args:

@@ -38,9 +38,7 @@ class LayerCache(Protocol):
         """Overwrites the rows at these positions, ascending, with [kv_heads, n, head_dim]."""
         ...
 
-    def place(
-        self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None
-    ) -> None:
+    def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
         """Overwrites rows with stored records; see `placing.place`."""
         ...
 
@@ -68,9 +66,7 @@ class LayerKV(NamedTuple):
         self.keys.index_copy_(1, positions, keys)
         self.values.index_copy_(1, positions, values)
 
-    def place(
-        self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None
-    ) -> None:
+    def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
         """See `LayerCache.place`."""
         place(records, placement, self.keys, self.values, rotation)
 

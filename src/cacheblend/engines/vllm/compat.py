@@ -269,7 +269,7 @@ def refusals(config: VllmConfig) -> list[str]:
 
 
 def _quantised_cache(cache_dtype: str, hf_config: Any) -> str:
-    """The type of a cache that changes numbers, as the command asks for it or, with "auto", the checkpoint; else empty."""
+    """The type of a cache that changes numbers, if the command or, with "auto", the checkpoint asks for it; or ""."""
     if cache_dtype != "auto":
         return "" if cache_dtype in ("bfloat16", "float16") else cache_dtype
     stored = getattr(hf_config, "quantization_config", None) or {}

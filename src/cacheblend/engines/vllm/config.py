@@ -43,8 +43,8 @@ class ConnectorConfig:
             each request, which waits for it.
         controller: leave out stored blocks that take longer to load than to compute, and recompute more where loading
             takes longer anyway, by the times observed (and by `cost_model`, to begin with); false: load all.
-        in_pages: blend in vLLM's own cache, without buffers of the prompt's length, where its layout allows it; None: on
-            GPUs that kernels serve; false: never.
+        in_pages: blend in vLLM's own cache, without buffers of the prompt's length, where its layout allows it; None:
+            on GPUs that kernels serve; false: never.
         allow_untested_version: start on a version of vLLM that was not tested (`versions.TESTED`), with a warning.
     """
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from cacheblend.core.fuse.batching import ROWS_OPEN
 
 READ_AHEAD = 8  # layers
-"""As many as the embedded engine: a store answers unevenly, and short prompts' layers are small. Long prompts' are bounded
-by `READ_AHEAD_BYTES`, so that the workspace hardly grows with it."""
+"""As many as the embedded engine: a store answers unevenly, and short prompts' layers are small. Those of long prompts
+are bounded by `READ_AHEAD_BYTES`, so that the workspace hardly grows with it."""
 
 READ_AHEAD_BYTES = 128 << 20
 """Of each prompt's layers that are loaded ahead, but always one layer: eight prompts at once take 1 GiB."""
@@ -104,7 +104,7 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
 
 
 def tile_bytes(sizes: ModelSizes) -> int:
-    """Of one tile in a layer: the MLP's intermediate results, or queries, keys and values, each as projected, rotated and
+    """Of one tile in a layer: the MLP's intermediate results, or queries, keys and values as projected, rotated and
     laid out; and four hidden states."""
     attending = 4 * sizes.query_width + 6 * sizes.kv_width
     return sizes.tile_rows * (4 * sizes.width + max(3 * sizes.intermediate, attending)) * sizes.item_bytes

@@ -1,4 +1,4 @@
-"""Attention of a prompt's rows by the CPU backend's own kernel, in the paged cache that will hold the prompt's KV anyway.
+"""Attention of a prompt's rows by the CPU backend's own kernel, in the paged cache that will hold their KV anyway.
 
 The kernels compute sequences whose last rows are the queries. So each run of adjacent rows is passed as a sequence that
 ends with the run, and all sequences share the prompt's blocks:
@@ -6,8 +6,9 @@ ends with the run, and all sequences share the prompt's blocks:
     active rows   2 3 . . 6 . 8 9        sequences   0..3 (rows 2 3)   0..6 (row 6)   0..9 (rows 8 9)
 
 The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill. Where
-`core.kernels` is faster than the kernel, rows are attended to over the prompt's own buffers: in float32 all, in bfloat16
-those of short runs where the processor multiplies bf16 matrices fast but has no AMX, which the kernel does in float32.
+`core.kernels` is faster than the kernel, rows are attended to over the prompt's own buffers: in float32 all, in
+bfloat16 those of short runs where the processor multiplies bf16 matrices fast but has no AMX, which the kernel does in
+float32.
 
 For CPUs only: runs cannot be found without waiting for a device, and a GPU's kernels are not made for many short
 sequences. There rows attend by `core.kernels`, in the cache itself (`paged_kv`) or over the prompt's own buffers.

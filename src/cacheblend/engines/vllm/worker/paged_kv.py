@@ -59,9 +59,7 @@ class PagedKV:
         """See `LayerCache.write`; rows in blocks that other requests may share stay as they are."""
         self._layer.write(keys, values, self._blocks.slots[positions])
 
-    def place(
-        self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None
-    ) -> None:
+    def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
         """See `LayerCache.place`.
 
         Raises:
@@ -69,7 +67,9 @@ class PagedKV:
         """
         start = min((piece.start for piece in placement.pieces), default=self._blocks.first)
         if start < self._blocks.first:
-            raise CacheBlendError(f"a record would be placed at row {start}; rows up to {self._blocks.first} are shared")
+            raise CacheBlendError(
+                f"a record would be placed at row {start}; rows up to {self._blocks.first} are shared"
+            )
         place(records, placement, *self._pages, rotation, self._blocks.table)
 
     def deviation(self, fresh: Sequence[torch.Tensor], measure: Measure, positions: torch.Tensor) -> torch.Tensor:
