@@ -157,6 +157,7 @@ def test_a_models_own_shapes_are_checked_of_attention_and_placing(monkeypatch: p
     kernel = Served(attention.attend_rows, "a kernel"), Served(placing.place, "a kernel")
     monkeypatch.setattr(operations.ATTEND_ROWS, "_served", {(CPU, HALF): kernel[0]})
     monkeypatch.setattr(operations.PLACE, "_served", {(CPU, HALF): kernel[1]})
+    monkeypatch.setattr(operations, "_serves", lambda device, dtype: True)
     monkeypatch.setattr(operations, "attention_differs", lambda *args: seen["attention"].append(args[4]) or "")
     monkeypatch.setattr(operations, "placing_differs", lambda *args: seen["placing"].append(args[4]) or "bad scales")
     shapes = [HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512), HeadShape(8, 4, 80), HeadShape(4, 4, 512)]

@@ -91,6 +91,7 @@ def test_a_blend_in_pages_is_that_in_buffers(selector: str, held: int) -> None:
 @pytest.mark.parametrize("layout", ["flash", "keys transposed"])
 def test_by_our_kernels_with_windows_caps_and_sinks_over_any_layout(layout: str, spec: str) -> None:
     dense = scene(layout=layout, in_pages=False, spec=spec)
+    assert operations.ATTEND_ROWS.on(torch.device("cpu"), torch.float32).is_kernel
     compare(dense, scene(layout=layout, in_pages=True, spec=spec), 2e-5, held=32)
 
 

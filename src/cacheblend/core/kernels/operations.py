@@ -244,8 +244,9 @@ def serve(device: torch.device, dtype: torch.dtype, shapes: Sequence[HeadShape] 
         found = (placing_differs(kernel, plain, device, dtype, each) for each in heads)
         return next((reason for reason in found if reason), "")
 
-    ATTEND_ROWS.confirm(device, dtype, attention_here)
-    PLACE.confirm(device, dtype, placing_here)
+    if _serves(device, dtype):
+        ATTEND_ROWS.confirm(device, dtype, attention_here)
+        PLACE.confirm(device, dtype, placing_here)
     operations: tuple[Operation[Any], ...] = (ATTEND_ROWS, PLACE, KV_DEVIATION)
     return {operation.name: operation.on(device, dtype) for operation in operations}
 
