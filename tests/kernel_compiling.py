@@ -22,6 +22,8 @@ def attention(capability, head_dim, group, rows, window=0, is_capped=False, sink
         "window": window,
         "is_capped": is_capped,
         "page": page,
+        "key_dim": 1,
+        "value_dim": 1,
         **({} if sinks else {"sinks": None}),
         **({} if page else {"block_table": None}),
     }

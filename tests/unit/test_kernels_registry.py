@@ -10,8 +10,9 @@ from functools import partial
 import pytest
 import torch
 
-from cacheblend.core.kernels import attention, operations
-from cacheblend.core.kernels.registry import Kernel, Operation
+from cacheblend.core.kernels import attention, operations, placing
+from cacheblend.core.kernels.attention_spec import HeadShape
+from cacheblend.core.kernels.registry import Kernel, Operation, Served
 from cacheblend.engines.hf import prefiller
 from families import tiny_model
 from parity.scenes import open_engine
@@ -102,15 +103,21 @@ def test_several_threads_check_once() -> None:
 def test_attention_of_rows_is_checked_before_it_is_used() -> None:
     """The check that decides on a device: it takes a kernel that is right, and none that forgets the window."""
 
-    def without_window(query, keys, values, positions, spec):
-        return attention.attend_rows(query, keys, values, positions, replace(spec, window=None))
+    def without_window(query, keys, values, positions, spec, table=None):
+        return attention.attend_rows(query, keys, values, positions, replace(spec, window=None), table)
 
-    def rounding(query, keys, values, positions, spec):
-        return attention.attend_rows(query.float(), keys.float(), values.float(), positions, spec).to(query.dtype)
+    def rounding(query, keys, values, positions, spec, table=None):
+        return attention.attend_rows(query.float(), keys.float(), values.float(), positions, spec, table).to(HALF)
+
+    def ordered_pages(query, keys, values, positions, spec, table=None):
+        return rounding(query, keys, values, positions, spec, None if table is None else table.flip(0))
 
     check = partial(operations.attention_differs, plain=attention.attend_rows, device=CPU, dtype=HALF)
     assert check(rounding) == ""
     assert re.match(r"differs from PyTorch by .* \(head_dim 128\), more than 0.06", check(without_window))
+    assert re.match(r"differs from PyTorch by .* \(head_dim 64, in pages\), more than 0.06", check(ordered_pages))
+    assert re.search(r"head_dim 80\)", check(without_window, shapes=[HeadShape(4, 2, 80, 90)]))  # a model's own shape
+    assert check(without_window, shapes=[HeadShape(4, 2, 80, 9000)]) == ""  # which hides nothing of so few keys
 
 
 def test_the_processor_is_served_by_pytorch() -> None:
@@ -122,7 +129,38 @@ def test_an_engine_that_opens_has_its_kernels_checked(monkeypatch: pytest.Monkey
     """Not its first request."""
     served = operations.serve(torch.device("cpu"), torch.float32)
     assert len(served) == 3 and not any(each.is_kernel for each in served.values())
-    asked: list[tuple[torch.device, torch.dtype]] = []
-    monkeypatch.setattr(prefiller, "serve", lambda device, dtype: asked.append((device, dtype)))
-    open_engine(tiny_model("llama"), []).close()
-    assert asked == [(torch.device("cpu"), torch.float32)]
+    asked: list[tuple[torch.device, torch.dtype, set[HeadShape]]] = []
+    monkeypatch.setattr(prefiller, "serve", lambda device, dtype, shapes: asked.append((device, dtype, {*shapes})))
+    model = tiny_model("gemma3_text")
+    open_engine(model, []).close()
+    config = model.config
+    shape = HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    assert asked == [(torch.device("cpu"), torch.float32, {shape, replace(shape, window=config.sliding_window)})]
+
+
+def test_a_kernel_that_differs_in_a_models_own_shape_serves_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    """It was right where every kernel is checked; the model's heads are others."""
+    adding = operation(lambda: right)
+    assert adding.confirm(CPU, HALF, lambda kernel, slow: "").is_kernel
+    assert adding.confirm(CPU, torch.float32, lambda kernel, slow: "never asked of PyTorch").reason == ""
+    with caplog.at_level(logging.WARNING, "cacheblend.kernels"):
+        served = adding.confirm(CPU, HALF, lambda kernel, slow: "is off by 3 (head_dim 80)")
+    assert (served.call, served.reason) == (plain, "kernel 0: is off by 3 (head_dim 80)")
+    assert adding.on(CPU, HALF) is served
+    assert "adding: kernel 0 is not used" in caplog.text
+    again = operation(lambda: right)
+    assert again.confirm(CPU, HALF, lambda kernel, slow: crashing()).reason == "kernel 0: RuntimeError: ptxas died"
+
+
+def test_a_models_own_shapes_are_checked_of_attention_and_placing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list] = {"attention": [], "placing": []}
+    kernel = Served(attention.attend_rows, "a kernel"), Served(placing.place, "a kernel")
+    monkeypatch.setattr(operations.ATTEND_ROWS, "_served", {(CPU, HALF): kernel[0]})
+    monkeypatch.setattr(operations.PLACE, "_served", {(CPU, HALF): kernel[1]})
+    monkeypatch.setattr(operations, "_serves", lambda device, dtype: True)
+    monkeypatch.setattr(operations, "attention_differs", lambda *args: seen["attention"].append(args[4]) or "")
+    monkeypatch.setattr(operations, "placing_differs", lambda *args: seen["placing"].append(args[4]) or "bad scales")
+    shapes = [HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512), HeadShape(8, 4, 80), HeadShape(4, 4, 512)]
+    served = operations.serve(CPU, HALF, shapes)
+    assert seen == {"attention": [(HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512))], "placing": [(4, 80)]}
+    assert served["attention of rows"].is_kernel and not served["placing"].is_kernel

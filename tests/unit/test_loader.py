@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cacheblend.core.kernels.placing import ROWS_AT_ONCE
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load import read_size
+from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.staging import Lease, StagingMemory
 from cacheblend.core.load.threads import DaemonPool
@@ -466,3 +468,61 @@ def test_closing_does_not_wait_for_a_read_in_shared_threads() -> None:
         gate.set()
     hanging.result()
     assert {layer for _, layer in source.reads} == {0}  # what was ahead is not read any more
+
+
+class _Elsewhere:
+    """An engine's cache: a layer's place is a `LayerKV` that is full of other numbers."""
+
+    def __init__(self, rows: int) -> None:
+        self.layers = [
+            LayerKV(*torch.full((2, shape.kv_heads, rows, shape.head_dim), 9.0).unbind()) for shape in LAYOUT.layers
+        ]
+
+    @property
+    def is_untouched(self) -> bool:
+        return all(bool((part == 9.0).all()) for kv in self.layers for part in kv)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("read_ahead", [0, 2])
+@pytest.mark.parametrize("first", [0, 3])
+def test_records_are_placed_in_an_engines_cache_and_nothing_else_is(
+    read_ahead: int, first: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, source = planned()
+    cache = _Elsewhere(len(plan))
+    monkeypatch.setattr(LayerLoader, "_buffers", None)
+    options: dict[str, Any] = {"first_reused_layer": first, "read_ahead": read_ahead, "overlap": overlap}
+    with LayerLoader(plan, source, LAYOUT, ROTATIONS, caches=cache.layers.__getitem__, **options) as loader:
+        found = [loader.layer(index) for index in range(len(LAYOUT.layers))]
+        assert all(one is other for one, other in zip(found, cache.layers, strict=True))
+    check(plan, source, cache.layers, first)
+    for layer, kv in enumerate(cache.layers):
+        for span in plan.spans:
+            if not (span.source is Source.PREFIX or (span.source is Source.LOADED and layer >= first)):
+                assert bool((kv.keys[:, span.start : span.stop] == 9.0).all())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_loader_that_was_closed_writes_to_no_engines_cache(overlap: bool) -> None:
+    """Its blocks may be another request's by then; what is read ahead is only placed by who asks for the layer."""
+    plan, source = planned()
+    begun, gate, cache = threading.Event(), threading.Event(), _Elsewhere(len(plan))
+    real = source.read_layers
+
+    def held(*args: Any) -> Any:
+        begun.set()
+        gate.wait(30)
+        return real(*args)
+
+    source.read_layers = held  # type: ignore[method-assign]
+    threads = DaemonPool(2, "readers")
+    options: dict[str, Any] = {"overlap": overlap, "threads": threads, "read_ahead": 3}
+    loader = LayerLoader(plan, source, LAYOUT, ROTATIONS, caches=cache.layers.__getitem__, **options)
+    assert loader.awaited(0) is not None
+    assert begun.wait(30)
+    loader.close()
+    gate.set()
+    threads.close()
+    threads.join()
+    assert source.reads and cache.is_untouched

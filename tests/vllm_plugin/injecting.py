@@ -121,6 +121,20 @@ Worker.step = _step  # type: ignore[method-assign]
 DiskStore.read_layers = _read_layers  # type: ignore[method-assign]
 
 
+def serve_triton() -> None:
+    from cacheblend.core.kernels import attention_triton, deviation_triton, operations, placing_triton
+    from cacheblend.core.kernels.registry import Operation, Served
+
+    calls: dict[Operation[Any], Any] = {
+        operations.ATTEND_ROWS: attention_triton.attend_rows,
+        operations.PLACE: placing_triton.place,
+        operations.KV_DEVIATION: deviation_triton.kv_deviation,
+    }
+    for operation, call in calls.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            operation._served[torch.device("cpu"), dtype] = Served(call, "Triton")
+
+
 class Injecting:
     """Methods for `collective_rpc`."""
 
@@ -137,9 +151,13 @@ class Injecting:
         return _disk_reads
 
     def attend_by(self, what: str) -> None:
-        """Rows are attended to by the backend's kernel wherever they can be, or by products wherever they can be."""
-        longest = {"kernel": 0.0, "products": math.inf}[what]
-        paged_attention.longest_runs = lambda dtype, device: longest
+        """Rows are attended to by the backend's kernel wherever they can be, or by products wherever they can be; our
+        Triton kernels serve, under the interpreter."""
+        if what == "triton":
+            serve_triton()
+        else:
+            longest = {"kernel": 0.0, "products": math.inf}[what]
+            paged_attention.longest_runs = lambda dtype: longest
 
     def hang_store(self, is_hanging: bool) -> None:
         """Reads of the store return no more, or return again."""

@@ -24,6 +24,7 @@ def config_of(connector: dict[str, Any] | None) -> Any:
         get_num_layers=lambda parallel: 6,
         get_hidden_size=lambda: 256,
         get_num_kv_heads=lambda parallel: 4,
+        get_num_attention_heads=lambda parallel: 8,
         get_head_size=lambda: 32,
     )
     return SimpleNamespace(
@@ -51,8 +52,8 @@ def test_all_that_blending_needs_is_taken_until_the_connector_starts() -> None:
     from cacheblend.engines.vllm import compat_model
     from cacheblend.engines.vllm.workspace import ModelSizes, workspace_of
 
-    sizes = compat_model.model_sizes(config_of(CONNECTOR))
-    assert sizes == ModelSizes(6, 256, 256, 128, 2, 1000, 128)
+    sizes = compat_model.model_sizes(config_of(CONNECTOR), torch.device("meta"), {})
+    assert sizes == ModelSizes(6, 256, 256, 256, 128, 32, 2, 1000, 128)
     assert reserved(CONNECTOR) == workspace_of(sizes).total
 
 

@@ -17,19 +17,24 @@ RATIO = 0.2
 
 
 @pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("attention", ["products", "kernel"])
+@pytest.mark.parametrize("attention", ["products", "kernel", "pages", "pages, triton"])
 @pytest.mark.parametrize("family", MODELS)
 def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str, attention: str
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`pages`: in vLLM's own cache, by PyTorch and by our kernels, which Triton interprets."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     texts = Texts(21)
     passages = texts.passages(5)
     asked = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(4)]
     ids, spans = [one.ids for one in asked], [one.spans for one in asked]
     ask: dict[str, Any] = {"ask": ids, "chunks": spans}
     steps = [{**ask, "alone": True}, {"forget": True}, {**ask, "sampling": {"max_tokens": 1, "logprobs": 8}}]
-    steps.insert(0, {"rpc": ["attend_by", attention]})
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": RATIO, "check_layers": [1]}
+    in_pages = attention.startswith("pages")
+    steps.insert(0, {"rpc": ["attend_by", "triton" if attention == "pages, triton" else "products"]})
+    if attention == "kernel":
+        steps[0] = {"rpc": ["attend_by", attention]}
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": RATIO, "check_layers": [1], "in_pages": in_pages}
     result = vllm.run(models[family], steps, extra, worker_extension_cls="injecting.Injecting")
     if family == "mistral" and not blends_beyond_windows():
         assert result["metrics"]["vllm:cacheblend_not_blended beyond the sliding window"] == 2 * len(asked)

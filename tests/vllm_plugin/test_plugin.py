@@ -121,7 +121,10 @@ def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
         assert plain < len(asked)  # or the ratio would show nothing
 
 
-def test_blended_blocks_are_never_found_by_a_plain_request(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_blended_blocks_are_never_found_by_a_plain_request(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, in_pages: bool
+) -> None:
     texts = Texts(5)
     passages = texts.passages(4)
     # The question fills a block: vLLM computes the last block, which is not full, itself the second time.
@@ -133,7 +136,12 @@ def test_blended_blocks_are_never_found_by_a_plain_request(vllm: Vllm, models: d
         {"ask": [asked.ids], "chunks": [asked.spans]},
         {"ask": [asked.ids], "chunks": [[]]},  # the client says that there are no chunks
     ]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.0, "match_content": False}
+    extra = {
+        "store": f"file://{tmp_path}/store",
+        "recompute_ratio": 0.0,
+        "match_content": False,
+        "in_pages": in_pages,
+    }
     result = vllm.run(models["llama"], steps, extra, block_size=32)
     first, again, after = (result["answers"][i][0] for i in (1, 2, 3))
     right = tokens(plain["answers"][0])[1]
@@ -144,7 +152,10 @@ def test_blended_blocks_are_never_found_by_a_plain_request(vllm: Vllm, models: d
     assert after["cached"] == 32  # the block that lies wholly in front of the first passage
 
 
-def test_a_preempted_request_is_provided_again(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_preempted_request_is_provided_again(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, in_pages: bool
+) -> None:
     texts = Texts(6)
     passages = texts.passages(4)
     asked = [texts.prompt(texts.rng.sample(passages, 3)) for _ in range(6)]
@@ -155,7 +166,7 @@ def test_a_preempted_request_is_provided_again(vllm: Vllm, models: dict[str, Pat
         {"ask": ids, "chunks": spans, "alone": True},
         {"ask": ids, "chunks": spans, "sampling": sampling},
     ]
-    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0}
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "in_pages": in_pages}
     result = vllm.run(
         models["llama"],
         steps,
@@ -299,8 +310,9 @@ def test_after_the_connector_is_reset_nothing_old_is_used(vllm: Vllm, models: di
     [
         ({"recompute_ration": 0.1}, {}, "did you mean recompute_ratio"),
         ({"store": "memory"}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline"),
+        ({"store": "memory"}, {"kv_cache_dtype": "fp8"}, "a KV cache of type fp8 (--kv-cache-dtype bfloat16"),
     ],
-    ids=["unknown key", "pipeline parallel"],
+    ids=["unknown key", "pipeline parallel", "fp8 cache"],
 )
 def test_what_is_not_known_or_not_tested_is_refused_by_name(
     vllm: Vllm, models: dict[str, Path], extra: dict[str, Any], engine: dict[str, Any], words: str

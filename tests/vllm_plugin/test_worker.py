@@ -85,12 +85,14 @@ class Store:
 
 
 def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 100) -> Any:
+    from cacheblend.core.kernels.attention_spec import HeadShape
     from cacheblend.core.plan.blocks import KVLayout, LayerShape
     from cacheblend.core.select.selectors import Hkvd
     from cacheblend.engines.vllm.worker import worker as module
 
     layout = KVLayout((LayerShape(1, 2),) * LAYERS, torch.float32)
     fields = {"layout": layout, "device": torch.device("cpu"), "tp_size": 1, "tp_rank": 0, "total_kv_heads": 1}
+    fields["head_shapes"] = [HeadShape(1, 1, 2)] * LAYERS
     return module.Worker(
         SimpleNamespace(**fields, attention=[SimpleNamespace()] * LAYERS),  # type: ignore[arg-type]
         store,

@@ -26,9 +26,9 @@ from cacheblend.core.fuse.question import QuestionPass
 from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
 from cacheblend.core.fuse.rows import ActiveRows, Cues
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.operations import attend_rows, kv_deviation
 from cacheblend.core.layers.runner import Attend, LayerRunner
-from cacheblend.core.load.loader import LayerKV, LayerLoader
+from cacheblend.core.load.layer_kv import LayerCache, LayerKV
+from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.select.selectors import Selector
 from cacheblend.core.select.text_cues import sentence_indices, shared_words
@@ -37,22 +37,22 @@ OverRanks = Callable[[torch.Tensor, Literal["sum", "max"]], torch.Tensor]
 """Combines what rows are chosen by, [n], over tensor-parallel ranks, so that all ranks choose the same rows: deviations
 are summed, of the question's attention the maximum counts."""
 
-RowAttention = Callable[[int, torch.Tensor, LayerKV, torch.Tensor, AttentionSpec], torch.Tensor]
+RowAttention = Callable[[int, torch.Tensor, LayerCache, torch.Tensor, AttentionSpec], torch.Tensor]
 """(layer, query [heads, n, head_dim], the layer's KV with these rows' fresh KV in place, their positions [n] int64,
 spec) to [n, heads, head_dim]: each row attends up to its own position."""
 
-OnLayer = Callable[[int, LayerKV], None]
+OnLayer = Callable[[int, LayerCache], None]
 """Takes a layer's whole KV cache as soon as it is final."""
 
 OnResult = Callable[[PrefillResult, bool], None]
 """Is given the result, and whether nothing else was computed meanwhile, so that its times tell of this prompt alone."""
 
 
-def attend_dense(
-    layer: int, query: torch.Tensor, kv: LayerKV, positions: torch.Tensor, spec: AttentionSpec
+def attend_where_it_lies(
+    layer: int, query: torch.Tensor, kv: LayerCache, positions: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
-    """Attention over the layer's buffers; see `attend_rows`."""
-    return attend_rows(query, kv.keys, kv.values, positions, spec)
+    """Attention over the layer's buffers, or in the engine's cache; see `attend_rows`."""
+    return kv.attend(query, positions, spec)
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class PrefillOptions:
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
         over_ranks: see `OverRanks`; None on a single rank.
         on_layer: receives every layer's KV, which is then released; None: all of it is kept for the result.
+        stays: layers lie in the engine's own cache, so that what the question's pass loaded need not be read again.
         attention: of scattered rows, where the engine has a faster one.
         synchronize: waits for the device, so that a clock read afterwards is right.
         on_result: see `OnResult`.
@@ -73,7 +74,8 @@ class PrefillOptions:
     sentence_end_ids: npt.NDArray[np.int64] | None = None
     over_ranks: OverRanks | None = None
     on_layer: OnLayer | None = None
-    attention: RowAttention = attend_dense
+    stays: bool = False
+    attention: RowAttention = attend_where_it_lies
     synchronize: Callable[[], None] = lambda: None
     on_result: OnResult | None = None
 
@@ -124,7 +126,7 @@ class BlendedPrefill:
         self._layer, self._kv = 0, list[LayerKV]()
         self._question: QuestionPass | None = None
         if rows.total and self._selector.question_rows:
-            limit, keep = self._selector.question_rows, self._options.on_layer is None
+            limit, keep = self._selector.question_rows, self._options.stays or self._options.on_layer is None
             self._question = QuestionPass(plan, self._runner, self._loader, limit, rows.hidden, keep=keep)
 
     @property
@@ -233,7 +235,7 @@ class BlendedPrefill:
         self._layer += 1
         self._hand_out(layer, kv)
 
-    def _check(self, layer: int, kv: LayerKV) -> None:
+    def _check(self, layer: int, kv: LayerCache) -> None:
         """Measures the deviation of every candidate and drops those that are not selected.
 
         It is measured of all active rows: which of them are candidates is known on the device only.
@@ -241,13 +243,13 @@ class BlendedPrefill:
         parts = []
         for tile in self._rows.tiles(self._options.tile_rows):
             fresh, at = self._project(layer, tile), self._rows.positions(tile)
-            parts.append(kv_deviation(fresh, kv, self._selector.measure, at))
+            parts.append(kv.deviation(fresh, self._selector.measure, at))
         deviation = torch.cat(parts)
         if self._options.over_ranks is not None:
             deviation = self._options.over_ranks(deviation, "sum")
         self._rows.keep(self._selector.select(self._rows.candidates(layer, deviation)))
 
-    def _finish_all_but_last_row(self, layer: int, kv: LayerKV) -> None:
+    def _finish_all_but_last_row(self, layer: int, kv: LayerCache) -> None:
         """In the last layer only the keys and values of the other rows are needed, not their output."""
         for tile in self._rows.tiles(self._options.tile_rows):
             kv.write(self._rows.positions(tile), *self._project(layer, tile))
@@ -258,16 +260,16 @@ class BlendedPrefill:
         self._computed.projected_rows += len(index)
         return self._runner.project(layer, self._rows.hidden[tile], index)
 
-    def _fuse_and_attend(self, layer: int, kv: LayerKV, positions: torch.Tensor) -> Attend:
+    def _fuse_and_attend(self, layer: int, kv: LayerCache, positions: torch.Tensor) -> Attend:
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             kv.write(positions, keys, values)
             return self._options.attention(layer, query, kv, positions, spec)
 
         return attend
 
-    def _hand_out(self, layer: int, kv: LayerKV) -> None:
+    def _hand_out(self, layer: int, kv: LayerCache) -> None:
         if self._options.on_layer is None:
-            self._kv.append(kv)
+            self._kv.append(LayerKV(kv.keys, kv.values))
         else:
             self._options.on_layer(layer, kv)
             self._loader.release(layer)

@@ -18,7 +18,8 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.layers.runner import Attend, LayerRunner
-from cacheblend.core.load.loader import LayerKV, LayerLoader
+from cacheblend.core.load.layer_kv import LayerCache
+from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
 
 _MAX_WEIGHTS = 1 << 24  # attention weights at a time, 64 MB in fp32: KV heads are processed in groups
@@ -87,11 +88,11 @@ class QuestionPass:
         """
         return self._received[self._first :]
 
-    def _attend(self, kv: LayerKV) -> Attend:
+    def _attend(self, kv: LayerCache) -> Attend:
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
             kv.write(self._positions, keys, values)
             seen = self._within(spec.window)
-            known = LayerKV(kv.keys[:, seen], kv.values[:, seen])
+            known = kv.rows(seen)
             outputs = []
             for heads, kv_heads in _groups(query, len(seen), len(keys)):
                 part = replace(spec, sinks=None if spec.sinks is None else spec.sinks[heads])

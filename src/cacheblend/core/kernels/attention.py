@@ -19,7 +19,12 @@ _SDPA_MASK_ELEMENTS = 1 << 26  # a group's mask, one for each query head of a KV
 
 
 def attend_rows(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    spec: AttentionSpec,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of some rows of a prompt over its keys, each row up to its own position.
 
@@ -28,10 +33,12 @@ def attend_rows(
 
     Args:
         query: [heads, rows, head_dim] floating point; may be a view.
-        keys: [kv_heads, length, head_dim] in the query's dtype; key j has position j.
-        values: [kv_heads, length, head_dim] in the query's dtype.
+        keys: [kv_heads, length, head_dim] in the query's dtype; key j has position j. With `block_table` a paged cache
+            [blocks, block_size, kv_heads, head_dim], of which the visible rows are gathered.
+        values: of the keys' shape and dtype.
         positions: [rows] int64, strictly ascending, each below length.
         spec: of the layer.
+        block_table: [n] int32 or int64; key j is in block `block_table[j // block_size]`. None: dense buffers.
 
     Returns:
         [rows, heads, head_dim] in the query's dtype. On a CPU this needs, however many the rows, in 16 bits about 10 MB
@@ -40,11 +47,13 @@ def attend_rows(
     Raises:
         InvalidInputError: the shapes do not fit together, or a row's position is behind the last key.
     """
-    check_shapes(query, keys, values, positions)
+    check_shapes(query, keys, values, positions, is_paged=block_table is not None)
     heads, rows, head_dim = query.shape
     if rows == 0:
         return query.new_empty(0, heads, head_dim)
     at = positions.tolist()
+    if block_table is not None:
+        keys, values = (gather_rows(each, block_table, at[-1] + 1) for each in (keys, values))
     if at[-1] >= keys.shape[1]:
         raise InvalidInputError(f"a row has position {at[-1]}, but there are {keys.shape[1]} keys")
     positions = positions.to(query.device)
@@ -53,6 +62,13 @@ def attend_rows(
     tiled = is_short_on_cpu or spec.softcap is not None or spec.sinks is not None
     route = attend_tiles if tiled else _attend_sdpa
     return route(query, keys, values, positions, at, spec)
+
+
+def gather_rows(pages: torch.Tensor, block_table: torch.Tensor, stop: int) -> torch.Tensor:
+    """The first `stop` rows, or all that there are, of a paged cache [blocks, block_size, kv_heads, head_dim], as
+    [kv_heads, rows, head_dim]."""
+    used = block_table[: -(-stop // pages.shape[1])]
+    return pages[used].flatten(0, 1)[:stop].transpose(0, 1).contiguous()
 
 
 def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:

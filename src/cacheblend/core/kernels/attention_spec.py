@@ -24,12 +24,38 @@ class AttentionSpec:
     sinks: torch.Tensor | None = None
 
 
-def check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
-    """Raises `InvalidInputError` if these do not fit together."""
+@dataclass(frozen=True)
+class HeadShape:
+    """A layer's heads, as far as kernels are compiled for them.
+
+    Attributes:
+        heads: of the query; a multiple of `kv_heads`.
+        kv_heads: of keys and values.
+        head_dim: numbers of a head.
+        window: see `AttentionSpec`.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+def check_shapes(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, *, is_paged: bool = False
+) -> None:
+    """Raises `InvalidInputError` if these do not fit together.
+
+    Args:
+        query: [heads, rows, head_dim].
+        positions: [rows].
+        keys, values: [kv_heads, length, head_dim]; `is_paged`: [blocks, block_size, kv_heads, head_dim].
+    """
     fits = (
-        query.dim() == keys.dim() == 3
+        query.dim() == 3
+        and keys.dim() == 3 + is_paged
         and keys.shape == values.shape
-        and query.shape[2] == keys.shape[2]
+        and query.shape[2] == keys.shape[-1]
         and positions.shape == query.shape[1:2]
     )
     if not fits:
@@ -37,7 +63,7 @@ def check_shapes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
             f"query {tuple(query.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} and "
             f"positions {tuple(positions.shape)} do not fit together"
         )
-    heads, kv_heads = query.shape[0], keys.shape[0]
+    heads, kv_heads = query.shape[0], keys.shape[2 if is_paged else 0]
     if kv_heads == 0 or heads % kv_heads:
         raise InvalidInputError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
 

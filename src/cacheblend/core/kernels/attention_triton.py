@@ -31,8 +31,8 @@ def attend_rows(
     values: torch.Tensor,
     positions: torch.Tensor,
     spec: AttentionSpec,
-    *,
     block_table: torch.Tensor | None = None,
+    *,
     splits: int | None = None,
 ) -> torch.Tensor:
     """As `attention.attend_rows`; positions are not checked, and a row sees the keys that there are.
@@ -40,7 +40,7 @@ def attend_rows(
     Args:
         query: [heads, rows, head_dim] bf16, fp16 or fp32, head_dim up to 256.
         keys: [kv_heads, length, head_dim] of the query's dtype; with `block_table` a paged cache
-            [blocks, block_size, kv_heads, head_dim].
+            [blocks, block_size, kv_heads, head_dim], of any strides.
         values: of the keys' shape.
         positions: [rows] int64, ascending, on any device.
         spec: of the layer.
@@ -55,19 +55,20 @@ def attend_rows(
     if rows == 0:
         return out
     positions = positions.to(query.device)
-    query, keys, values = (_with_dense_heads(each) for each in (query, keys, values))
+    query = _with_dense_heads(query)
     if block_table is None:
         page, (kv_heads, length) = 0, keys.shape[:2]
-        strides = [stride for each in (keys, values) for stride in (0, each.stride(1), each.stride(0))]
-    else:
+        keys, values = _with_dense_heads(keys), _with_dense_heads(values)
+        strides = [stride for each in (keys, values) for stride in (0, each.stride(1), each.stride(0), 1)]
+    else:  # of a cache no copy is made, however it lies
         page, kv_heads = keys.shape[1:3]
         length = len(block_table) * page
-        strides = [stride for each in (keys, values) for stride in each.stride()[:3]]
+        strides = [stride for each in (keys, values) for stride in each.stride()]
     group = heads // kv_heads
     slots, tile_keys, warps, stages = tile_shape(group, rows, head_dim)
     tiles = -(-rows // (slots // group))
     if splits is None:
-        splits = _splits(tiles * kv_heads, -(-length // tile_keys), query.device)
+        splits = splits_of(tiles * kv_heads, -(-length // tile_keys), _processors(query.device))
     mixed = out if splits == 1 else query.new_empty(splits, rows, heads, head_dim, dtype=torch.float32)
     tops, totals = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
     dims = max(16, triton.next_power_of_2(head_dim))  # products contract 16 numbers at least
@@ -96,18 +97,22 @@ def tile_shape(group: int, rows: int, head_dim: int) -> tuple[int, int, int, int
     return slots, 64 if head_dim <= 128 else 32, 8 if slots >= 128 else 4, 2
 
 
-def _splits(programs: int, key_tiles: int, device: torch.device) -> int:
-    """Programs for each row tile and KV head, so that all processors of the device have one."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def splits_of(programs: int, key_tiles: int, processors: int) -> int:
+    """Programs for each row tile and KV head, so that all processors of the device have one; together they are less
+    than two for each processor."""
     wanted = -(-processors // programs)
     return max(1, min(wanted, key_tiles // _SPLIT_TILES, _MAX_SPLITS))
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
 def _attend(
     query, keys, values, positions, sinks, block_table, mixed, tops, totals,
     rows, length, heads, logit, cap, query_head, query_row,
-    key_block, key_row, key_head, value_block, value_row, value_head,
+    key_block, key_row, key_head, key_dim, value_block, value_row, value_head, value_dim,
     group: tl.constexpr, head_dim: tl.constexpr, dims: tl.constexpr, slots: tl.constexpr, tile_keys: tl.constexpr,
     window: tl.constexpr, is_capped: tl.constexpr, page: tl.constexpr,
 ):  # fmt: skip
@@ -135,14 +140,14 @@ def _attend(
     begin, whole, end = _span(at, used, length, split, tile_keys, window)
     for start in range(begin, whole, tile_keys):
         acc, top, total = _add_tile(
-            acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, value_block,
-            value_row, dim, head_dim, tile_keys, 0, is_capped, page, False,
+            acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
+            value_block, value_row, value_dim, dim, head_dim, tile_keys, 0, is_capped, page, False,
         )  # fmt: skip
     for start in range(whole, end, tile_keys):
         if _is_seen(at, start, tile_keys, window):
             acc, top, total = _add_tile(
-                acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row,
-                value_block, value_row, dim, head_dim, tile_keys, window, is_capped, page, True,
+                acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
+                value_block, value_row, value_dim, dim, head_dim, tile_keys, window, is_capped, page, True,
             )  # fmt: skip
 
     place = (split * rows + row).to(tl.int64) * heads + head  # an argument that is 1 has no type
@@ -184,8 +189,8 @@ def _is_seen(at, start, tile_keys: tl.constexpr, window: tl.constexpr):
 
 @triton.jit
 def _add_tile(
-    acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, value_block,
-    value_row, dim, head_dim: tl.constexpr, tile_keys: tl.constexpr, window: tl.constexpr,
+    acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
+    value_block, value_row, value_dim, dim, head_dim: tl.constexpr, tile_keys: tl.constexpr, window: tl.constexpr,
     is_capped: tl.constexpr, page: tl.constexpr, is_masked: tl.constexpr,
 ):  # fmt: skip
     """The online softmax with the keys start .. start + tile_keys - 1, of which those from `end` on are hidden."""
@@ -199,7 +204,7 @@ def _add_tile(
     mask = (dim < head_dim)[None, :]
     if is_masked:
         mask = mask & (key < end)[:, None]
-    k = tl.load(keys + key_at[:, None] + dim[None, :], mask=mask, other=0.0)
+    k = tl.load(keys + key_at[:, None] + (dim * key_dim)[None, :], mask=mask, other=0.0)
     scores = _product(q, tl.trans(k), tl.zeros((q.shape[0], tile_keys), tl.float32)) * logit
     if is_capped:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
@@ -212,7 +217,7 @@ def _add_tile(
     highest = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None])
     faded = tl.exp2(top - highest)
-    v = tl.load(values + value_at[:, None] + dim[None, :], mask=mask, other=0.0)
+    v = tl.load(values + value_at[:, None] + (dim * value_dim)[None, :], mask=mask, other=0.0)
     acc = _product(rounded(weights, v.dtype), v, acc * faded[:, None])
     return acc, highest, total * faded + tl.sum(weights, 1)
 

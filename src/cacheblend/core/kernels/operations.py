@@ -2,20 +2,36 @@
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import attention, deviation, placing
-from cacheblend.core.kernels.attention_spec import AttentionSpec, check_shapes
+from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape, check_shapes
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.placing import Piece, Placement, check_records
 from cacheblend.core.kernels.registry import Kernel, Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation, Pairing
 from cacheblend.core.plan.codec import CODECS
 
-AttendRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
+
+class AttendRows(Protocol):
+    """See `attention.attend_rows`."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+        spec: AttentionSpec,
+        block_table: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        """[rows, heads, head_dim]."""
+        ...
+
 
 Place = Callable[
     [Sequence[torch.Tensor], Placement, torch.Tensor, torch.Tensor, KeyRotation | None, torch.Tensor | None], None
@@ -23,25 +39,33 @@ Place = Callable[
 Deviation = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Measure, torch.Tensor | None], torch.Tensor]
 
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
+_PAGE = 16  # tokens of a block in checks
+_CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing
+_CHECKED = (HeadShape(8, 2, 64), HeadShape(8, 2, 128, 40))
 _SUM_TOLERANCE = 1e-4  # of fp32 sums in another order
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of numbers around 1: a few steps of the type
 
 
 def attend_rows(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    spec: AttentionSpec,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of some rows of a prompt over its keys; see `attention.attend_rows`.
 
-    A kernel does not wait for the device, so it cannot check that positions are below the keys' length: a row behind
-    them sees all keys.
+    A kernel does not wait for the device, so it cannot check that positions are below the keys' length, nor that blocks
+    of `block_table` are in the cache: a row behind the keys sees all of them.
 
     Raises:
         InvalidInputError: the shapes do not fit together.
     """
-    check_shapes(query, keys, values, positions)
+    check_shapes(query, keys, values, positions, is_paged=block_table is not None)
     if query.shape[2] > _MAX_HEAD_DIM:
-        return attention.attend_rows(query, keys, values, positions, spec)
-    return ATTEND_ROWS.on(query.device, query.dtype).call(query, keys, values, positions, spec)
+        return attention.attend_rows(query, keys, values, positions, spec, block_table)
+    return ATTEND_ROWS.on(query.device, query.dtype).call(query, keys, values, positions, spec, block_table)
 
 
 def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -129,29 +153,59 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in _TOLERANCE and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def attention_differs(kernel: AttendRows, plain: AttendRows, device: torch.device, dtype: torch.dtype) -> str:
-    """Compares scattered rows with windows, caps and sinks; in fp32 on the host's generator, so that it is the same
-    everywhere."""
+def attention_differs(
+    kernel: AttendRows,
+    plain: AttendRows,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[HeadShape] = _CHECKED,
+) -> str:
+    """Compares scattered rows with windows, caps and sinks, over dense buffers and over pages; in fp32 on the host's
+    generator, so that it is the same everywhere."""
     draw = torch.Generator().manual_seed(0)
-    for head_dim, window, softcap, has_sinks in ((64, None, None, False), (128, 40, 20.0, True)):
-        shapes = (8, 37, head_dim), (2, 300, head_dim), (2, 300, head_dim)
-        query, keys, values = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
-        positions = torch.randperm(300, generator=draw)[:37].sort().values.to(device)
-        sinks = torch.randn(8, generator=draw).to(device) if has_sinks else None
-        spec = AttentionSpec(head_dim**-0.5, window, softcap, sinks)
-        found, expected = (each(query, keys, values, positions, spec).float() for each in (kernel, plain))
-        error = float((found - expected).abs().max())
-        if not error <= _TOLERANCE[dtype]:
-            return f"differs from PyTorch by {error:.2g} (head_dim {head_dim}), more than {_TOLERANCE[dtype]}"
+    for number, shape in enumerate(shapes):
+        length = 300 + min(shape.window or 0, _CHECKED_KEYS)
+        sizes = [(shape.heads, 37), (shape.kv_heads, length), (shape.kv_heads, length)]
+        query, keys, values = (torch.randn(*size, shape.head_dim, generator=draw).to(device, dtype) for size in sizes)
+        positions = torch.randperm(length, generator=draw)[:37].sort().values.to(device)
+        sinks = torch.randn(shape.heads, generator=draw).to(device) if number % 2 else None
+        spec = AttentionSpec(shape.head_dim**-0.5, shape.window, 20.0 if number % 2 else None, sinks)
+        expected = plain(query, keys, values, positions, spec).float()
+        table = torch.arange(-(-length // _PAGE)).flip(0).to(device)
+        found = {
+            "": kernel(query, keys, values, positions, spec),
+            ", in pages": kernel(query, _in_pages(keys), _in_pages(values), positions, spec, table),
+        }
+        for form, each in found.items():
+            error = float((each.float() - expected).abs().max())
+            if not error <= _TOLERANCE[dtype]:
+                where = f"head_dim {shape.head_dim}{form}"
+                return f"differs from PyTorch by {error:.2g} ({where}), more than {_TOLERANCE[dtype]}"
     return ""
 
 
-def placing_differs(kernel: Place, plain: Place, device: torch.device, dtype: torch.dtype) -> str:
-    """Compares every codec and pairing, with keys that are moved and not, in dense buffers and in pages."""
-    draw, kv_heads, head_dim = torch.Generator().manual_seed(0), 2, 64
+def _in_pages(rows: torch.Tensor) -> torch.Tensor:
+    """[kv_heads, length, head_dim] as a paged cache whose blocks are in the opposite order."""
+    kv_heads, length, head_dim = rows.shape
+    blocks = -(-length // _PAGE)
+    padded = rows.new_zeros(kv_heads, blocks * _PAGE, head_dim)
+    padded[:, :length] = rows
+    return padded.view(kv_heads, blocks, _PAGE, head_dim).permute(1, 2, 0, 3).flip(0).contiguous()
+
+
+def placing_differs(
+    kernel: Place, plain: Place, device: torch.device, dtype: torch.dtype, heads: tuple[int, int] = (2, 64)
+) -> str:
+    """Compares every codec and pairing, with keys that are moved and not, in dense buffers and in pages.
+
+    Args:
+        heads: how many, and their dimensions; three quarters of them are rotated.
+    """
+    draw, (kv_heads, head_dim) = torch.Generator().manual_seed(0), heads
     drawn = [torch.randn(kv_heads, 2, tokens, head_dim, generator=draw).to(dtype) for tokens in (70, 33)]
     pieces = [Piece(0, 70, 5, 3, 60, -2), Piece(1, 33, 0, 80, 33, 4711), Piece(1, 33, 1, 70, 5)]
-    frequencies = 1e4 ** (-torch.arange(24) / 24)
+    pairs = max(1, head_dim * 3 // 8)
+    frequencies = 1e4 ** (-torch.arange(pairs) / pairs)
     table = torch.randperm(10, generator=draw).to(device)
     for (name, codec), pairing, in_pages in product(CODECS.items(), get_args(Pairing), (False, True)):
         records = [codec.encode(record).to(device) for record in drawn]
@@ -180,8 +234,31 @@ def deviation_differs(kernel: Deviation, plain: Deviation, device: torch.device,
     return ""
 
 
-def serve(device: torch.device, dtype: torch.dtype) -> dict[str, Served[Any]]:
-    """What serves each operation; loads and checks the kernels, so that no request waits for it."""
+def is_served(device: torch.device, dtype: torch.dtype, shape: HeadShape) -> bool:
+    """Whether kernels serve attention and placing of such heads."""
+    fits = shape.head_dim <= _MAX_HEAD_DIM and not shape.head_dim % 4
+    return fits and ATTEND_ROWS.on(device, dtype).is_kernel and PLACE.on(device, dtype).is_kernel
+
+
+def serve(device: torch.device, dtype: torch.dtype, shapes: Sequence[HeadShape] = ()) -> dict[str, Served[Any]]:
+    """What serves each operation; loads and checks the kernels, so that no request waits for it.
+
+    Args:
+        shapes: of a model's layers: kernels are checked, and compiled, for these as well.
+    """
+    fitting = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
+    heads = tuple(dict.fromkeys((shape.kv_heads, shape.head_dim) for shape in fitting if not shape.head_dim % 4))
+
+    def attention_here(kernel: AttendRows, plain: AttendRows) -> str:
+        return attention_differs(kernel, plain, device, dtype, fitting)
+
+    def placing_here(kernel: Place, plain: Place) -> str:
+        found = (placing_differs(kernel, plain, device, dtype, each) for each in heads)
+        return next((reason for reason in found if reason), "")
+
+    if _serves(device, dtype):
+        ATTEND_ROWS.confirm(device, dtype, attention_here)
+        PLACE.confirm(device, dtype, placing_here)
     operations: tuple[Operation[Any], ...] = (ATTEND_ROWS, PLACE, KV_DEVIATION)
     return {operation.name: operation.on(device, dtype) for operation in operations}
 

@@ -79,6 +79,26 @@ class Operation(Generic[F]):
                 self._served[device, dtype] = served
         return served
 
+    def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[F, F], str]) -> Served[F]:
+        """What serves, checked once more in a caller's own case: a kernel that differs there serves nobody from now on.
+
+        Args:
+            differs: (kernel, plain) to what differs between them; "" if they agree.
+        """
+        served = self.on(device, dtype)
+        if not served.is_kernel:
+            return served
+        try:
+            reason = differs(served.call, self._plain)
+        except Exception as error:  # of a compiler or driver: anything
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            logger.warning("%s: %s is not used on %s in %s: %s", self.name, served.name, device, dtype, reason)
+            served = Served(self._plain, PLAIN, f"{served.name}: {reason}")
+            with self._lock:
+                self._served[device, dtype] = served
+        return served
+
     def _choose(self, device: torch.device, dtype: torch.dtype) -> Served[F]:
         reasons = []
         for kernel in self._kernels:

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.kernels.operations import place
-from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
+from cacheblend.core.load.layer_kv import LayerCache, LayerKV, PlacedSpans
 from cacheblend.core.load.read_size import ReadSize
 from cacheblend.core.load.staging import Lease, Staging
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
@@ -32,32 +31,24 @@ from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 AHEAD_BYTES = 1 << 30  # bounds the buffers of layers that are loaded ahead; one layer is always loaded ahead
 
 
-class LayerKV(NamedTuple):
-    """One layer of a request's KV cache, each [kv_heads, length, head_dim]."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrites the rows at `positions` [n] int64 with these, [kv_heads, n, head_dim]."""
-        self.keys.index_copy_(1, positions, keys)
-        self.values.index_copy_(1, positions, values)
+__all__ = ["LayerKV", "LayerLoader"]
 
 
 class _Read(NamedTuple):
     """One layer's records as stored, on the CPU or the device; the seconds that reading took, by tier; and the memory
-    that they lie in, with those of other layers."""
+    that they lie in, with those of other layers; None: they have left it, and are on the device after event `sent`."""
 
     records: Mapping[BlockName, torch.Tensor]
     seconds: dict[str, float]
-    lease: Lease
+    lease: Lease | None
+    sent: Any = None
 
 
 class _Loaded(NamedTuple):
     """One layer's filled buffers, the seconds that the host took, of them those of reading, and the event when the
     device is done."""
 
-    kv: LayerKV
+    kv: LayerCache
     seconds: float
     read: dict[str, float]
     done: Any = None
@@ -83,6 +74,8 @@ class LayerLoader:
         resident: gives the rows of the plan's span `RESIDENT` for a layer, [kv_heads, 2, n, head_dim] on the device.
         threads: where the store is read; `close` does not wait for it. None: in a thread of its own, and `close` waits.
         ahead_bytes: of buffers that are loaded ahead at most, but always one layer's; None: `AHEAD_BYTES`.
+        caches: gives each layer's place in an engine's own cache; None: buffers are made here. Records are then only
+            read and sent ahead, and placed by the caller of `layer`: a loader that was closed writes nowhere.
 
     Attributes:
         read_s: seconds of reading the layers that were given, by tier.
@@ -106,6 +99,7 @@ class LayerLoader:
         resident: Callable[[int], torch.Tensor] | None = None,
         threads: DaemonPool | None = None,
         ahead_bytes: int | None = None,
+        caches: Callable[[int], LayerCache] | None = None,
     ) -> None:
         self._plan, self._source, self._layout, self._rotations = plan, source, layout, rotations
         self._first_reused_layer, self._heads = first_reused_layer, heads
@@ -118,19 +112,20 @@ class LayerLoader:
         self._most_ahead = self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes)
         self._read_ahead = min(read_ahead, self._most_ahead)
         exact, reused = ([s for s in self._spans if (s.source is Source.LOADED) == is_reused] for is_reused in (0, 1))
-        self._exact, self._reused = _Placed.of(exact, "raw"), _Placed.of(reused, codec)
+        self._exact, self._reused = PlacedSpans.of(exact, "raw"), PlacedSpans.of(reused, codec)
         self._next = 0  # the first layer that has not been asked for
         self._read_size = ReadSize(layout, max((s.record_tokens or len(s) for s in self._spans), default=1))
         self._pending: dict[int, Future[dict[int, _Read]] | Future[dict[int, _Loaded]]] = {}
-        self._given: dict[int, LayerKV] = {}
+        self._given: dict[int, LayerCache] = {}
+        self._caches = caches
         self._threads = threads
         self._reader: DaemonPool | CallsInOrder | None = None
         self.read_s: dict[str, float] = {}
         self.load_s = 0.0
         self.wait_s = 0.0
 
-    def layer(self, index: int) -> LayerKV:
-        """Buffers of layer `index` with the loaded rows, all others zero. Ask in order.
+    def layer(self, index: int) -> LayerCache:
+        """Buffers of layer `index` with the loaded rows, all others zero; or its place in `caches`. Ask in order.
 
         A second call for a layer returns the same buffers with their current content: they are the request's KV cache,
         and nothing is read twice.
@@ -146,7 +141,7 @@ class LayerLoader:
             pending = self._pending.pop(index, None)
             group: _Group = self._read(range(index, index + 1)) if pending is None else pending.result()
             got = group.pop(index)  # else this layer would live as long as the last one that was read with it
-            loaded = self._fill(index, got, self._buffers(index)) if isinstance(got, _Read) else got
+            loaded = self._fill(index, got, self._place_of(index)) if isinstance(got, _Read) else got
             self._staging.wait(loaded.done)
             if self._resident is not None:
                 self._put_resident(loaded.kv, self._resident(index))
@@ -224,6 +219,8 @@ class LayerLoader:
             self._reader = DaemonPool(1, "cacheblend-loader") if shared is None else CallsInOrder(shared)
         if not self._overlap:
             return self._reader.submit(self._read, layers)
+        if self._caches is not None:
+            return self._reader.submit(self._send_ahead, layers)
         # Allocated on the caller's stream, which frees it: else torch caches a whole KV cache for the other stream.
         buffers = [self._buffers(index) for index in layers]
         mode = torch.is_inference_mode_enabled()  # of this thread, and so of the buffers
@@ -242,6 +239,26 @@ class LayerLoader:
             for read in group.values():
                 self._staging.hold(loaded[layers[-1]].done, read.records.values())
             return loaded
+
+    def _send_ahead(self, layers: range) -> dict[int, _Read]:
+        """Reads layers, and starts their records' way to the device."""
+        with self._staging.stream():
+            group = self._read(layers)
+            if self._device.type == "cpu":
+                return group  # the records stay where they were read to
+            sent = self._staging.send({(i, name): r for i, read in group.items() for name, r in read.records.items()})
+            done = self._staging.now()
+            for read in group.values():
+                self._staging.hold(done, read.records.values())
+                if read.lease is not None:
+                    read.lease.release(done)
+            return {
+                index: _Read({name: sent[index, name] for name in read.records}, read.seconds, None, done)
+                for index, read in group.items()
+            }
+
+    def _place_of(self, index: int) -> LayerCache:
+        return self._buffers(index) if self._caches is None else self._caches(index)
 
     def _buffers(self, index: int) -> LayerKV:
         shape = self._layout.layers[index]
@@ -278,51 +295,25 @@ class LayerLoader:
         reused = index >= self._first_reused_layer
         return [span for span in self._spans if reused or span.source is not Source.LOADED]
 
-    def _fill(self, index: int, read: _Read, kv: LayerKV, allocated: Any = None) -> _Loaded:
+    def _fill(self, index: int, read: _Read, kv: LayerCache, allocated: Any = None) -> _Loaded:
         """Writes records into the buffers, after the event `allocated`, when the device has them."""
         started = time.perf_counter()
         on_device = self._staging.send(read.records)
-        self._staging.wait(allocated, kv)
+        self._staging.wait(read.sent, list(read.records.values()))
+        self._staging.wait(allocated, () if allocated is None else (kv.keys, kv.values))
         self._exact.fill(kv, on_device, None)
         if index >= self._first_reused_layer:
             self._reused.fill(kv, on_device, self._rotations[index])
         done = self._staging.now()
-        self._staging.hold(done, read.records.values())
-        read.lease.release(done)
+        if read.lease is not None:
+            self._staging.hold(done, read.records.values())
+            read.lease.release(done)
         return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds, done)
 
     @staticmethod
-    def _put_resident(kv: LayerKV, record: torch.Tensor) -> None:
-        for part, rows in zip(kv, record.unbind(1), strict=True):
+    def _put_resident(kv: LayerCache, record: torch.Tensor) -> None:
+        for part, rows in zip((kv.keys, kv.values), record.unbind(1), strict=True):
             part[:, : rows.shape[1]] = rows
-
-
-class _Placed(NamedTuple):
-    """Where the records of some spans go: the records' names, in the order of the placement's indices."""
-
-    names: list[BlockName]
-    placement: Placement
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], codec: str) -> "_Placed":
-        """Each name once, however often its rows stand in the prompt; exact rows are not moved."""
-        indices = {name: index for index, name in enumerate(dict.fromkeys(span.name for span in spans))}
-        pieces = [
-            Piece(
-                indices[span.name],
-                span.record_tokens or len(span),
-                span.record_start,
-                span.start,
-                len(span),
-                span.start - span.stored_start if span.source is Source.LOADED else 0,
-            )
-            for span in spans
-        ]
-        return cls(list(indices), Placement(pieces, codec))
-
-    def fill(self, kv: LayerKV, records: Mapping[BlockName, torch.Tensor], rotation: KeyRotation | None) -> None:
-        if self.names:
-            place([records[name] for name in self.names], self.placement, kv.keys, kv.values, rotation)
 
 
 def _by_tier(spans: Sequence[Span]) -> dict[str, list[BlockName]]:

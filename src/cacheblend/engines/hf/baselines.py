@@ -147,8 +147,8 @@ def load_prefix(engine: BlendEngine, plan: BlendPlan) -> DynamicCache:
     kv, layers = [], len(engine.survey.layout.layers)
     with engine.prefiller.open_loader(plan, layers) as loader:
         for layer in range(layers if plan.prefix_length else 0):
-            keys, values = loader.layer(layer)
-            kv.append(LayerKV(keys[:, : plan.prefix_length], values[:, : plan.prefix_length]))
+            loaded = loader.layer(layer)
+            kv.append(LayerKV(loaded.keys[:, : plan.prefix_length], loaded.values[:, : plan.prefix_length]))
     return fill_cache(engine.model, kv)
 
 

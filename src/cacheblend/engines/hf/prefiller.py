@@ -57,7 +57,7 @@ class Prefiller:
     ) -> None:
         self._view, self._survey, self._store, self._config = view, survey, store, config
         self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
-        serve(device, survey.layout.dtype)
+        serve(device, survey.layout.dtype, survey.head_shapes)
         if config.compile_layers:
             compile_layers(view, device)
 

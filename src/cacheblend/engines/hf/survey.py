@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
@@ -34,6 +34,7 @@ class Survey:
         layout: layout of the KV cache.
         rotations: one per layer, None if the layer's keys carry no position (NoPE).
         windows: sliding window of each layer in tokens, None for full attention.
+        heads: query heads of each layer.
         length_limit: longest prompt in tokens whose keys can be shifted; None: only the context limits it. Longer
             prompts use other RoPE frequencies at all positions, so KV of shorter prompts cannot be reused in them.
         context_length: the model's context in tokens, None if its config has none.
@@ -43,9 +44,16 @@ class Survey:
     layout: KVLayout
     rotations: tuple[KeyRotation | None, ...]
     windows: tuple[int | None, ...]
+    heads: tuple[int, ...]
     length_limit: int | None
     context_length: int | None
     vocab_size: int
+
+    @property
+    def head_shapes(self) -> list[HeadShape]:
+        """Of each layer, for kernels."""
+        layers = zip(self.heads, self.layout.layers, self.windows, strict=True)
+        return [HeadShape(heads, shape.kv_heads, shape.head_dim, window) for heads, shape, window in layers]
 
     @property
     def max_length(self) -> int | None:
@@ -82,6 +90,7 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
         layout=KVLayout(tuple(shape for shape, _, _ in layers), dtypes.pop()),
         rotations=tuple(rotation for _, _, rotation in layers),
         windows=tuple(mask.window for mask in probe.masks),
+        heads=tuple(probe.heads),
         length_limit=limit,
         context_length=context,
         vocab_size=model.get_input_embeddings().num_embeddings,
@@ -152,6 +161,7 @@ class _Probe:
         self._found: list[KeyRotation] = []
         self._candidates = list(_candidate_rotations(view.model))
         self.masks: list[LayerMask] = []
+        self.heads: list[int] = []
 
     def _open(self, shift: int, ids: torch.Tensor | None = None) -> HfLayerRunner:
         try:
@@ -232,6 +242,7 @@ class _Probe:
                 f"{self._layer(index)} called transformers' attention interface {len(attended)} times; "
                 "blending needs exactly one call per layer (state-space and convolution layers have none)"
             )
+        self.heads.append(attended[0].shape[1])
         alone = 0
         for row in range(1, ROWS):
             rows = self._rows[row : row + 1]

@@ -255,7 +255,10 @@ def refusals(config: VllmConfig) -> list[str]:
             str(parallel.distributed_executor_backend) == "external_launcher" and parallel.world_size > 1,
             "several ranks of an external launcher, each with a scheduler of its own",
         ),
-        (str(cache.cache_dtype) not in ("auto", "bfloat16", "float16"), f"a KV cache of type {cache.cache_dtype}"),
+        (
+            bool(quantised := _quantised_cache(str(cache.cache_dtype), model.hf_config)),
+            f"a KV cache of type {quantised} (--kv-cache-dtype bfloat16 makes another one)",
+        ),
         (
             not set(architectures) & set(ARCHITECTURES),
             f"{' '.join(architectures) or 'a model without architecture'} (blendable are {', '.join(ARCHITECTURES)})",
@@ -263,3 +266,16 @@ def refusals(config: VllmConfig) -> list[str]:
         ((getattr(text, "num_kv_shared_layers", 0) or 0) > 0, "layers that share their KV cache"),
     ]
     return [name for wrong, name in found if wrong]
+
+
+def _quantised_cache(cache_dtype: str, hf_config: Any) -> str:
+    """The type of a cache that changes numbers, if the command or, with "auto", the checkpoint asks for it; or ""."""
+    if cache_dtype != "auto":
+        return "" if cache_dtype in ("bfloat16", "float16") else cache_dtype
+    stored = getattr(hf_config, "quantization_config", None) or {}
+    inner = stored.get("quantization") if isinstance(stored, dict) else None
+    for each in (stored, inner or {}):
+        for name in ("kv_cache_scheme", "kv_cache_quant_algo") if isinstance(each, dict) else ():
+            if each.get(name):
+                return f"{each[name]!r} ({name} of the checkpoint)"
+    return ""

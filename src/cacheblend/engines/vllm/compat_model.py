@@ -12,7 +12,8 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
-from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.operations import is_served
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.engines.vllm.architectures import ARCHITECTURES
 from cacheblend.engines.vllm.config import read_config
@@ -61,7 +62,7 @@ def _reserve(model: nn.Module, config: VllmConfig) -> None:
     if extra is None or device.type == "cpu":
         return
     wanted = read_config(extra).workspace_bytes
-    wanted = workspace_of(model_sizes(config)).total if wanted is None else wanted
+    wanted = workspace_of(model_sizes(config, device, extra)).total if wanted is None else wanted
     try:
         _reserved[model] = torch.empty(wanted, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
@@ -92,23 +93,57 @@ def connector_settings(config: VllmConfig) -> dict[str, Any] | None:
     return None
 
 
-def model_sizes(config: VllmConfig) -> ModelSizes:
-    """What blending's memory depends on, of this rank."""
+def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, Any]) -> ModelSizes:
+    """What blending's memory depends on, of this rank.
+
+    Args:
+        config: vLLM's.
+        device: of the model.
+        extra: see `connector_settings`.
+    """
     model, text = config.model_config, config.model_config.hf_text_config
     ranks = max(1, int(config.parallel_config.tensor_parallel_size))
     wide = int(getattr(text, "intermediate_size", 0) or 0)
     experts = int(getattr(text, "num_experts_per_tok", 0) or 0)
     if experts:
         wide = experts * int(getattr(text, "moe_intermediate_size", 0) or wide)
+    head_dim, is_cuda = int(model.get_head_size()), device.type == "cuda"
+    heads = int(model.get_num_attention_heads(config.parallel_config))
+    kv_heads = int(model.get_num_kv_heads(config.parallel_config))
+    has_kernels = is_cuda and is_served(device, model.dtype, HeadShape(heads, kv_heads, head_dim))
+    in_pages = read_config(extra).in_pages
     return ModelSizes(
         layers=int(model.get_num_layers(config.parallel_config)),
         width=int(model.get_hidden_size()),
         intermediate=-(-wide // ranks),
-        kv_width=int(model.get_num_kv_heads(config.parallel_config)) * int(model.get_head_size()),
+        query_width=heads * head_dim,
+        kv_width=kv_heads * head_dim,
+        head_dim=head_dim,
         item_bytes=int(model.dtype.itemsize),
         longest=int(model.max_model_len),
         tile_rows=int(config.scheduler_config.max_num_batched_tokens),
+        has_kernels=has_kernels,
+        in_pages=has_kernels if in_pages is None else in_pages,  # most layouts have pages; no cache can be asked yet
     )
+
+
+CACHE_TYPES = ("auto", "bfloat16", "float16")
+"""Types of a KV cache that keeps numbers as they are."""
+
+
+def check_caches(layers: Sequence[Any]) -> None:
+    """Refuses attention modules whose caches are quantised: a checkpoint may ask for that where the command does not.
+
+    Raises:
+        ModelNotBlendableError: with the way out.
+    """
+    for layer in layers:
+        found = str(getattr(layer, "kv_cache_dtype", "auto"))
+        if found not in CACHE_TYPES:
+            raise ModelNotBlendableError(
+                f"{layer.layer_name} has a KV cache of type {found}, which blending does not write; start vLLM with "
+                "--kv-cache-dtype bfloat16"
+            )
 
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:

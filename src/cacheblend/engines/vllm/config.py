@@ -43,6 +43,8 @@ class ConnectorConfig:
             each request, which waits for it.
         controller: leave out stored blocks that take longer to load than to compute, and recompute more where loading
             takes longer anyway, by the times observed (and by `cost_model`, to begin with); false: load all.
+        in_pages: blend in vLLM's own cache, without buffers of the prompt's length, where its layout allows it; None:
+            on GPUs that kernels serve; false: never.
         allow_untested_version: start on a version of vLLM that was not tested (`versions.TESTED`), with a warning.
     """
 
@@ -59,6 +61,7 @@ class ConnectorConfig:
     workspace_bytes: int | None = None
     refresh_s: float = 5.0
     controller: bool = True
+    in_pages: bool | None = None
     allow_untested_version: bool = False
 
     @property
@@ -82,7 +85,9 @@ class ConnectorConfig:
         share = self.min_reused_share
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
             raise InvalidInputError(f"min_reused_share must be in 0..1, got {share!r}")
-        for name in ("match_content", "controller", "allow_untested_version"):
+        for name in ("match_content", "controller", "allow_untested_version", "in_pages"):
+            if name == "in_pages" and self.in_pages is None:
+                continue
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")
         cost_model = self.blend.cost_model

@@ -170,11 +170,13 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
-        reserved, needed = compat_model.release_reserved(), workspace_of(compat_model.model_sizes(self._vllm_config))
-        logger.info("blending takes up to %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
+        reserved = compat_model.release_reserved()
         scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
         rows = int(scheduler.max_num_batched_tokens)
         model = BlendModel(self._vllm_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        needed = workspace_of(compat_model.model_sizes(self._vllm_config, model.device, extra))
+        logger.info("blending takes up to %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
         # GPU kernels are not made for many short sequences, and were not measured with them.
         on_cpu = model.device.type == "cpu"
         builder = compat.metadata_builder(self._vllm_config, model.attention[0], self._kv_caches) if on_cpu else None
@@ -187,6 +189,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
             builder=builder,
+            in_pages=self._config.in_pages,
             sentence_end_ids=self._sentence_end_ids,
             name=self.identity.name,
             read_timeout_s=self._config.read_timeout_s,

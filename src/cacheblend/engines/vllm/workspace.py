@@ -4,11 +4,20 @@ from dataclasses import dataclass, fields
 
 from cacheblend.core.fuse.batching import ROWS_OPEN
 
-READ_AHEAD = 2  # layers
+READ_AHEAD = 8  # layers
+"""As many as the embedded engine: a store answers unevenly, and short prompts' layers are small. Those of long prompts
+are bounded by `READ_AHEAD_BYTES`, so that the workspace hardly grows with it."""
+
 READ_AHEAD_BYTES = 128 << 20
 """Of each prompt's layers that are loaded ahead, but always one layer: eight prompts at once take 1 GiB."""
 
-_ATTENTION = 5 << 26  # a mask of 64 Mi numbers of 2 bytes, at most as large before it is repeated, and booleans
+HELD_COPIES = 4
+"""Copies of held rows while they are read from the paged cache: blocks, in one order, rows, the record."""
+
+_MASKS = 5 << 26  # a mask of 64 Mi numbers of 2 bytes, at most as large before it is repeated, and booleans
+_PROGRAMS = 512  # of the attention kernel that share rows: less than two for each of a GPU's processors
+_SLOTS = 128  # rows times query heads that a program computes
+_WEIGHTS = 3 * 4 << 24  # the question's attention weights: 16 Mi numbers in fp32, three times
 
 
 @dataclass(frozen=True)
@@ -19,19 +28,27 @@ class ModelSizes:
         layers: of the model.
         width: of the hidden state.
         intermediate: width of the MLP; of a mixture of experts, of those that a row goes through.
+        query_width: query heads of this rank x head dimension.
         kv_width: KV heads of this rank x head dimension.
+        head_dim: numbers of a head.
         item_bytes: of a number.
         longest: tokens of the longest prompt.
         tile_rows: rows that go through a layer at once.
+        has_kernels: `core.kernels` serves the device.
+        in_pages: prompts are blended in vLLM's own cache.
     """
 
     layers: int
     width: int
     intermediate: int
+    query_width: int
     kv_width: int
+    head_dim: int
     item_bytes: int
     longest: int
     tile_rows: int
+    has_kernels: bool = False
+    in_pages: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,17 +57,21 @@ class Workspace:
 
     Attributes:
         hidden: hidden states of all rows of a prompt and of those that wait, and the copy of the rows that are kept.
-        layers: a layer's KV of the whole prompt, those that are read ahead, and their records as stored; and what
-            waiting prompts read ahead.
+        layers: a layer's records as stored, and those that are read ahead; without pages also as many buffers of the
+            prompt's length; and what waiting prompts read ahead.
+        held: copies of what vLLM's own cache holds of a prompt; none with pages.
         tile: a layer's intermediate results for the rows that go through it at once.
-        attention: masks.
+        attention: masks, or the parts that several programs of the kernel compute.
+        question: what the question's pass takes more than a tile and its attention.
         chunks: KV of the chunks that are being captured, in all layers.
     """
 
     hidden: int
     layers: int
+    held: int
     tile: int
     attention: int
+    question: int
     chunks: int
 
     @property
@@ -67,15 +88,36 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
     """The memory that blending needs at most on one rank."""
     layer = 2 * sizes.kv_width * sizes.longest * sizes.item_bytes
     ahead = max(1, min(READ_AHEAD, READ_AHEAD_BYTES // max(1, layer)))
+    records, buffers = (1 + ahead) * layer, 0 if sizes.in_pages else (1 + ahead) * layer
     rows = 2 * sizes.longest + ROWS_OPEN
     waiting = 2 * sizes.kv_width * ROWS_OPEN * sizes.item_bytes  # one layer of the prompts that wait
+    tile, attention = tile_bytes(sizes), attention_bytes(sizes)
     return Workspace(
         hidden=rows * sizes.width * sizes.item_bytes,
-        layers=layer * (1 + 2 * ahead) + max(2 * waiting, READ_AHEAD_BYTES),
-        tile=sizes.tile_rows * (4 * sizes.width + 3 * sizes.intermediate) * sizes.item_bytes,
-        attention=_ATTENTION,
+        layers=records + buffers + max(waiting if sizes.in_pages else 2 * waiting, READ_AHEAD_BYTES),
+        held=0 if sizes.in_pages else HELD_COPIES * layer,
+        tile=tile,
+        attention=attention,
+        question=max(0, question_bytes(sizes) - tile - attention),
         chunks=2 * sizes.kv_width * sizes.tile_rows * sizes.layers * sizes.item_bytes,
     )
+
+
+def tile_bytes(sizes: ModelSizes) -> int:
+    """Of one tile in a layer: the MLP's intermediate results, or queries, keys and values as projected, rotated and
+    laid out; and four hidden states."""
+    attending = 4 * sizes.query_width + 6 * sizes.kv_width
+    return sizes.tile_rows * (4 * sizes.width + max(3 * sizes.intermediate, attending)) * sizes.item_bytes
+
+
+def attention_bytes(sizes: ModelSizes) -> int:
+    """Of attention beside its result: the kernel's partial sums in fp32, or PyTorch's masks."""
+    return _PROGRAMS * _SLOTS * (sizes.head_dim + 2) * 4 if sizes.has_kernels else _MASKS
+
+
+def question_bytes(sizes: ModelSizes) -> int:
+    """Of the question's pass: a copy of a layer's stored rows, the same in fp32, and attention weights."""
+    return 2 * sizes.kv_width * sizes.longest * (sizes.item_bytes + 4) + _WEIGHTS
 
 
 def gib(nbytes: int) -> str:

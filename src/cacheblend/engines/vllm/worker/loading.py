@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.load.loader import LayerKV, LayerLoader
+from cacheblend.core.load.layer_kv import LayerCache
+from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
 from cacheblend.core.plan.plan import RESIDENT
@@ -46,7 +47,7 @@ class AgreedLoader(LayerLoader):
         super().__init__(*args, **options)
         self._ranks = ranks
 
-    def layer(self, index: int) -> LayerKV:
+    def layer(self, index: int) -> LayerCache:
         """See `LayerLoader.layer`; where one rank lost a block, every rank loses all of them.
 
         Raises:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.attention_spec import HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
@@ -42,6 +43,7 @@ class BlendModel:
                 f"{type(model).__name__} has {len(self.layers)} decoder layers and {len(self.attention)} attention "
                 "modules; blending needs one attention module in each layer"
             )
+        compat_model.check_caches(self.attention)
         self._shims = {layer.layer_name: compat_model.AttentionShim(layer) for layer in self.attention}
         self.specs = [compat_model.attention_spec(layer) for layer in self.attention]
         self.device = next(model.parameters()).device
@@ -50,6 +52,10 @@ class BlendModel:
         self.dtype = config.model_config.dtype
         shapes = [LayerShape(int(layer.num_kv_heads), int(layer.head_size)) for layer in self.attention]
         self.layout = KVLayout(tuple(shapes), self.dtype)  # of this rank's heads
+        self.head_shapes = [
+            HeadShape(int(layer.num_heads), shape.kv_heads, shape.head_dim, spec.window)
+            for layer, shape, spec in zip(self.attention, shapes, self.specs, strict=True)
+        ]
         self.tp_size, self.tp_rank = compat.tp_size(), compat.tp_rank()
         total = config.model_config.get_total_num_kv_heads()
         self.total_kv_heads = int(total)

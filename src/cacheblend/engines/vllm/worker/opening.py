@@ -14,7 +14,8 @@ import torch
 
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.kernels.operations import serve
-from cacheblend.core.load.loader import LayerKV, LayerLoader
+from cacheblend.core.load.layer_kv import LayerCache, LayerKV
+from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.plan.blocks import BlockSource
 from cacheblend.core.plan.plan import BlendPlan
@@ -24,8 +25,9 @@ from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob
 from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
 from cacheblend.engines.vllm.worker.loading import AgreedLoader, EmptySource
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.paged import NULL_BLOCK, PagedLayer
+from cacheblend.engines.vllm.worker.paged import NULL_BLOCK, PagedLayer, RequestBlocks
 from cacheblend.engines.vllm.worker.paged_attention import PagedAttention
+from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
 from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
 
@@ -45,7 +47,7 @@ class Opener:
         block_size: of the paged cache, in tokens.
         options: of all prefills.
         sentence_end_ids: the ids of the tokens that end a sentence, for selectors that ask the question.
-        builder: see `Worker`.
+        builder, in_pages: see `Worker`.
         ranks: that compute together.
     """
 
@@ -59,6 +61,7 @@ class Opener:
         options: PrefillOptions,
         sentence_end_ids: SentenceEnds,
         builder: Any,
+        in_pages: bool | None,
         ranks: Ranks,
     ) -> None:
         self._model, self._store, self._codec, self._ranks = model, store, codec, ranks
@@ -69,7 +72,9 @@ class Opener:
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
         ]
         self._threads = DaemonPool(READ_THREADS, "cacheblend-reader")
-        serve(model.device, model.layout.dtype)
+        serve(model.device, model.layout.dtype, model.head_shapes)
+        where = model.device, model.layout.dtype
+        self._pages = open_pages(self._paged, model.head_shapes, *where, ranks, in_pages)
 
     def close(self) -> None:
         """Ends the threads that read; waits for none of them."""
@@ -83,27 +88,43 @@ class Opener:
         if resident:
             plan = plan.with_resident(first)
 
-        def held(layer: int) -> torch.Tensor:
-            return self._paged[layer].read(job.block_ids, first)
-
         ends = self._sentence_end_ids() if job.selector.question_rows else None
         options = replace(self._options, sentence_end_ids=ends)
-        slots = self._paged[0].slots(job.block_ids, first, len(plan))
-        if self._builder is not None and resident == (first > 0) and NULL_BLOCK not in job.block_ids:
-            attention = PagedAttention(self._paged, self._builder, job.block_ids, first, slots)
+        is_whole = resident == (first > 0) and NULL_BLOCK not in job.block_ids
+        blocks = RequestBlocks.of(job.block_ids, first, len(plan), self._block_size, self._model.device)
+        if self._pages is not None and is_whole:
+            return self._blend_in_pages(job, plan, blocks, options)
+
+        def held(layer: int) -> torch.Tensor:
+            return self._paged[layer].read(blocks.table, first)
+
+        if self._builder is not None and is_whole:
+            attention = PagedAttention(self._paged, self._builder, blocks)
             options = replace(options, on_layer=_nothing, attention=attention)
-            return self._open(plan, self._store, job.selector, options, held)
+            return self._open(plan, self._store, job.selector, options, resident=held)
 
-        def write(layer: int, kv: LayerKV) -> None:
-            self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], slots)
+        def write(layer: int, kv: LayerCache) -> None:
+            self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], blocks.slots[first:])
 
-        return self._open(plan, self._store, job.selector, replace(options, on_layer=write), held)
+        return self._open(plan, self._store, job.selector, replace(options, on_layer=write), resident=held)
+
+    def _blend_in_pages(
+        self, job: BlendJob, plan: BlendPlan, blocks: RequestBlocks, options: PrefillOptions
+    ) -> BlendedPrefill:
+        pages = self._pages
+        assert pages is not None
+
+        def cache_of(layer: int) -> PagedKV:
+            return PagedKV(self._paged[layer], pages[layer], blocks)
+
+        options = replace(options, on_layer=_nothing, stays=True)
+        return self._open(plan, self._store, job.selector, options, caches=cache_of)
 
     def capture(self, job: CaptureJob, kv: list[LayerKV]) -> BlendedPrefill:
         """A prefill of a chunk behind its anchor alone, which appends each layer to `kv`."""
         prompt = Prompt.of([text(part) for part in (*job.chunk.anchor, job.chunk.token_ids)])
         plan = job.planner.plan(prompt, EmptySource())
-        options = replace(self._options, on_layer=lambda layer, layer_kv: kv.append(layer_kv))
+        options = replace(self._options, on_layer=lambda layer, found: kv.append(LayerKV(found.keys, found.values)))
         return self._open(plan, EmptySource(), NoRows(), options)
 
     def _open(
@@ -112,8 +133,9 @@ class Opener:
         source: BlockSource,
         selector: Selector,
         options: PrefillOptions,
-        resident: Callable[[int], torch.Tensor] | None = None,
+        **where: Any,
     ) -> BlendedPrefill:
+        """`where`: the loader's `resident` or `caches`."""
         model = self._model
 
         def open_runner(plan: BlendPlan) -> VllmLayerRunner:
@@ -129,7 +151,7 @@ class Opener:
                 "read_ahead": READ_AHEAD,
                 "heads": model.heads,
                 "codec": self._codec,
-                "resident": resident,
+                **where,
                 "threads": self._threads,
                 "ahead_bytes": READ_AHEAD_BYTES,
             }
@@ -142,5 +164,5 @@ def no_sentence_ends() -> None:
     """None: nobody knows where a sentence ends."""
 
 
-def _nothing(layer: int, kv: LayerKV) -> None:
-    """Does nothing: the layer was written to the paged cache during attention."""
+def _nothing(layer: int, kv: LayerCache) -> None:
+    """Does nothing: the layer is in the paged cache already."""

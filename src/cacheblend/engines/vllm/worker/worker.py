@@ -54,7 +54,8 @@ class Worker:
         block_size: of the paged cache, in tokens.
         budget: row-layers computed in an engine step, up to a tile more; `IDLE_TIMES` as many if vLLM computes nothing.
         tile_rows: rows that go through a layer at once.
-        builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend with torch.
+        builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend by `core.kernels`.
+        in_pages: see `ConnectorConfig.in_pages`.
         sentence_end_ids: see `PrefillOptions`; asked for when a selector needs them.
         name: of the model, for people.
         read_timeout_s: vLLM computes a prompt of which the store has not given the next layer for so long.
@@ -72,6 +73,7 @@ class Worker:
         budget: int,
         tile_rows: int,
         builder: Any = None,
+        in_pages: bool | None = None,
         sentence_end_ids: SentenceEnds = no_sentence_ends,
         name: str = "",
         read_timeout_s: float = READ_TIMEOUT_S,
@@ -87,6 +89,7 @@ class Worker:
             options=PrefillOptions(tile_rows=tile_rows),
             sentence_end_ids=sentence_end_ids,
             builder=builder,
+            in_pages=in_pages,
             ranks=self._ranks,
         )
         alone, last_check = self._ranks.size == 1, max(selector.check_layers, default=0)

@@ -1,0 +1,108 @@
+"""One layer of a request's KV cache, in buffers of its own or wherever an engine keeps it, and what is placed there."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.deviation import Measure
+from cacheblend.core.kernels.operations import attend_rows, kv_deviation, place
+from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.rope import KeyRotation
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.plan import Source, Span
+
+
+class LayerCache(Protocol):
+    """One layer of a request's KV cache; positions are [n] int64 on its device.
+
+    Rows that were neither placed nor written hold anything.
+    """
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[kv_heads, length, head_dim]; a copy of the whole layer where it does not lie in one piece."""
+        ...
+
+    @property
+    def values(self) -> torch.Tensor:
+        """As `keys`."""
+        ...
+
+    def rows(self, positions: torch.Tensor) -> "LayerKV":
+        """A copy of the rows at these positions."""
+        ...
+
+    def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites the rows at these positions, ascending, with [kv_heads, n, head_dim]."""
+        ...
+
+    def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
+        """Overwrites rows with stored records; see `placing.place`."""
+        ...
+
+    def deviation(self, fresh: Sequence[torch.Tensor], measure: Measure, positions: torch.Tensor) -> torch.Tensor:
+        """Squared distance of fresh keys and values from the rows at these positions, [n] fp32."""
+        ...
+
+    def attend(self, query: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """Attention of rows [heads, n, head_dim] up to their own positions, as [n, heads, head_dim]."""
+        ...
+
+
+class LayerKV(NamedTuple):
+    """One layer in buffers, each [kv_heads, length, head_dim]; a `LayerCache`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def rows(self, positions: torch.Tensor) -> "LayerKV":
+        """See `LayerCache.rows`."""
+        return LayerKV(self.keys[:, positions], self.values[:, positions])
+
+    def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `LayerCache.write`."""
+        self.keys.index_copy_(1, positions, keys)
+        self.values.index_copy_(1, positions, values)
+
+    def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
+        """See `LayerCache.place`."""
+        place(records, placement, self.keys, self.values, rotation)
+
+    def deviation(self, fresh: Sequence[torch.Tensor], measure: Measure, positions: torch.Tensor) -> torch.Tensor:
+        """See `LayerCache.deviation`."""
+        return kv_deviation(fresh, self, measure, positions)
+
+    def attend(self, query: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """See `LayerCache.attend`."""
+        return attend_rows(query, self.keys, self.values, positions, spec)
+
+
+class PlacedSpans(NamedTuple):
+    """Where the records of some spans go: the records' names, in the order of the placement's indices."""
+
+    names: list[BlockName]
+    placement: Placement
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], codec: str) -> "PlacedSpans":
+        """Each name once, however often its rows stand in the prompt; exact rows are not moved."""
+        indices = {name: index for index, name in enumerate(dict.fromkeys(span.name for span in spans))}
+        pieces = [
+            Piece(
+                indices[span.name],
+                span.record_tokens or len(span),
+                span.record_start,
+                span.start,
+                len(span),
+                span.start - span.stored_start if span.source is Source.LOADED else 0,
+            )
+            for span in spans
+        ]
+        return cls(list(indices), Placement(pieces, codec))
+
+    def fill(self, kv: LayerCache, records: Mapping[BlockName, torch.Tensor], rotation: KeyRotation | None) -> None:
+        """Places the spans' records in a layer, their keys turned by `rotation`."""
+        if self.names:
+            kv.place([records[name] for name in self.names], self.placement, rotation)

@@ -1,0 +1,128 @@
+"""A request's KV in vLLM's own paged cache: stored records are placed there, rows are written and attend there.
+
+    prompt    | held by vLLM | chunk A | text | chunk B | question |        rows
+    blocks    | 7 | 2        | 9 | 4 | 1 | 11 | 5                 |        any of the cache's, in the prompt's order
+    written   never          | placed, or fresh rows
+
+No layer is gathered, and none has buffers of its own: a row is copied out of its block only where it is compared with a
+fresh one, or where the question's pass asks for it. Used where the cache's layout has strides and `core.kernels` serves
+the device; else a prompt has dense buffers (`LayerKV`), which are copied to the cache layer by layer.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from cacheblend.core.errors import CacheBlendError, ModelNotBlendableError
+from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.deviation import Measure
+from cacheblend.core.kernels.operations import attend_rows, is_served, kv_deviation, place
+from cacheblend.core.kernels.placing import Placement
+from cacheblend.core.kernels.rope import KeyRotation
+from cacheblend.core.load.layer_kv import LayerKV
+from cacheblend.engines.vllm.worker.paged import PagedLayer, Pages, RequestBlocks
+from cacheblend.engines.vllm.worker.ranks import Ranks
+
+logger = logging.getLogger("cacheblend.vllm")
+
+
+class PagedKV:
+    """One layer of a request's KV; a `LayerCache`.
+
+    Args:
+        layer: of the paged cache; fresh rows are written by its backend.
+        pages: the same as views.
+        blocks: of the request.
+    """
+
+    def __init__(self, layer: PagedLayer, pages: Pages, blocks: RequestBlocks) -> None:
+        self._layer, self._pages, self._blocks = layer, pages, blocks
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """A copy of the whole layer's keys, [kv_heads, rows, head_dim]."""
+        return self.rows(torch.arange(len(self._blocks.slots), device=self._blocks.slots.device)).keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        """As `keys`."""
+        return self.rows(torch.arange(len(self._blocks.slots), device=self._blocks.slots.device)).values
+
+    def rows(self, positions: torch.Tensor) -> LayerKV:
+        """See `LayerCache.rows`."""
+        size = self._blocks.block_size
+        at = self._blocks.table[positions // size], positions % size
+        return LayerKV(*(part[at].transpose(0, 1) for part in self._pages))
+
+    def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `LayerCache.write`; rows in blocks that other requests may share stay as they are."""
+        self._layer.write(keys, values, self._blocks.slots[positions])
+
+    def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
+        """See `LayerCache.place`.
+
+        Raises:
+            CacheBlendError: a row lies in a block that other requests may share.
+        """
+        start = min((piece.start for piece in placement.pieces), default=self._blocks.first)
+        if start < self._blocks.first:
+            raise CacheBlendError(
+                f"a record would be placed at row {start}; rows up to {self._blocks.first} are shared"
+            )
+        place(records, placement, *self._pages, rotation, self._blocks.table)
+
+    def deviation(self, fresh: Sequence[torch.Tensor], measure: Measure, positions: torch.Tensor) -> torch.Tensor:
+        """See `LayerCache.deviation`."""
+        return kv_deviation(fresh, self.rows(positions), measure)
+
+    def attend(self, query: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """See `LayerCache.attend`."""
+        return attend_rows(query, *self._pages, positions, spec, self._blocks.table)
+
+
+def open_pages(
+    layers: Sequence[PagedLayer],
+    shapes: Sequence[HeadShape],
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    wanted: bool | None,
+) -> list[Pages] | None:
+    """The layers' pages, if prompts are computed in them; None: they have buffers of their own.
+
+    Args:
+        layers: of the paged cache.
+        shapes: of the layers' heads.
+        device, dtype: of the model.
+        ranks: that do the same: all or none.
+        wanted: see `ConnectorConfig.in_pages`; the same on all ranks.
+    """
+    if wanted is False or (wanted is None and device.type != "cuda"):
+        return None
+    unserved = [shape for shape in shapes if not is_served(device, dtype, shape)] if wanted is None else []
+    reason = f"no kernel serves {unserved[0]} in {dtype} on {device}" if unserved else ""
+    found, reason = (None, reason) if reason else _pages_of(layers, dtype)
+    (is_refused,) = ranks.agree_each([int(found is None)])
+    if is_refused:
+        logger.warning(
+            "prompts are blended in buffers of their own, and copied to vLLM's cache: %s", reason or "another rank does"
+        )
+        return None
+    logger.info("prompts are blended in vLLM's own cache")
+    return found
+
+
+def _pages_of(layers: Sequence[PagedLayer], dtype: torch.dtype) -> tuple[list[Pages] | None, str]:
+    """The pages, or why there are none."""
+    found = []
+    for number, layer in enumerate(layers):
+        try:
+            pages = layer.pages()
+        except ModelNotBlendableError as error:
+            return None, str(error)
+        if pages is None or pages.keys.dtype != dtype:
+            what = "no strides" if pages is None else f"the type {pages.keys.dtype}, and the model {dtype}"
+            return None, f"the cache of layer {number} has {what}"
+        found.append(pages)
+    return found, ""

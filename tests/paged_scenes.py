@@ -1,0 +1,190 @@
+"""A worker's prefills without an engine: a small model with vLLM's interfaces, a paged cache, a store."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from cacheblend.core.fuse.prefill import PrefillOptions
+from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
+from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys
+from cacheblend.core.load.capture import ChunkJob, blocks_of
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.selectors import AllRows, Selector
+from cacheblend.store import MemoryStore
+
+LAYERS, HEADS, KV_HEADS, WIDTH, SIZE, BLOCKS = 4, 4, 2, 16, 16, 40
+HIDDEN, VOCAB = 48, 200
+SPECS = {
+    "plain": AttentionSpec(WIDTH**-0.5),
+    "window": AttentionSpec(WIDTH**-0.5, window=40),
+    "cap": AttentionSpec(WIDTH**-0.5, softcap=5.0),
+    "sinks": AttentionSpec(WIDTH**-0.5, sinks=torch.linspace(-1, 1, HEADS)),
+}
+
+
+def flash(cache: torch.Tensor, block: int, place: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    cache[0, block, place], cache[1, block, place] = key, value
+
+
+def keys_transposed(cache: torch.Tensor, block: int, place: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    part = cache[block].view(KV_HEADS, 2, SIZE * WIDTH)
+    part[:, 0].view(KV_HEADS, WIDTH, SIZE)[:, :, place] = key
+    part[:, 1].view(KV_HEADS, SIZE, WIDTH)[:, place] = value
+
+
+LAYOUTS: dict[str, Any] = {
+    "flash": (flash, (2, BLOCKS, SIZE, KV_HEADS, WIDTH)),
+    "keys transposed": (keys_transposed, (BLOCKS, KV_HEADS, SIZE, 2 * WIDTH)),
+}
+"""As on GPUs; as on CPUs."""
+
+
+class TinyModel:
+    """Stands in for `BlendModel`; `between`: called twice in each layer, where ranks exchange tensors."""
+
+    def __init__(self, spec: AttentionSpec, dtype: torch.dtype, between: Callable[[], Any] = lambda: None) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.device, self.dtype, self.heads = torch.device("cpu"), dtype, None
+        self.layout = KVLayout((LayerShape(KV_HEADS, WIDTH),) * LAYERS, dtype)
+        self.head_shapes = [HeadShape(HEADS, KV_HEADS, WIDTH, spec.window)] * LAYERS
+        self.specs = [spec] * LAYERS
+        self.rotations = [KeyRotation(1e3 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2)), "half")] * LAYERS
+        self.tp_size, self.tp_rank, self.total_kv_heads = 1, 0, KV_HEADS
+        self.table = torch.randn(VOCAB, HIDDEN, generator=draw).to(dtype)
+        sizes = (HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH)
+        self._between, self._answer = between, None
+        self.attention = list[Any]()
+        self.layers = [
+            self._layer(
+                [torch.randn(HIDDEN, size, generator=draw).to(dtype) * HIDDEN**-0.5 for size in sizes],
+                torch.randn(sizes[0], HIDDEN, generator=draw).to(dtype) * 2 * sizes[0] ** -0.5,
+            )
+            for _ in range(LAYERS)
+        ]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.table[token_ids]
+
+    @contextmanager
+    def answering(self, layer: int, answer: Any) -> Iterator[None]:
+        self._answer = answer
+        yield
+
+    def _layer(self, inward: list[torch.Tensor], outward: torch.Tensor) -> Callable[..., Any]:
+        def layer(positions: torch.Tensor, hidden: torch.Tensor, residual: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            normed = hidden / hidden.float().norm(dim=1, keepdim=True).to(hidden.dtype) * HIDDEN**0.5
+            q, k, v = ((normed @ weight).view(len(hidden), -1, WIDTH).transpose(0, 1) for weight in inward)
+            angles = positions[:, None] * self.rotations[0].inv_freq
+            turn = Turn(angles.cos(), angles.sin(), "half")
+            q, k = reposition_keys(q, turn), reposition_keys(k, turn)
+            assert self._answer is not None
+            attended = self._answer(*(each.transpose(0, 1) for each in (q, k, v)))
+            self._between()
+            self._between()
+            return attended.reshape(len(hidden), -1) @ outward, hidden.clone()
+
+        return layer
+
+
+def caches_of(put: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any]:
+    """vLLM's attention modules with caches of this layout, full of other requests' numbers."""
+    draw = torch.Generator().manual_seed(5)
+
+    def update(layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: Any) -> None:
+        for key, value, slot in zip(keys, values, slots.tolist(), strict=True):
+            if slot >= 0:
+                put(cache, slot // SIZE, slot % SIZE, key, value)
+
+    impl = SimpleNamespace(do_kv_cache_update=update)
+    return [SimpleNamespace(kv_cache=torch.randn(shape, generator=draw).to(dtype), impl=impl) for _ in range(LAYERS)]
+
+
+class Scene:
+    """One rank's opener over a paged cache, and a store with three chunks.
+
+    Args:
+        layout: of the cache, one of `LAYOUTS`.
+        in_pages: see `ConnectorConfig.in_pages`.
+    """
+
+    def __init__(
+        self,
+        layout: str = "flash",
+        *,
+        in_pages: bool | None,
+        spec: str = "plain",
+        dtype: torch.dtype = torch.float32,
+        codec: str = "raw",
+        tile_rows: int = 48,
+        ranks: Any = None,
+        between: Callable[[], Any] = lambda: None,
+    ) -> None:
+        from cacheblend.engines.vllm.worker.opening import Opener, no_sentence_ends
+        from cacheblend.engines.vllm.worker.ranks import Ranks
+
+        self.model = TinyModel(SPECS[spec], dtype, between)
+        self.model.attention = caches_of(*LAYOUTS[layout], dtype)
+        self.store = MemoryStore(max_bytes=1 << 30)
+        self.planner = Planner(b"root", block_size=32, codec=codec)
+        self.opener = Opener(
+            self.model,  # type: ignore[arg-type]
+            self.store,
+            codec,
+            block_size=SIZE,
+            options=PrefillOptions(tile_rows=tile_rows),
+            sentence_end_ids=no_sentence_ends,
+            builder=None,
+            in_pages=in_pages,
+            ranks=ranks or Ranks(SimpleNamespace(size=1, rank=0)),  # type: ignore[arg-type]
+        )
+        draw = torch.Generator().manual_seed(7)
+        self.front, *self.chunks, self.question = (
+            torch.randint(VOCAB, (tokens,), generator=draw).tolist() for tokens in (37, 45, 70, 33, 29)
+        )
+        for ids in self.chunks:
+            self._keep(ids)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The chunks in another order, with a chunk that is not stored in between."""
+        one, two, three = self.chunks
+        missed = chunk([(7 * i) % VOCAB for i in range(21)])
+        return Prompt.of([text(self.front), chunk(two), chunk(three), missed, chunk(one), text(self.question)])
+
+    def job(self, blocks: Sequence[int], held: int = 0, selector: Selector | None = None, source: Any = None) -> Any:
+        from cacheblend.engines.vllm.jobs import BlendJob
+
+        plan = self.planner.plan(self.prompt, source or self.store).without_last_row()
+        return BlendJob("one", plan, selector or AllRows(), held, list(blocks))
+
+    def blend(self, job: Any) -> Any:
+        """Runs a job to its end."""
+        with self.opener.blend(job) as prefill:
+            prefill.advance(10 * LAYERS)
+            assert prefill.done
+            return prefill.result()
+
+    def rows(self, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """The prompt's rows in each layer of the cache, [kv_heads, 2, rows, head_dim]."""
+        table, rows = torch.tensor(blocks), len(self.prompt.token_ids) - 1
+        return [layer.read(table, rows) for layer in self.opener._paged]
+
+    def bytes_of(self, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """What lies in these blocks, in each layer."""
+        return [layer.read(torch.tensor(blocks), len(blocks) * SIZE).clone() for layer in self.opener._paged]
+
+    def _keep(self, ids: list[int]) -> None:
+        from cacheblend.core.naming import as_token_ids
+        from cacheblend.engines.vllm.jobs import CaptureJob
+
+        kv: list[Any] = []
+        chunk_job = ChunkJob((), as_token_ids(ids))
+        with self.opener.capture(CaptureJob(chunk_job, self.planner), kv) as prefill:
+            prefill.advance(LAYERS)
+        for block in blocks_of(chunk_job, self.planner, kv):
+            assert self.store.write(block)

@@ -1,0 +1,68 @@
+"""What tensor-parallel ranks exchange for a blend, counted: threads stand in for ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import paged_scenes
+from cacheblend.core.select.selectors import Hkvd, NoRows
+from rank_threads import Meeting, ThreadGroup, on_all
+from vllm_running import needs_vllm
+
+pytestmark = needs_vllm
+
+
+class Counted(ThreadGroup):
+    """Counts what ranks exchange: between devices for selections and in layers, and on the host."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(meeting, rank)
+        self.selections = self.collectives = self.host = 0
+
+    def combine(self, value: torch.Tensor, how: Any, before: Any) -> torch.Tensor:
+        self.selections += 1
+        return super().combine(value, how, before)
+
+    def collective(self, value: float, at: str = "all reduce") -> float:
+        self.collectives += 1
+        return super().collective(value, at)
+
+    def maximum(self, values: list[int]) -> list[int]:
+        self.host += 1
+        return super().maximum(values)
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("checks", [(), (1,), (1, 2)])
+def test_a_check_takes_one_all_reduce_and_no_layer_takes_one_for_selection(
+    checks: tuple[int, ...], in_pages: bool
+) -> None:
+    """And on the host: whether a layer can go on, is loaded, and has ended, and one in front of each collective."""
+    from cacheblend.engines.vllm.jobs import StepJobs
+    from cacheblend.engines.vllm.worker.worker import Worker
+
+    layers, tiles = paged_scenes.LAYERS, 5  # of the layers in front of the first check, of 234 rows
+    selector = Hkvd(checks, (0.2, 0.1)[: len(checks)]) if checks else NoRows()
+
+    def work(group: ThreadGroup, ranks: Any) -> tuple[Counted, Any]:
+        counted = Counted(group._meeting, group.rank)
+        one = paged_scenes.Scene(in_pages=in_pages, between=lambda: counted.collective(1.0, "layer"))
+        settings: dict[str, Any] = {"block_size": 16, "budget": 10**6, "tile_rows": 48, "group": counted}
+        worker = Worker(one.model, one.store, one.planner, selector, in_pages=in_pages, **settings)  # type: ignore[arg-type]
+        counted.selections = counted.collectives = counted.host = 0
+        worker.step(StepJobs(blend=[one.job(range(1, 16), selector=selector)]))
+        while not worker.take_provided():
+            worker.step(StepJobs())
+        outcomes = worker.take_outcomes()
+        worker.close()
+        return counted, outcomes["one"]
+
+    found, _ = on_all(2, work)
+    for counted, outcome in found:
+        assert outcome.failure == ""
+        assert counted.selections == len(checks)
+        opening, finishing = 1, 1
+        assert counted.host == opening + 3 * layers + counted.selections + counted.collectives + finishing
+        ran = counted.collectives / 2  # the model's own, for each tile
+        assert layers <= ran <= layers * tiles
