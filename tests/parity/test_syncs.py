@@ -60,9 +60,7 @@ def waits(engine: BlendEngine, selector: Selector) -> tuple[list[str], torch.Ten
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("device")
-def test_a_pass_waits_for_the_device_twice_at_most(
-    family: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_pass_waits_for_the_device_twice_at_most(family: str, record_property: Callable[[str, object], None]) -> None:
     engine, found = engine_on_device(family), dict[str, list[str]]()
     expected = open_engine(tiny_model(family), sentence_end_ids=[5, 9])
     for name, selector in SELECTORS.items():
