@@ -65,7 +65,7 @@ from cacheblend.core.select.selectors import (
         ({"selector": "hybrid", "measure": "q"}, "one of kv, k, v, got 'q'"),
         ({"anchor": "eos"}, "auto, none, bos, system, got 'eos'"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"tile_rows": -1}, "tile_rows must be at least 1, got -1"),
+        ({"tile_rows": -1}, "tile_rows must be at least 0, got -1"),
         ({"capture_batch_tokens": 0}, "capture_batch_tokens must be at least 1, got 0"),
         ({"read_ahead": -1}, "read_ahead must be at least 0, got -1"),
         ({"capture_queue": -1}, "capture_queue must be at least 0, got -1"),
@@ -136,3 +136,8 @@ def test_good_ratios(ratio: float) -> None:
 def test_a_salt_that_cannot_be_encoded_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"salt 'a\\udcff' has a lone surrogate at character 1"):
         BlendConfig(salt="a\udcff")
+
+
+def test_tiles_are_larger_on_a_gpu_unless_their_size_is_given() -> None:
+    assert [BlendConfig().on(device).tile_rows for device in ("cpu", "cuda")] == [1024, 4096]
+    assert [BlendConfig(tile_rows=7).on(device).tile_rows for device in ("cpu", "cuda")] == [7, 7]

@@ -18,6 +18,7 @@ from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load import read_size
 from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.load.read_size import AT_ONCE, AT_ONCE_TO_DEVICE, ReadSize
 from cacheblend.core.load.staging import Lease, StagingMemory
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, root_name
@@ -238,7 +239,7 @@ def test_large_records_are_read_layer_by_layer(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(read_size, "MOMENT_S", 1e9)
     layout, plan = deep_plan(12)
     for at_once, most in ((1, 1), (3 * 2 * 2 * 4 * 8 * 4, 3)):  # bytes of a block of 4 tokens in as many layers
-        monkeypatch.setattr(read_size, "AT_ONCE", at_once)
+        monkeypatch.setattr(loader_module, "AT_ONCE", at_once)
         source = CountingSource(plan)
         with LayerLoader(plan, source, layout, [None] * 12) as loader:
             for index in range(12):
@@ -526,3 +527,15 @@ def test_a_loader_that_was_closed_writes_to_no_engines_cache(overlap: bool) -> N
     threads.close()
     threads.join()
     assert source.reads and cache.is_untouched
+
+
+def test_a_device_is_given_more_of_a_block_at_once() -> None:
+    """Records of a MiB: one layer a read on the host, and eight where they are copied to a device afterwards."""
+    layout = KVLayout((LayerShape(8, 128),) * 32, torch.bfloat16)
+    found = []
+    for at_once in (AT_ONCE, AT_ONCE_TO_DEVICE):
+        size = ReadSize(layout, 256, at_once)
+        for _ in range(5):
+            size.learn(size.layers, 0.0)
+        found.append(size.layers)
+    assert found == [1, 8]

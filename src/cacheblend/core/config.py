@@ -1,7 +1,7 @@
 """A user's settings of blending; engines and the command line derive from them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
@@ -23,7 +23,8 @@ class BlendConfig(Selection):
         block_size: most tokens of a block.
         codec: how stored chunks are compressed: raw (not at all), fp8, int8 or int4.
         salt: separates tenants who must not share a store's contents.
-        tile_rows: rows that go through a layer at once; bounds the memory of a long prompt.
+        tile_rows: rows that go through a layer at once; bounds the memory of a long prompt. 0: 1,024 on a CPU, and
+            4,096 on a GPU, where the launches of a tile take as long as a small tile's work.
         read_ahead: layers loaded ahead of the one being computed.
         compile_layers: have torch.compile join a layer's small kernels. Opening the engine then takes up to a minute
             longer; pays where a pass waits for launches: few rows on a GPU.
@@ -41,7 +42,7 @@ class BlendConfig(Selection):
     block_size: int = 256
     codec: str = "raw"
     salt: str = ""
-    tile_rows: int = 1024
+    tile_rows: int = 0
     read_ahead: int = 8
     compile_layers: bool = False
     cost_model: str | None = None
@@ -50,7 +51,7 @@ class BlendConfig(Selection):
     capture_batch_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        check_least = {"block_size": 1, "tile_rows": 1, "capture_batch_tokens": 1, "read_ahead": 0, "capture_queue": 0}
+        check_least = {"block_size": 1, "tile_rows": 0, "capture_batch_tokens": 1, "read_ahead": 0, "capture_queue": 0}
         for name, least in check_least.items():
             if getattr(self, name) < least:
                 raise InvalidInputError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -72,6 +73,10 @@ class BlendConfig(Selection):
             if name not in known:
                 raise InvalidInputError(f"BlendConfig has no field {name!r}; it has {', '.join(known)}")
         return BlendConfig(**values)
+
+    def on(self, device_type: str) -> "BlendConfig":
+        """The same with what a device decides: `tile_rows` of ``cpu`` or another type."""
+        return replace(self, tile_rows=self.tile_rows or (1024 if device_type == "cpu" else 4096))
 
     @property
     def selection(self) -> Selection:

@@ -21,7 +21,7 @@ import torch
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV, PlacedSpans
-from cacheblend.core.load.read_size import ReadSize
+from cacheblend.core.load.read_size import AT_ONCE, AT_ONCE_TO_DEVICE, ReadSize
 from cacheblend.core.load.staging import Lease, Staging
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 from cacheblend.core.naming import BlockName
@@ -114,7 +114,8 @@ class LayerLoader:
         exact, reused = ([s for s in self._spans if (s.source is Source.LOADED) == is_reused] for is_reused in (0, 1))
         self._exact, self._reused = PlacedSpans.of(exact, "raw"), PlacedSpans.of(reused, codec)
         self._next = 0  # the first layer that has not been asked for
-        self._read_size = ReadSize(layout, max((s.record_tokens or len(s) for s in self._spans), default=1))
+        tokens = max((s.record_tokens or len(s) for s in self._spans), default=1)
+        self._read_size = ReadSize(layout, tokens, AT_ONCE_TO_DEVICE if self._overlap else AT_ONCE)
         self._pending: dict[int, Future[dict[int, _Read]] | Future[dict[int, _Loaded]]] = {}
         self._given: dict[int, LayerCache] = {}
         self._caches = caches

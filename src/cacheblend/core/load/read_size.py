@@ -10,6 +10,9 @@ from cacheblend.core.plan.blocks import KVLayout
 AT_ONCE = 1 << 20
 """Bytes of a block in one read; with more of them a byte costs no less."""
 
+AT_ONCE_TO_DEVICE = 8 << 20
+"""The same where a block's records are then copied to a device at once: asking takes longer than copying a MiB."""
+
 MOMENT_S = 0.002
 """Layers are read together while that takes no longer."""
 
@@ -20,14 +23,15 @@ class ReadSize:
     Args:
         layout: of the records.
         tokens: of a block.
+        at_once: bytes of a block in one read, at most, but always one layer's.
 
     Attributes:
         layers: that the next read takes, at least 1.
     """
 
-    def __init__(self, layout: KVLayout, tokens: int) -> None:
+    def __init__(self, layout: KVLayout, tokens: int, at_once: int = AT_ONCE) -> None:
         self.layers = 1
-        self._most = -(-AT_ONCE * len(layout.layers) // max(1, layout.block_bytes(tokens)))
+        self._most = -(-at_once * len(layout.layers) // max(1, layout.block_bytes(tokens)))
 
     def learn(self, layers: int, seconds: float) -> None:
         """A read of so many layers took so long."""

@@ -72,7 +72,7 @@ class BlendEngine:
         sentence_end_ids: Sequence[int] | None = None,
         name: str = "",
     ) -> None:
-        self.model, self.config, self.name = model, config or BlendConfig(), name
+        self.model, self.config, self.name = model, (config or BlendConfig()).on(model.device.type), name
         self.settings = Settings(self.config)
         self.view = ModelView(model)
         self.survey = survey_model(model, self.view)
