@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import cacheblend
-from cacheblend.bench.cuda import attention_ways, context, kernels, others, process, report, run, timeline, ttft
+from cacheblend.bench.cuda import attention_ways, context, kernels, others, process, report, run, stores, timeline, ttft
 from cacheblend.bench.cuda.context import Bench, Weights
 from cacheblend.bench.cuda.parts import Part
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.attention import attend_rows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from command_line import Run, runner
@@ -154,7 +155,7 @@ def test_without_a_gpu_it_says_what_can_be_done(command: Run, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--part", "kernel"), "there is no part 'kernel'; choose from tests, kernels, ttft, timeline, vllm, large"),
+        (("--part", "kernel"), "there is no part 'kernel'; choose from tests, kernels, ttft, timeline, vllm, compiled, large"),
         (("--folder", "/nowhere/at/all"), "there is no such folder"),
         (("--minutes", "0"), "--minutes"),
     ],
@@ -204,6 +205,22 @@ def test_what_does_not_fit_is_skipped_and_the_rest_is_measured(monkeypatch: pyte
     assert {arm["store"] for arm in point["arms"]} >= {"pinned memory", "device", "disk"}
     assert all(arm["speedup_vs_full"] is None for arm in point["arms"]) and not found["figures"]
     assert tried.skipped["ttft tiny, 16 tokens, full, sdpa"] == "OutOfMemoryError: CUDA out of memory."
+
+
+def test_compiled_layers_are_measured_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pretend(view: Any, device: torch.device) -> str:
+        asked.append(view)
+        return "" if len(asked) == 1 else "no compiler"
+
+    monkeypatch.setattr(stores, "compile_layers", pretend)
+    found = ttft.measure_compiled(bench())
+    arms = [(arm["store"], arm["ratio"]) for arm in found["points"][0]["arms"]]
+    assert arms == [(store, ratio) for ratio in (0.15, 0.05) for store in (stores.STORES[0], stores.COMPILED)]
+    assert "error" not in found and not found["figures"]
+    with pytest.raises(InvalidInputError, match="layers are not compiled: no compiler"):
+        ttft.measure_compiled(bench())
 
 
 def test_an_arm_that_fails_leaves_the_others_and_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

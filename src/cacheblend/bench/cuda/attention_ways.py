@@ -4,6 +4,7 @@ A way takes the rows, does what it needs once for a pass, and returns the call o
 [rows, heads, head_dim]. It raises what it likes where it cannot serve.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -129,6 +130,8 @@ def flex(rows: Rows) -> Call:
 
     count, length, device = rows.query.shape[1], rows.keys.shape[1], str(rows.query.device)
     mask = create_block_mask(sees, None, None, count, length, device=device)
+    if rows.dry_run:
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     attend: Any = flex_attention if rows.dry_run else torch.compile(flex_attention, dynamic=False)
     grouped = rows.group > 1
 

@@ -5,6 +5,7 @@ kernels    each kernel by what the device can do, attention beside other ways to
 ttft       time to first token by length, share and place of the store, llama-3.1-8b
 timeline   one pass: what was read, copied, placed and computed when, as a picture
 vllm       the plug-in in vLLM, where vLLM is installed
+compiled   blends by layers that torch.compile has joined the small kernels of, beside plain ones
 large      as ttft, qwen3-32b: no figure depends on it, so it has the time that is left
 """
 
@@ -46,6 +47,7 @@ PARTS: Mapping[str, Part] = {
     "ttft": Part(ttft.measure, 30, process="model"),
     "timeline": Part(timeline.measure, 20, 60, "model"),
     "vllm": Part(others.vllm, 240, 360, missing=others.vllm_misses),
+    "compiled": Part(ttft.measure_compiled, 45, process="model compiled", is_reserved=False),
     "large": Part(ttft.measure_large, 45, process="large", is_reserved=False),
 }
 """In their order."""

@@ -10,12 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.compiling import compile_layers
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from cacheblend.store.residence import HERE, OnDevice, PageLocked
 
 ON_DISK = "disk"
 STORES = ("pinned memory", "device", ON_DISK)
+COMPILED = "pinned memory, compiled layers"
 _MOST_BYTES = 48 << 30  # of a store; no prompt here needs as much
 
 
@@ -25,7 +28,7 @@ class Engines:
 
     Attributes:
         model: of all of them.
-        by_store: one for each of `STORES`.
+        by_store: one for each of `STORES`, and for `COMPILED` if it was asked for.
         folder: of the store on the disk.
     """
 
@@ -53,8 +56,17 @@ class Engines:
 
 
 @contextmanager
-def open_engines(model: PreTrainedModel, device: torch.device) -> Iterator[Engines]:
-    """Engines with empty stores."""
+def open_engines(model: PreTrainedModel, device: torch.device, *, compiled: bool = False) -> Iterator[Engines]:
+    """Engines with empty stores.
+
+    Args:
+        model: of all of them.
+        device: of the model.
+        compiled: open one more, `COMPILED`, over the first one's store.
+
+    Raises:
+        InvalidInputError: the layers cannot be compiled.
+    """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
         stores: tuple[KVStore, ...] = (
@@ -63,9 +75,12 @@ def open_engines(model: PreTrainedModel, device: torch.device) -> Iterator[Engin
             DiskStore(folder, max_bytes=_MOST_BYTES, durable=False),
         )
         engines = {}
-        for name, store in zip(STORES, stores, strict=True):
+        for store in stores:
             stack.enter_context(store)
+        for name, store in (*zip(STORES, stores, strict=True), *([(COMPILED, stores[0])] if compiled else [])):
             config = BlendConfig(capture=False)
             engine = BlendEngine(model, None, store=store, config=config, fingerprint="bench", name="bench")
             engines[name] = stack.enter_context(engine)
+        if compiled and (reason := compile_layers(engines[COMPILED].view, device)):
+            raise InvalidInputError(f"layers are not compiled: {reason}")
         yield Engines(model, engines, Path(folder))

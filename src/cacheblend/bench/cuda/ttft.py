@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.bench.cuda.context import Bench, Found, free
-from cacheblend.bench.cuda.stores import ON_DISK, STORES, Engines, open_engines
+from cacheblend.bench.cuda.stores import COMPILED, ON_DISK, STORES, Engines, open_engines
 from cacheblend.bench.disk_reading import drop_pages, is_cached
 from cacheblend.bench.ttft import Arm, TtftSettings, draw_prompt, open_chunks, summary, timed
 from cacheblend.core.plan.prompt import Prompt
@@ -75,6 +75,10 @@ LARGE = (
     Point("qwen3-32b", "", 8, runs=3, seconds=25),
     Point("qwen3-32b", "", 64, runs=2, seconds=140),
 )
+COMPILED_POINTS = (
+    Point("llama-3.1-8b", "", 32, seconds=60),
+    Point("llama-3.1-8b", "", 8, seconds=10),
+)
 DRY = (Point("tiny", "16k", 3, 32, 1, 1.0), Point("tiny", "4k", 2, 32, 1, 1.0))
 LARGE_DRY = (Point("tiny", "", 1, 32, 1, 1.0),)
 
@@ -101,9 +105,14 @@ def measure_large(bench: Bench) -> Found:
     return _measure(LARGE_DRY if bench.dry_run else LARGE, "large", bench)
 
 
+def measure_compiled(bench: Bench) -> Found:
+    """See `parts.PARTS`."""
+    return _measure(LARGE_DRY if bench.dry_run else COMPILED_POINTS, "compiled", bench, compiled=True)
+
+
 @torch.no_grad()
-def _measure(points: tuple[Point, ...], part: str, bench: Bench) -> Found:
-    """Points of one shape."""
+def _measure(points: tuple[Point, ...], part: str, bench: Bench, *, compiled: bool = False) -> Found:
+    """Points of one shape; `compiled`: compiled layers beside plain ones, instead of stores and full prefill."""
     shape = points[0].shape
     found: Found = {"figures": {}, "points": []}
     if not bench.has_time(f"{part} {shape}", _LEAST * min(point.seconds for point in points)):
@@ -115,7 +124,7 @@ def _measure(points: tuple[Point, ...], part: str, bench: Bench) -> Found:
         bench.skipped[f"{part} {shape}"] = "its weights do not fit on this device"
         return found
     taken = expected = 0.0
-    with open_engines(model, bench.device) as engines:
+    with open_engines(model, bench.device, compiled=compiled) as engines:
         for point in points:
             name, slower = f"{part} {point.name}", taken / expected if expected else 1.0
             if not bench.has_time(name, _LEAST * slower * point.seconds):
@@ -192,8 +201,10 @@ def _drop(
 
 
 def _arms(engines: Engines) -> list[TimedArm]:
-    """Full prefill by each attention, then blends, those from page-locked memory first."""
+    """Full prefill by each attention, then blends, those from page-locked memory first; or the layers of both kinds."""
     model, first = engines.model, engines.first
+    if COMPILED in engines.by_store:
+        return [_blend(engines, store, ratio) for ratio in RATIOS[:2] for store in (STORES[0], COMPILED)]
     arms = [
         TimedArm(f"full, {how}", partial(full_recompute, first), around=partial(_attending, model, how))
         for how in ("sdpa", *(["flash_attention_2"] if find_spec("flash_attn") is not None else []))

@@ -16,7 +16,7 @@ Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="tests, kernels, ttft, timeline, vllm or large; several times for several. Default: all.",
+        help="tests, kernels, ttft, timeline, vllm, compiled or large; several times for several. Default: all.",
         rich_help_panel=WHAT,
         show_default=False,
     ),
