@@ -155,7 +155,10 @@ def test_without_a_gpu_it_says_what_can_be_done(command: Run, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--part", "kernel"), "there is no part 'kernel'; choose from tests, kernels, ttft, timeline, vllm, compiled, large"),
+        (
+            ("--part", "kernel"),
+            "there is no part 'kernel'; choose from tests, kernels, ttft, timeline, vllm, compiled, large",
+        ),
         (("--folder", "/nowhere/at/all"), "there is no such folder"),
         (("--minutes", "0"), "--minutes"),
     ],

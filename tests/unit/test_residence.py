@@ -91,7 +91,7 @@ def test_memory_that_cannot_be_locked_is_a_full_store_and_costs_no_answer(tmp_pa
 
 def test_memory_that_became_free_stays_locked_for_the_next_records_of_its_size() -> None:
     locks, blocks = Locks(), [make_block(seed) for seed in range(6)]
-    nbytes = blocks[0].layout.block_bytes(len(blocks[0].token_ids))
+    nbytes = PageLocked(locks.lock, locks.unlock).taken(blocks[0].records)
     store = locked(locks, 2 * nbytes, spare_bytes=1 << 20)
     for block in blocks:  # evicts those before
         store.write(block)
@@ -102,7 +102,8 @@ def test_memory_that_became_free_stays_locked_for_the_next_records_of_its_size()
 
 def test_what_is_read_is_not_given_to_others_before_it_is_dropped() -> None:
     locks, blocks = Locks(), [make_block(seed) for seed in range(8)]
-    store = locked(locks, blocks[0].layout.block_bytes(len(blocks[0].token_ids)), spare_bytes=1 << 20)
+    nbytes = PageLocked(locks.lock, locks.unlock).taken(blocks[0].records)
+    store = locked(locks, nbytes, spare_bytes=1 << 20)
     read = []
     for block in blocks:
         store.write(block)
@@ -298,3 +299,33 @@ def test_an_engine_opens_its_store_with_locked_memory_where_it_is_on_a_gpu() -> 
 def test_without_a_gpu_the_message_says_so(url: str) -> None:
     with pytest.raises(InvalidInputError, match=r"there are 0 GPUs here|needs a GPU, and there is none"):
         open_store(url)
+
+
+def test_locked_pages_count_whole_and_where_fewer_can_be_locked_the_least_used_blocks_go(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    blocks = [make_block(seed, 5) for seed in range(6)]
+    taken = PageLocked(Locks().lock, Locks().unlock).taken(blocks[0].records)
+    assert taken % PAGE == 0 and taken >= sum(record.nbytes for record in blocks[0].records)
+    store = locked(Locks(), max_bytes=3 * taken)
+    for block in blocks:
+        store.write(block)
+    assert [store.held([block.name])[0] for block in blocks] == [False] * 3 + [True] * 3
+    short = locked(Locks(most=2 * taken), max_bytes=100 * taken)
+    for block in blocks:
+        store.read_layers([], range(1))
+        assert short.write(block)
+        gc.collect()
+    assert [short.held([block.name])[0] for block in blocks] == [False] * 4 + [True] * 2
+    assert all(holds(short, block) for block in blocks[-2:])
+    assert len([record for record in caplog.records if "cannot be page-locked" in record.message]) == 1
+
+
+def test_memory_that_the_system_does_not_map_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    store = locked(Locks())
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(StoreFullError, match="no memory left"):
+        store.write(make_block(1))

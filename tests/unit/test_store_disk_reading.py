@@ -1,7 +1,11 @@
 """Reading a folder's records: any layers, heads and memory, by several threads, beside damaged and missing blocks."""
 
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ from cacheblend.core.load.staging import StagingMemory
 from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore
 from cacheblend.store.disk import block_files, block_reader
+from cacheblend.store.disk.block_files import BlockFiles
+from cacheblend.store.disk.folder import Folder
 from store_blocks import make_block, same_bits
 
 ALIKE = (LayerShape(4, 8),) * 5
@@ -152,3 +158,34 @@ def test_there_is_no_such_layer_or_head(layers: range, heads: slice | None, tmp_
             store.read_layers([block.name], layers, heads)
         assert store.read_layers([], range(2)) == []
         assert store.read_layers([block.name], range(0)) == [[]]
+
+
+def test_many_readers_hold_no_more_files_open_than_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [make_block(seed, 5) for seed in range(60)]
+    with DiskStore(tmp_path, durable=False) as store:
+        for block in blocks:
+            store.write(block)
+    files = BlockFiles(Folder(tmp_path, read_only=True, durable=False, locks=False), max_open=4)
+    at_once, most, lock = [0], [0], threading.Lock()
+    real = block_files.read_blocks
+
+    def counted(known: Any, *args: Any, **options: Any) -> Any:
+        with lock:
+            at_once[0] += len(known)
+            most[0] = max(most[0], at_once[0])
+        time.sleep(0.001)
+        try:
+            return real(known, *args, **options)
+        finally:
+            with lock:
+                at_once[0] -= len(known)
+
+    monkeypatch.setattr(block_files, "read_blocks", counted)
+    names = [block.name for block in blocks]
+    with ThreadPoolExecutor(3) as pool:
+        reads = list(pool.map(lambda _: files.read(names, range(2), None, None), range(3)))
+    files.close()
+    for found in reads:
+        for block, records in zip(blocks, found, strict=True):
+            assert isinstance(records, list) and all(map(same_bits, records, block.records[:2]))
+    assert most[0] <= 4 + 3 - 1  # each reader may have one

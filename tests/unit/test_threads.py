@@ -1,9 +1,11 @@
 """Daemon threads: order, bound, closing, and a process that ends while a call hangs."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import CancelledError
 
@@ -120,3 +122,38 @@ assert pool.submit(lambda: 2).result() == 2
 
 def test_a_forked_process_has_threads_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", FORKS], timeout=120).returncode == 0
+
+
+def test_a_forked_process_closes_and_uses_pools_whose_locks_another_thread_held() -> None:
+    pool = DaemonPool(1, "test")
+    calls, started, end = CallsInOrder(pool), threading.Event(), threading.Event()
+    calls.submit(lambda: (started.set(), end.wait(60)))
+    started.wait(60)
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool._shared.changed, calls._lock:
+            held.set()
+            release.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(60)
+    child = os.fork()
+    if child == 0:
+        answer = calls.submit(lambda: 7).result(20)
+        calls.close()
+        pool.close()
+        pool.join(20)
+        os._exit(0 if answer == 7 else 1)
+    release.set()
+    end.set()
+    deadline = time.monotonic() + 60
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if done == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    holder.join()
+    pool.close()
+    assert done == (child, 0)

@@ -73,8 +73,8 @@ def test_a_layer_is_read_ahead_however_large_it_is() -> None:
     assert workspace_of(huge).layers == 4 * layer + 2 * 2 * 32768 * 1024 * 2  # of those that wait
 
 
-def test_a_short_prompt_reads_eight_layers_ahead() -> None:
-    assert workspace_of(replace(LLAMA_70B, longest=4096)).layers == 18 * LAYER // 8 + (128 << 20)
+def test_a_short_prompt_has_eight_layers_ahead_and_those_that_are_read_with_the_last() -> None:
+    assert workspace_of(replace(LLAMA_70B, longest=4096)).layers == 32 * LAYER // 8 + (128 << 20)
 
 
 @pytest.mark.parametrize("name", ["width", "intermediate", "kv_width", "item_bytes", "longest", "tile_rows", "layers"])

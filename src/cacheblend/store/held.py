@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids
-from cacheblend.core.plan.blocks import UNKNOWN, KVLayout
+from cacheblend.core.plan.blocks import UNKNOWN, BlockEntry, KVLayout
 
 
 @dataclass(slots=True)
@@ -32,6 +32,18 @@ class Held:
     def of_heads(dtype: torch.dtype) -> "Held":
         """Some heads of a block, none of whose layers has been offered."""
         return Held(as_token_ids([]), UNKNOWN, KVLayout((), dtype), [], missing=1)
+
+    @staticmethod
+    def of_block(entry: BlockEntry) -> "Held":
+        """A block of which no layer has been offered yet."""
+        layers = len(entry.layout.layers)
+        return Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
+
+    def put(self, layer: int, record: torch.Tensor, nbytes: int) -> None:
+        """Holds a layer's record, which takes so many bytes."""
+        self.records += [None] * (layer + 1 - len(self.records))
+        self.records[layer] = record
+        self.nbytes += nbytes
 
     def record(self, layer: int) -> torch.Tensor | None:
         """The record of a layer, None where none was offered."""

@@ -18,7 +18,9 @@ from cacheblend.store.checks import check_block, check_layer, check_manifest, ch
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
 from cacheblend.store.held import Held, heads_key
-from cacheblend.store.residence import HERE, Residence, default_memory_bytes
+from cacheblend.store.residence import HERE, Kept, Residence, default_memory_bytes
+
+_TRIES = 4  # to make room where there is less memory than the bound says
 
 
 class MemoryStore(KVStore):
@@ -97,13 +99,10 @@ class MemoryStore(KVStore):
         return [self._records(name, layers, heads) for name in names]
 
     def _records(self, name: BlockName, layers: range, heads: slice | None) -> list[torch.Tensor] | BlockLostError:
-        records = []
-        for layer in layers:
-            record = self.peek(name, layer)
-            if record is None:
-                return BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)")
-            records.append(record if heads is None else record[slice(*head_range(heads, record.shape[0]))])
-        return records
+        records = [record for layer in layers if (record := self.peek(name, layer)) is not None]
+        if len(records) < len(layers):
+            return BlockLostError([name], f"{name.hex()} is not in memory (never written, or evicted)")
+        return records if heads is None else [each[slice(*head_range(heads, each.shape[0]))] for each in records]
 
     def peek(self, name: BlockName, layer: int) -> torch.Tensor | None:
         """The record of a whole or partial block, None if it is not here. Does not mark the block as used.
@@ -129,14 +128,14 @@ class MemoryStore(KVStore):
                 return False
             if old is not None:
                 self._drop(block.name)
-            need = block.layout.block_bytes(len(block.token_ids))
+            need = self.residence.taken(block.records)
             if not self._evict_for(need):
                 self._write_failures += 1
                 raise StoreFullError(
                     f"block {block.name.hex()} needs {need} bytes; the memory store is bounded to "
                     f"{self.max_bytes} bytes and the blocks it holds are pinned: raise max_bytes or unpin blocks"
                 )
-            records = self.residence.keep(block.records)
+            records = self._kept(block.records, need)
             if records is None:
                 self._write_failures += 1
                 raise StoreFullError(f"there is no memory left for the {need} bytes of block {block.name.hex()}")
@@ -156,19 +155,10 @@ class MemoryStore(KVStore):
             if whole > self.max_bytes or (held is not None and held.records[layer] is not None):
                 return False
             if held is None:
-                layers = len(entry.layout.layers)
-                held = Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
-                self._held[name] = held
+                held = self._held[name] = Held.of_block(entry)
                 self._mark_used(name)
-            kept = self.residence.keep([record]) if self._evict_for(record.nbytes, keep=name) else None
-            if kept is None:
-                self._drop(name)
-                return False
-            (held.records[layer],) = kept
-            held.missing -= 1
-            held.nbytes += record.nbytes
-            self._bytes += record.nbytes
-            return True
+            held.missing -= (is_kept := self._keep_layer(name, held, layer, record))
+            return is_kept
 
     def offer_heads(self, name: BlockName, layer: int, start: int, record: torch.Tensor) -> bool:
         """Keeps a layer's record of some heads, `start` the first of them; False if it does not fit or is held already.
@@ -184,15 +174,18 @@ class MemoryStore(KVStore):
                 self._holds_heads = True
                 held = self._held[key] = Held.of_heads(record.dtype)
             self._mark_used(key)
-            kept = self.residence.keep([record]) if self._evict_for(record.nbytes, keep=key) else None
-            if kept is None:
-                self._drop(key)
-                return False
-            held.records += [None] * (layer + 1 - len(held.records))
-            (held.records[layer],) = kept
-            held.nbytes += record.nbytes
-            self._bytes += record.nbytes
-            return True
+            return self._keep_layer(key, held, layer, record)
+
+    def _keep_layer(self, key: BlockName, held: Held, layer: int, record: torch.Tensor) -> bool:
+        """Keeps one layer of what is held under `key`, or drops all of it."""
+        need = self.residence.taken([record])
+        kept = self._kept([record], need, keep=key) if self._evict_for(need, keep=key) else None
+        if kept is None:
+            self._drop(key)
+            return False
+        held.put(layer, kept[0], need)
+        self._bytes += need
+        return True
 
     def peek_heads(self, name: BlockName, layer: int, start: int, stop: int) -> torch.Tensor | None:
         """The record of heads [start, stop) that was offered, None if it is not here. Marks it as used."""
@@ -249,6 +242,13 @@ class MemoryStore(KVStore):
         for name in victims:
             self._evict(name)
         return True
+
+    def _kept(self, records: Sequence[torch.Tensor], need: int, keep: BlockName | None = None) -> Kept:
+        """The records where they are kept; where less memory is to be had than the bound says, others make room."""
+        kept, tries = self.residence.keep(records), _TRIES
+        while kept is None and tries and self._evict_for(self.max_bytes - self._bytes + need, keep):
+            kept, tries = self.residence.keep(records), tries - 1
+        return kept
 
     def _evict(self, name: BlockName) -> int:
         self._evictions += not self._held[name].missing

@@ -20,10 +20,12 @@ from cacheblend.store.base import LOGGER_NAME
 
 logger = logging.getLogger(LOGGER_NAME)
 Register = Callable[[int, int], None]
+Kept = list[torch.Tensor] | None
 SPARE_BYTES = 256 << 20
 """Page-locked memory of a store that is free and stays locked, so that evicting for new records locks nothing."""
 
 _ALIGNMENT = 256  # of records, for fast copies
+_MOST_SPARE = 256  # pieces of free memory that stay locked: they are searched one by one
 
 
 def default_memory_bytes() -> int:
@@ -43,8 +45,12 @@ class Residence(Protocol):
     tier: str
     copies: bool
 
-    def keep(self, records: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def keep(self, records: Sequence[torch.Tensor]) -> Kept:
         """The same records there, where each or all of them together own their memory; None: no memory is left."""
+        ...
+
+    def taken(self, records: Sequence[torch.Tensor]) -> int:
+        """Bytes of memory that `keep` takes for them, at least their own."""
         ...
 
 
@@ -54,13 +60,17 @@ class Here:
     tier = "memory"
     copies = False
 
-    def keep(self, records: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def keep(self, records: Sequence[torch.Tensor]) -> Kept:
         """See `Residence`."""
         records = [record.contiguous() for record in records]
         storages = {record.untyped_storage().data_ptr(): record.untyped_storage().nbytes() for record in records}
         if sum(storages.values()) > sum(record.nbytes for record in records) * 9 // 8:
             return [record.clone() for record in records]
         return records
+
+    def taken(self, records: Sequence[torch.Tensor]) -> int:
+        """See `Residence`."""
+        return _nbytes(records)
 
 
 class PageLocked:
@@ -96,29 +106,33 @@ class PageLocked:
         self._spare: deque[mmap.mmap] = deque()  # a finalizer may run anywhere, so no lock: single calls of a deque
         self._has_failed = False
 
-    def keep(self, records: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def keep(self, records: Sequence[torch.Tensor]) -> Kept:
         """See `Residence`."""
-        sizes = [record.nbytes + -record.nbytes % _ALIGNMENT for record in records]
-        nbytes = sum(sizes)
         try:
-            memory = torch.from_numpy(self._locked(nbytes + -nbytes % mmap.PAGESIZE))
-        except torch.OutOfMemoryError as error:
-            if self._is_required or not self._has_failed:
-                logger.warning("%s", error)
+            memory = torch.from_numpy(self._locked(self.taken(records)))
+        except (torch.OutOfMemoryError, OSError) as error:
+            if not self._has_failed:
+                logger.warning("memory cannot be page-locked: %s", str(error))  # the error's frames hold records
             self._has_failed = True
             return None if self._is_required else [record.clone() for record in records]
         kept, at = [], 0
-        for record, size in zip(records, sizes, strict=True):
+        for record in records:
             part = memory[at : at + record.nbytes].view(record.dtype).view(record.shape)
             kept.append(part.copy_(record))
-            at += size
+            at += record.nbytes + -record.nbytes % _ALIGNMENT
         return kept
+
+    def taken(self, records: Sequence[torch.Tensor]) -> int:
+        """See `Residence`: whole pages."""
+        nbytes = sum(record.nbytes + -record.nbytes % _ALIGNMENT for record in records)
+        return nbytes + -nbytes % mmap.PAGESIZE
 
     def _locked(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Locked memory of whole pages that nothing else uses; it is free once the array is gone."""
         pages = self._take_spare(nbytes)
         if pages is None:
-            pages = mmap.mmap(-1, nbytes)
+            # Private: the system joins neighbours, of which it allows some ten thousand; a forked process has its own.
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._register(_address(pages), nbytes)
         whole = np.frombuffer(pages, dtype=np.uint8)
         weakref.finalize(whole, self._give_back, pages)  # tensors keep the array alive, and it dies with the last
@@ -138,7 +152,7 @@ class PageLocked:
 
     def _give_back(self, pages: mmap.mmap) -> None:
         self._spare.append(pages)
-        while sum(map(len, self._spare.copy())) > self._most_spare:
+        while len(self._spare) > _MOST_SPARE or sum(map(len, self._spare.copy())) > self._most_spare:
             try:
                 self._unregister(_address(self._spare.popleft()))
             except IndexError:  # another thread let it go
@@ -158,16 +172,24 @@ class OnDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def keep(self, records: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def keep(self, records: Sequence[torch.Tensor]) -> Kept:
         """See `Residence`. Returns once they are there, so that any stream may read them."""
         try:
             return [record.to(self.device, copy=True) for record in records]
         except torch.OutOfMemoryError:
             return None
 
+    def taken(self, records: Sequence[torch.Tensor]) -> int:
+        """See `Residence`."""
+        return _nbytes(records)
+
 
 HERE = Here()
 """Where records are kept unless something else is said."""
+
+
+def _nbytes(records: Sequence[torch.Tensor]) -> int:
+    return sum(record.nbytes for record in records)
 
 
 def _address(pages: mmap.mmap) -> int:

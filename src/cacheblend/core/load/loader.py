@@ -58,7 +58,9 @@ _Group = dict[int, _Read] | dict[int, _Loaded]
 
 
 class LayerLoader:
-    """Loads one request's layers in order, at most `read_ahead` layers (or `AHEAD_BYTES`) ahead of the last asked for.
+    """Loads one request's layers in order, `read_ahead` layers ahead of the last asked for.
+
+    Small layers are read several at once, so that some more may be ahead, but never more than `ahead_bytes` of buffers.
 
     Args:
         plan: says which blocks are loaded.

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import torch
 
 SLAB_BYTES = 16 << 20
-CPU_BYTES = 64 << 20
+CPU_SLAB_BYTES = 8 << 20  # what one thread reads at once
+CPU_BYTES = 128 << 20
 """Staging memory of a process that computes on the CPU: it spares the system new pages for each read."""
 
 PINNED_BYTES = 256 << 20
@@ -124,7 +125,7 @@ class Lease:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Memory for one record, uint8 [nbytes]; a `RecordMemory`."""
-        if nbytes > self._memory.slab_bytes:
+        if not 0 < nbytes <= self._memory.slab_bytes:
             return self._memory.plain(nbytes)
         with self._lock:
             if self._used + nbytes > self._memory.slab_bytes:
@@ -305,7 +306,7 @@ def _close(keys: Sequence[Key], starts: Mapping[Key, int], records: Mapping[Key,
 def memory_of(device: torch.device) -> StagingMemory:
     """The process's staging memory for a device."""
     is_cuda = device.type == "cuda"
-    return StagingMemory(PINNED_BYTES if is_cuda else CPU_BYTES, pinned=is_cuda)
+    return StagingMemory(PINNED_BYTES, pinned=True) if is_cuda else StagingMemory(CPU_BYTES, CPU_SLAB_BYTES)
 
 
 @cache

@@ -37,9 +37,7 @@ class DaemonPool:
         Raises:
             RuntimeError: the pool is closed, or the system has no more threads.
         """
-        if self._shared.process != os.getpid():  # after a fork: threads are not copied, and a lock may be held for ever
-            self._shared = _Shared()
-        shared, future = self._shared, Future[Result]()
+        shared, future = self._own(), Future[Result]()
         with shared.changed:
             if shared.is_closed:
                 raise RuntimeError(f"the threads {self._name!r} are closed")
@@ -52,26 +50,45 @@ class DaemonPool:
             shared.changed.notify()
         return future
 
+    def _own(self) -> "_Shared":
+        """This process's part: after a fork threads are not copied, and a lock may be held for ever."""
+        if self._shared.process != os.getpid():
+            self._shared = _Shared()
+        return self._shared
+
     def close(self) -> None:
         """Cancels the calls that have not begun; does not wait for the others, whose threads end after them.
 
         May be called again.
         """
-        with self._shared.changed:
-            self._shared.is_closed = True
-            waiting, self._shared.waiting = self._shared.waiting, deque()
-            self._shared.changed.notify_all()
+        shared = self._own()
+        with shared.changed:
+            shared.is_closed = True
+            waiting, shared.waiting = shared.waiting, deque()
+            shared.changed.notify_all()
         for future, _ in waiting:
             future.cancel()
 
     def join(self, timeout_s: float | None = None) -> None:
         """After `close`: waits for the calls that are under way, for ever or so many seconds."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._shared.threads:
+        for thread in self._own().threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def __del__(self) -> None:
         self.close()
+
+
+def submit_or_call(
+    pool: DaemonPool, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> "Future[Result]":
+    """Has a pool call `fn`, or calls it here where the system has no more threads or the pool is closed."""
+    try:
+        return pool.submit(fn, *args, **kwargs)
+    except RuntimeError:
+        done = Future[Result]()
+        done.set_result(fn(*args, **kwargs))
+        return done
 
 
 def results_of(asked: Sequence["Future[Result]"]) -> list[Result]:
@@ -98,7 +115,11 @@ class CallsInOrder:
     """
 
     def __init__(self, pool: DaemonPool) -> None:
-        self._pool, self._lock = pool, threading.Lock()
+        self._pool = pool
+        self._renew()
+
+    def _renew(self) -> None:
+        self._lock, self._process = threading.Lock(), os.getpid()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._is_running = False
 
@@ -110,6 +131,8 @@ class CallsInOrder:
         Raises:
             RuntimeError: the pool is closed.
         """
+        if self._process != os.getpid():  # as a pool after a fork
+            self._renew()
         future = Future[Result]()
         with self._lock:
             if not self._is_running:
@@ -120,6 +143,8 @@ class CallsInOrder:
 
     def close(self) -> None:
         """Cancels the calls that have not begun; does not wait for the one that is under way. May be called again."""
+        if self._process != os.getpid():
+            self._renew()
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         for future, _ in waiting:

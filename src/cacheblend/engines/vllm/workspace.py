@@ -87,7 +87,7 @@ class Workspace:
 def workspace_of(sizes: ModelSizes) -> Workspace:
     """The memory that blending needs at most on one rank."""
     layer = 2 * sizes.kv_width * sizes.longest * sizes.item_bytes
-    ahead = max(1, min(READ_AHEAD, READ_AHEAD_BYTES // max(1, layer)))
+    ahead = max(1, min(2 * READ_AHEAD - 1, READ_AHEAD_BYTES // max(1, layer)))  # several are read at once
     records, buffers = (1 + ahead) * layer, 0 if sizes.in_pages else (1 + ahead) * layer
     rows = 2 * sizes.longest + ROWS_OPEN
     waiting = 2 * sizes.kv_width * ROWS_OPEN * sizes.item_bytes  # one layer of the prompts that wait

@@ -66,6 +66,7 @@ class BlockFiles:
         self._max_known = max_known
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = max(1, min(512, limit // 4)) if max_open is None else max_open
+        self._taken = 0  # descriptors that readers may hold now, besides those that are kept
         self._lock = threading.RLock()
         self._known: OrderedDict[BlockName, Known] = OrderedDict()
         self._open: OrderedDict[BlockName, Known] = OrderedDict()
@@ -152,10 +153,23 @@ class BlockFiles:
         """
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
         wanted = list(dict.fromkeys(names))
-        at_once = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, self.record_bytes(wanted, layers))))
-        for first in range(0, len(wanted), at_once):
-            found |= self._read_few(wanted[first : first + at_once], layers, heads, memory)
+        most = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, self.record_bytes(wanted, layers))))
+        while len(found) < len(wanted):
+            with self._descriptors(most) as count:
+                found |= self._read_few(wanted[len(found) : len(found) + count], layers, heads, memory)
         return [found[name] for name in names]
+
+    @contextlib.contextmanager
+    def _descriptors(self, most: int) -> Iterator[int]:
+        """How many files a reader may hold open now: all together hold `max_open`, and each at least one."""
+        with self._lock:
+            count = max(1, min(most, self._max_open - self._taken))
+            self._taken += count
+        try:
+            yield count
+        finally:
+            with self._lock:
+                self._taken -= count
 
     def _read_few(
         self, names: Sequence[BlockName], layers: range, heads: slice | None, memory: RecordMemory | None

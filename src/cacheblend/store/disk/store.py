@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from cacheblend.core.errors import BlockLostError, StoreError, StoreFullError
-from cacheblend.core.load.threads import DaemonPool, results_of
+from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
@@ -138,7 +138,7 @@ class DiskStore(KVStore):
         parts = max(1, min(self._reads_at_once, len(names), nbytes // self._bytes_a_thread))
         step = max(1, -(-len(names) // parts))
         first, *others = [names[at : at + step] for at in range(0, len(names), step)] or [names]
-        asked = [self._readers.submit(self._files.read, part, layers, heads, memory) for part in others]
+        asked = [submit_or_call(self._readers, self._files.read, part, layers, heads, memory) for part in others]
         read = self._files.read(first, layers, heads, memory)
         return [*read, *(each for part in results_of(asked) for each in part)]
 

@@ -161,7 +161,7 @@ class RemoteBlocks:
             name: _Gone(header_held=False) for name in names
         }
         for at, (name, header) in enumerate(headers.items()):
-            parts, asked = list(itertools.islice(data, len(layers))), ranges[at * len(layers) :]
+            parts, asked = list(itertools.islice(data, len(layers))), ranges[at * len(layers) : (at + 1) * len(layers)]
             try:
                 records = [None if p is None else _checked(header, r, p) for r, p in zip(asked, parts, strict=False)]
             except DamagedError as error:
