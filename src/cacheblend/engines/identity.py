@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend.core.config import AnchorKind, BlendConfig
+from cacheblend.core.errors import check_encodable
 from cacheblend.core.plan.planner import Anchor, Planner
 
 
@@ -42,8 +43,10 @@ class ModelIdentity:
         """The planner for prompts of one tenant; no tenant finds blocks that another one stored.
 
         Raises:
-            InvalidInputError: the model has no BOS token, and the configured anchor needs one.
+            InvalidInputError: the model has no BOS token, and the configured anchor needs one; or the tenant's name has
+                a lone surrogate.
         """
+        check_encodable(tenant, f"the tenant {tenant!r}")
         return Planner.of_model(
             self.fingerprint,
             self.dtype,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder
@@ -62,22 +62,22 @@ class PromptReader:
         """Chunks of passages, texts, or token ids; a single text is one chunk.
 
         Raises:
-            InvalidInputError: texts without a tokenizer.
+            InvalidInputError: texts without a tokenizer, or a lone surrogate in a text or title.
         """
-        return [self._segment(part) for part in _as_list(chunks)]
+        return [self._segment(part, f"chunk {number}") for number, part in enumerate(_as_list(chunks), 1)]
 
     def check_stop(self, stop: Sequence[str]) -> None:
         """Raises `InvalidInputError` for stop texts that nobody could find."""
         if stop and self.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
 
-    def _segment(self, part: Passage | str | Segment) -> Segment:
+    def _segment(self, part: Passage | str | Segment, where: str) -> Segment:
         if isinstance(part, Segment):
+            check_encodable(part.label, f"{where}: the label")
             return chunk(part.token_ids, part.label)
         if self.builder is None:
             raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
-        passage = Passage.of(part)
-        return chunk(self.builder.encode(passage.text), passage.title)
+        return self.builder.passage(Passage.of(part), where)
 
     def _needed_builder(self) -> PromptBuilder:
         if self.builder is None:
