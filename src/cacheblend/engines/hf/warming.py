@@ -18,7 +18,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, check_ids
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.capture import batches, compute_chunks
-from cacheblend.engines.hf.survey import Survey
+from cacheblend.engines.hf.survey import Survey, check_mode
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
 
@@ -62,6 +62,7 @@ class ChunkWarmer:
     ) -> WarmReport:
         """Stores the segments that the store does not hold; see `BlendEngine.warm`."""
         started = time.perf_counter()
+        check_mode(self._model)
         jobs = self._jobs(anchor, segments)
         missing = [job for job in jobs if not self._keeper.is_held(manifest_of(job, planner, self._name))]
         done = len(jobs) - len(missing)
@@ -130,5 +131,6 @@ class ChunkWarmer:
         """Computes and keeps a missed chunk, unless the store has received it since or cannot take chunks now."""
         if self._keeper.is_paused or self._keeper.is_held(manifest_of(job, planner, self._name)):
             return
+        check_mode(self._model)
         for captured in compute_chunks(self._model, [job], planner, self._name):
             self._keeper.keep(captured)
