@@ -9,6 +9,7 @@ from pathlib import Path
 from cacheblend.core.config import AnchorKind, BlendConfig
 from cacheblend.core.errors import check_encodable
 from cacheblend.core.plan.planner import Anchor, Planner
+from cacheblend.engines.fingerprint import with_adapters
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ModelIdentity:
         dtype: of the KV cache, without ``torch.``: ``bfloat16``.
         bos_id: the token that the tokenizer puts in front of a prompt; None: it puts none.
         name: for people.
+        adapters: digest of the adapters in effect (`AdapterWatch`); empty: none.
     """
 
     folder: Path | None
@@ -28,6 +30,7 @@ class ModelIdentity:
     dtype: str
     bos_id: int | None
     name: str
+    adapters: str = ""
 
     def anchor(self, rule: AnchorKind) -> Anchor:
         """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing.
@@ -48,7 +51,7 @@ class ModelIdentity:
         """
         check_encodable(tenant, f"the tenant {tenant!r}")
         return Planner.of_model(
-            self.fingerprint,
+            with_adapters(self.fingerprint, self.adapters),
             self.dtype,
             self.anchor(config.anchor),
             config.block_size,
