@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
 from cacheblend.nano import model_path
 from cacheblend.store import MemoryStore
@@ -112,6 +112,34 @@ def test_documents_in_whatever_form_callers_have_them(engine: BlendEngine) -> No
 def test_wrong_types_are_one_clear_message(engine: BlendEngine, call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         call(engine)
+
+
+BAD = "bad \ud800 x"  # a lone surrogate, as JSON brings it in
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [
+        (lambda engine: engine.warm(["fine", BAD]), "chunk 2: the text"),
+        (lambda engine: engine.warm([Passage("fine", BAD)]), "chunk 1: the title"),
+        (lambda engine: engine.warm([Segment(chunk([3, 4]).token_ids, True, BAD)]), "chunk 1: the label"),
+        (lambda engine: engine.warm(PASSAGES, system=[BAD]), "part 1 of the prompt: the text"),
+        (lambda engine: engine.warm(PASSAGES, tenant=BAD), r"the tenant 'bad \\ud800 x'"),
+        (lambda engine: engine.generate(BAD), "part 1 of the prompt: the text"),
+        (lambda engine: engine.generate(["fine", Passage(BAD)]), "part 2 of the prompt: the text"),
+        (lambda engine: engine.generate(["fine", Passage("fine", BAD)]), "part 2 of the prompt: the title"),
+        (lambda engine: engine.generate(PROMPT, stop=BAD), "a stop text"),
+        (lambda engine: list(engine.stream([BAD])), "part 1 of the prompt: the text"),
+        (lambda engine: engine.chat([{"role": "user", "content": BAD}]), "content 1 of the messages: the text"),
+        (lambda engine: engine.chat(MESSAGES, [Passage("fine", BAD)]), "content 2 of the messages: the title"),
+        (lambda engine: Prompt.of([chunk([3, 4], BAD)]), "a chunk's label"),
+    ],
+)
+def test_a_lone_surrogate_is_refused_with_its_place(engine: BlendEngine, call: Any, place: str) -> None:
+    held = {manifest.chunk_id for manifest in engine.store.manifests()}
+    with pytest.raises(InvalidInputError, match=rf"^{place} has a lone surrogate at character 4 \(U\+D800\)"):
+        call(engine)
+    assert {manifest.chunk_id for manifest in engine.store.manifests()} == held
 
 
 def test_none_is_an_option_that_is_not_given(engine: BlendEngine) -> None:

@@ -306,7 +306,10 @@ def test_spans_and_ids_that_cannot_be_meant(url: str, prompt: Any, spans: Any, m
         ("/v1/completions", {"prompt": ["\ud800"]}, "prompt.0"),
         ("/v1/completions", {"prompt": "a", "model": "\ud800"}, "model"),
         ("/v1/completions", {"prompt": "a", "cacheblend": {"\ud800": 1}}, "cacheblend"),
+        ("/v1/completions", {"prompt": "a", "stop": ["\ud800"]}, "stop.0"),
         ("/v1/chunks", {"chunks": [{"text": "\ud800"}]}, "chunks.0.text"),
+        ("/v1/chunks", {"chunks": [{"text": "a", "title": "\ud800"}]}, "chunks.0.title"),
+        ("/v1/chunks", {"chunks": [{"text": "a"}], "salt": "\ud800"}, "salt"),
         ("/playground/explain", {"documents": [{"text": "a"}], "question": "\ud800"}, "question"),
     ],
 )
@@ -316,6 +319,13 @@ def test_text_that_is_not_valid_unicode(url: str, path: str, body: dict[str, Any
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error", answer.text
     assert error["param"] == param and "surrogate" in error["message"], answer.text
+
+
+def test_bytes_of_a_surrogate_in_a_body(url: str) -> None:
+    """Not UTF-8, yet Python's JSON parser reads them."""
+    written = b'{"prompt": "bad \xed\xa0\x80 x", "max_tokens": 1}'
+    answer = httpx.post(f"{url}/v1/completions", content=written, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and "surrogate" in answer.json()["error"]["message"], answer.text
 
 
 def test_a_surrogate_pair_is_a_character(url: str) -> None:

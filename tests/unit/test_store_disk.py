@@ -35,6 +35,7 @@ from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
 from cacheblend.store.format.block_file import encode_block
+from cacheblend.store.format.manifest_file import decode_manifest, encode_manifest
 from store_blocks import ROOT, holds, make_block, make_manifest, raw_block, same_bits
 
 
@@ -682,3 +683,8 @@ def test_what_is_evicted_from_memory_during_a_read_is_read_all_the_same(
         front.write(block)
         with pytest.raises(InvalidInputError, match="2 KV heads"):
             store.read(block.name, 0, slice(0, 3))
+
+
+def test_a_label_that_was_stored_with_a_lone_surrogate_can_be_shown() -> None:
+    manifest = make_manifest(make_block(1), "bad \ud800 x")
+    assert decode_manifest(encode_manifest(manifest), manifest.chunk_id).label == "bad ? x"

@@ -406,3 +406,17 @@ def test_a_lone_surrogate_is_refused_with_its_place() -> None:
         builder.chat([{"role": "user", "content": "fine"}], [Passage(wrong)])
     with pytest.raises(InvalidInputError, match="the chat template's text has a lone surrogate"):
         builder.chat([{"role": "user\udfff", "content": "fine"}])
+
+
+def test_a_lone_surrogate_is_refused_with_the_part_that_has_it() -> None:
+    builder = PromptBuilder(byte_level(chat_template=CHATML))
+    wrong, message = "ab \ud800", "has a lone surrogate at character 3"
+    with pytest.raises(InvalidInputError, match=f"^part 2 of the prompt: the text {message}"):
+        builder.prompt(["fine", Passage(wrong), "fine"])
+    with pytest.raises(InvalidInputError, match=f"^part 3 of the prompt: the title {message}"):
+        builder.prompt(["fine", Passage("fine"), Passage("fine", wrong)])
+    parts = [{"type": "text", "text": "fine"}, {"type": "chunk", "text": "fine", "title": wrong}]
+    with pytest.raises(InvalidInputError, match=f"^content 2 of the messages: the title {message}"):
+        builder.chat([{"role": "user", "content": parts}])
+    with pytest.raises(InvalidInputError, match=f"^content 2 of the messages: the text {message}"):
+        builder.chat([{"role": "user", "content": "fine"}, {"role": "user", "content": wrong}])

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.adapters import base_tensors, digest_of
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -75,13 +75,14 @@ def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -
 
 
 def fingerprint_model(model: PreTrainedModel) -> str:
-    """Hex fingerprint of a model that has no folder, from its parameters and buffers."""
-    digests = []
-    tensors = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
-    for name, parameter in sorted(tensors.items()):
-        raw = parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-        digests.append((name, hashlib.sha256(raw.tobytes()).hexdigest()))
-    return _join(model.config.to_dict(), digests)
+    """Hex fingerprint of a model that has no folder, from its parameters and buffers; those of adapters left out."""
+    tensors = sorted(base_tensors(model).items())
+    return _join(model.config.to_dict(), [(name, digest_of(tensor)) for name, tensor in tensors])
+
+
+def with_adapters(fingerprint: str, adapters: str) -> str:
+    """The fingerprint of a model with adapters in effect, whose digest is `adapters` (`AdapterWatch`); empty: none."""
+    return hashlib.sha256(f"{fingerprint}\nadapters {adapters}".encode()).hexdigest() if adapters else fingerprint
 
 
 def _join(config: Mapping[str, Any], digests: Iterable[tuple[str, str]]) -> str:

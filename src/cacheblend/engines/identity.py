@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend.core.config import AnchorKind, BlendConfig
+from cacheblend.core.errors import check_encodable
 from cacheblend.core.plan.planner import Anchor, Planner
+from cacheblend.engines.fingerprint import with_adapters
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class ModelIdentity:
         dtype: of the KV cache, without ``torch.``: ``bfloat16``.
         bos_id: the token that the tokenizer puts in front of a prompt; None: it puts none.
         name: for people.
+        adapters: digest of the adapters in effect (`AdapterWatch`); empty: none.
     """
 
     folder: Path | None
@@ -27,6 +30,7 @@ class ModelIdentity:
     dtype: str
     bos_id: int | None
     name: str
+    adapters: str = ""
 
     def anchor(self, rule: AnchorKind) -> Anchor:
         """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing.
@@ -42,10 +46,12 @@ class ModelIdentity:
         """The planner for prompts of one tenant; no tenant finds blocks that another one stored.
 
         Raises:
-            InvalidInputError: the model has no BOS token, and the configured anchor needs one.
+            InvalidInputError: the model has no BOS token, and the configured anchor needs one; or the tenant's name has
+                a lone surrogate.
         """
+        check_encodable(tenant, f"the tenant {tenant!r}")
         return Planner.of_model(
-            self.fingerprint,
+            with_adapters(self.fingerprint, self.adapters),
             self.dtype,
             self.anchor(config.anchor),
             config.block_size,

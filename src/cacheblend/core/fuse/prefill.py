@@ -277,6 +277,11 @@ class BlendedPrefill:
 
 def check_selector(selector: Selector, num_layers: int) -> None:
     """Raises `InvalidInputError` if the selector checks at a layer that the model does not have."""
+    if selector.check_layers and num_layers == 1:
+        raise InvalidInputError(
+            f"check layer {selector.check_layers[-1]} does not exist: the model has one layer only, and nothing is "
+            "left to recompute behind it; use a selector without check layers (head, query), or no blending"
+        )
     if selector.check_layers and selector.check_layers[-1] >= num_layers:
         raise InvalidInputError(
             f"check layer {selector.check_layers[-1]} does not exist: the model has layers 0..{num_layers - 1}"

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.errors import InvalidInputError, PromptTooLongError
+from cacheblend.core.errors import InvalidInputError, PromptTooLongError, check_encodable
 from cacheblend.core.naming import TokenIds, as_token_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 
@@ -47,8 +47,9 @@ def chunk(ids: Sequence[int] | npt.NDArray[np.integer], label: str = "") -> Segm
     """A segment whose KV cache is stored once and reused at any position.
 
     Raises:
-        InvalidInputError: it is empty, or not a list of token ids.
+        InvalidInputError: it is empty, or not a list of token ids; or the label has a lone surrogate.
     """
+    check_encodable(label, "a chunk's label")
     checked = _checked(ids)
     if len(checked) == 0:
         raise InvalidInputError("a chunk has no tokens; leave empty passages out of the prompt")

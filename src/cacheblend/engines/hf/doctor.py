@@ -168,6 +168,9 @@ def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
         raise _fail(found, "architecture", error) from error
     layers = len(survey.layout.layers)
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    if layers == 1:
+        detail = "one decoder layer: no layer can be checked ahead of others, so no rows can be selected by deviation"
+        found.checks.append(Check("layers", False, detail))
     detail = f"{type(model).__name__}, {layers} decoder layers, {parameters:.0f} M parameters"
     found.checks.append(Check("architecture", True, detail))
     found.checks.append(Check("attention", True, "each layer calls transformers' attention interface once"))

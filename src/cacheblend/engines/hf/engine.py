@@ -26,6 +26,7 @@ from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
+from cacheblend.engines.hf.following import AdapterFollower
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.prompts import PromptLike, PromptReader
@@ -38,7 +39,7 @@ from cacheblend.engines.hf.warming import ChunkWarmer, Progress
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.settings import Settings, check_settings, resolve_settings
-from cacheblend.engines.tokens import Message, Passage, find_sentence_end_ids
+from cacheblend.engines.tokens import Message, Passage
 from cacheblend.store import KVStore, check_store_url, open_store
 
 
@@ -46,7 +47,7 @@ class BlendEngine:
     """One model and one store. Requests may come from several threads.
 
     Args:
-        model: a transformers causal language model; it is not changed.
+        model: a transformers causal language model, not changed here; its PEFT adapters may change between requests.
         tokenizer: its tokenizer; None if all prompts are token ids.
         store: where KV is kept, or its URL; a store object stays open after the engine is closed.
         config: how to blend.
@@ -79,25 +80,32 @@ class BlendEngine:
         selector = self.config.make_selector()
         check_selector(selector, len(self.survey.layout.layers))
         self.tokenizer = tokenizer
-        self.prompts = PromptReader(tokenizer, self.survey)
+        self.prompts = PromptReader(tokenizer, self.survey, sentence_end_ids)
         self.builder = self.prompts.builder
-        self._sentence_end_ids = None if sentence_end_ids is None else np.array(sentence_end_ids, dtype=np.int64)
         if selector.question_rows:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
         self.fingerprint = fingerprint or fingerprint_model(model)
         bos_id = self.builder.bos_id if self.builder else bos_id
-        dtype = str(self.survey.layout.dtype)
-        self.identity = ModelIdentity(None, self.fingerprint, dtype.removeprefix("torch."), bos_id, name)
+        dtype = str(self.survey.layout.dtype).removeprefix("torch.")
+        self.adapters = AdapterFollower(model)
+        self.identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name, self.adapters.digest)
         self.planner = self.identity.planner(self.config, "")
         self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
         controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
         self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
         self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
-        self.prefiller = Prefiller(
-            self.view, self.survey, self.store, self.config, controller, model.device, self.sentence_end_ids
-        )
+        ends = self.sentence_end_ids
+        self.prefiller = Prefiller(self.view, self.survey, self.store, self.config, controller, model.device, ends)
         self.background = Background(self.config.capture_queue)
-        self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self.background, name)
+        self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self.background, name, self.adapters)
+
+    def _renew(self, adapters: str) -> None:
+        """Other adapters: their own blocks' names, and a view of the model's modules as they are now."""
+        view = ModelView(self.model)
+        self.survey, self.view = survey_model(self.model, view), view
+        self.identity = replace(self.identity, adapters=adapters)
+        self.planner = self.identity.planner(self.config, "")
+        self.prefiller = self.prefiller.of_view(view, self.survey)
 
     @staticmethod
     def from_pretrained(
@@ -172,9 +180,7 @@ class BlendEngine:
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
         """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""
-        if self._sentence_end_ids is None and self.tokenizer is not None:
-            self._sentence_end_ids = find_sentence_end_ids(self.tokenizer)
-        return self._sentence_end_ids
+        return self.prompts.sentence_end_ids()
 
     # ---- storing ----------------------------------------------------------------------------------------
 
@@ -199,6 +205,7 @@ class BlendEngine:
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
         self.background.check_open()
+        self.adapters.follow(self._renew)
         segments, planner = self.prompts.segments(chunks), self.planner_of(tenant)
         anchor = planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(planner, anchor, segments, progress)
@@ -329,21 +336,14 @@ class BlendEngine:
             mode: see `Mode`.
             tenant: whose chunks are used, see `planner_of`.
         """
-        decides = ratio is None and selector is None  # otherwise the caller has decided
-        return self.prefiller.open(
-            prompt,
-            self.planner_of(tenant),
-            selector or self.settings.selector(ratio),
-            mode,
-            raised=self.settings.selector if decides else None,
-        )
+        self.adapters.follow(self._renew)
+        raised = self.settings.selector if ratio is None and selector is None else None  # None: the caller has decided
+        chosen = selector or self.settings.selector(ratio)
+        return self.prefiller.open(prompt, self.planner_of(tenant), chosen, mode, raised=raised)
 
     def store_missed(self, result: PrefillResult, tenant: str = "", *, text: bool = True) -> None:
-        """Queues what a prefill missed to be captured and stored; call it after the first token has been drawn.
+        """Queues what a tenant's prefill missed to be captured and stored; `text`: also the plain text at its start.
 
-        Args:
-            result: of the prefill.
-            tenant: for whom, see `planner_of`.
-            text: store the plain text at the prompt's start, too.
+        Call it after the first token has been drawn.
         """
         self._warmer.after_request(self.planner_of(tenant), result, text=text)

@@ -61,6 +61,10 @@ class Prefiller:
         if config.compile_layers:
             compile_layers(view, device)
 
+    def of_view(self, view: ModelView, survey: Survey) -> "Prefiller":
+        """The same for another view of the model."""
+        return Prefiller(view, survey, self._store, self._config, self.controller, self.device, self._sentence_end_ids)
+
     def open(
         self,
         prompt: Prompt,

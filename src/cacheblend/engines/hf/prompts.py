@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError
+import numpy as np
+import numpy.typing as npt
+
+from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk
 from cacheblend.engines.hf.survey import Survey
-from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder
+from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder, find_sentence_end_ids
 
 PromptLike = Prompt | Sequence[Content] | Sequence[Message]
 """A prompt of token ids, texts and passages in order, or a message list for the chat template."""
@@ -18,14 +21,22 @@ class PromptReader:
     Args:
         tokenizer: the model's; None: prompts and chunks are token ids only.
         survey: of the model, whose limits every prompt is checked against.
+        sentence_end_ids: ids of the tokens that end a sentence; None: the tokenizer says it.
 
     Attributes:
         builder: turns texts into token ids; None without a tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, survey: Survey) -> None:
+    def __init__(self, tokenizer: Any, survey: Survey, sentence_end_ids: Sequence[int] | None = None) -> None:
         self.builder = None if tokenizer is None else PromptBuilder(tokenizer)
-        self._survey = survey
+        self._tokenizer, self._survey = tokenizer, survey
+        self._sentence_end_ids = None if sentence_end_ids is None else np.array(sentence_end_ids, dtype=np.int64)
+
+    def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
+        """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""
+        if self._sentence_end_ids is None and self._tokenizer is not None:
+            self._sentence_end_ids = find_sentence_end_ids(self._tokenizer)
+        return self._sentence_end_ids
 
     def read(self, parts: PromptLike) -> Prompt:
         """A prompt of texts and passages, of a message list, or one that is a prompt already.
@@ -62,22 +73,22 @@ class PromptReader:
         """Chunks of passages, texts, or token ids; a single text is one chunk.
 
         Raises:
-            InvalidInputError: texts without a tokenizer.
+            InvalidInputError: texts without a tokenizer, or a lone surrogate in a text or title.
         """
-        return [self._segment(part) for part in _as_list(chunks)]
+        return [self._segment(part, f"chunk {number}") for number, part in enumerate(_as_list(chunks), 1)]
 
     def check_stop(self, stop: Sequence[str]) -> None:
         """Raises `InvalidInputError` for stop texts that nobody could find."""
         if stop and self.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
 
-    def _segment(self, part: Passage | str | Segment) -> Segment:
+    def _segment(self, part: Passage | str | Segment, where: str) -> Segment:
         if isinstance(part, Segment):
+            check_encodable(part.label, f"{where}: the label")
             return chunk(part.token_ids, part.label)
         if self.builder is None:
             raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
-        passage = Passage.of(part)
-        return chunk(self.builder.encode(passage.text), passage.title)
+        return self.builder.passage(Passage.of(part), where)
 
     def _needed_builder(self) -> PromptBuilder:
         if self.builder is None:

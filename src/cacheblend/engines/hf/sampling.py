@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_encodable
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures decode greedily: logits divided by them would exceed float32's range."""
@@ -69,6 +69,8 @@ class SamplingParams:
             raise InvalidInputError(f"seed must fit 64 bits, got {self.seed}")
         if any(not text for text in self.stop):
             raise InvalidInputError("a stop text must not be empty")
+        for text in self.stop:
+            check_encodable(text, "a stop text")
 
     def _check_types(self) -> None:
         """A wrong type would fail, or mean something else, only after the prefill."""

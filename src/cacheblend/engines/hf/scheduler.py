@@ -56,6 +56,7 @@ class Scheduler:
         self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, engine.config.tile_rows, JoinedRows)
         self._waiting: deque[Ticket] = deque()
         self._answering: list[Ticket] = []
+        self._view = engine.view  # of the requests that run: other adapters have another one
         self._changed = threading.Condition()
         self._closed = self._draining = self._in_round = False
         self._catch_up_at = 0.0
@@ -162,6 +163,8 @@ class Scheduler:
             with self._changed:
                 if not self._waiting or not self._has_capacity(self._waiting[0].ask.choices):
                     return
+                if self.active and self._are_adapters_others():
+                    return  # the requests that run end with the adapters that they began with
                 ticket = self._waiting.popleft()
             ask = ticket.ask
             self._engine.background.begin_request()
@@ -172,7 +175,11 @@ class Scheduler:
             except Exception as error:
                 self._end(ticket, error)
                 continue
+            self._view = self._engine.view
             self._batcher.add(ticket)
+
+    def _are_adapters_others(self) -> bool:
+        return self._engine.view is not self._view or self._engine.adapters.has_changed()
 
     def _has_capacity(self, choices: int) -> bool:
         """Whether so many more choices may run; choices count, not requests, since each has its own KV cache."""
@@ -226,7 +233,7 @@ class Scheduler:
         going = [(t, n, c) for t in self._answering for n, c in enumerate(t.choices) if c.finish_reason is None]
         if not going:
             return
-        compute_logits(self._engine.view, [choice.decoding for _, _, choice in going])
+        compute_logits(self._view, [choice.decoding for _, _, choice in going])
         for ticket, number, choice in going:
             if ticket in self._answering:
                 try:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
@@ -74,7 +74,9 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
 
     Raises:
         ModelNotBlendableError: the model cannot be blended; the message says why.
+        InvalidInputError: it is in training mode.
     """
+    check_mode(model)
     config = model.config.get_text_config(decoder=True)
     check_config(model.config)
     limit = min((n for n in _shift_limits(config) if n is not None), default=None)
@@ -95,6 +97,28 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
         context_length=context,
         vocab_size=model.get_input_embeddings().num_embeddings,
     )
+
+
+def check_mode(model: PreTrainedModel) -> None:
+    """Refuses a model in training mode: with dropout no two passes agree, and what is stored would be one of them.
+
+    It is not switched: the model is the caller's, who may be in the middle of training it.
+
+    Raises:
+        InvalidInputError: the model, or a part of it that drops something, is in training mode.
+    """
+    found = next((name for name, module in model.named_modules() if module.training and _is_random(module)), None)
+    if model.training or found:
+        raise InvalidInputError(
+            f"{f'{found} of ' if found else ''}{type(model).__name__} is in training mode, in which dropout makes "
+            "every pass another one; call model.eval() first"
+        )
+
+
+def _is_random(module: nn.Module) -> bool:
+    """Whether a module drops something in training mode: it is a dropout, or has a rate of one, as attentions do."""
+    rates = {"p": getattr(module, "p", 0.0)} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+    return any(isinstance(rate, float) and rate > 0 for name, rate in rates.items() if name == "p" or "drop" in name)
 
 
 def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) -> KVLayout:

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.load.capture import ChunkJob, manifest_of, publish
+from cacheblend.core.load.capture import CapturedChunk, ChunkJob, manifest_of, publish
 from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, check_ids
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.capture import batches, compute_chunks
-from cacheblend.engines.hf.survey import Survey
+from cacheblend.engines.hf.following import AdapterFollower
+from cacheblend.engines.hf.survey import Survey, check_mode
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
 
@@ -37,6 +38,7 @@ class ChunkWarmer:
         config: batch size and whether misses are captured.
         background: runs the work that is done after requests.
         name: of the model, for people.
+        adapters: of the model; KV computed while they change is not stored.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class ChunkWarmer:
         config: BlendConfig,
         background: Background,
         name: str,
+        adapters: AdapterFollower,
     ) -> None:
         self._model, self._store, self._survey, self._config = model, store, survey, config
-        self._background, self._name = background, name
+        self._background, self._name, self._adapters = background, name, adapters
         self._writer = WriteBehind(store)
         self._keeper = ChunkKeeper(store)
 
@@ -62,13 +65,14 @@ class ChunkWarmer:
     ) -> WarmReport:
         """Stores the segments that the store does not hold; see `BlendEngine.warm`."""
         started = time.perf_counter()
+        version = self._adapters.followed
         jobs = self._jobs(anchor, segments)
         missing = [job for job in jobs if not self._keeper.is_held(manifest_of(job, planner, self._name))]
         done = len(jobs) - len(missing)
         if progress is not None:
             progress(done, len(jobs))
         for batch in batches(missing, self._config.capture_batch_tokens):
-            for captured in compute_chunks(self._model, batch, planner, self._name):
+            for captured in self._compute(batch, planner, version):
                 self._keeper.store(captured)
             done += len(batch)
             if progress is not None:
@@ -93,14 +97,16 @@ class ChunkWarmer:
             self._background.submit(left_out, partial(self._store.promote, sorted(left_out)), patient=True)
         if not self._config.capture or self._keeper.is_paused:
             return
+        anchor, version = tuple(planner.anchor.segments(result.plan.prompt)), self._adapters.followed
+        if not self._is(version) or planner.chain_of(anchor) != result.plan.anchor_name:
+            return  # the request was computed with other adapters
         for block in publish(result.plan, result.kv) if text else ():
             self._writer.submit(block)
-        anchor = tuple(planner.anchor.segments(result.plan.prompt))
         for segment in result.plan.missed_chunks():
             job = ChunkJob(anchor, segment.token_ids, segment.label)
             self._background.submit(
                 manifest_of(job, planner, "").chunk_id,
-                partial(self._capture, planner, job),
+                partial(self._capture, planner, job, version),
                 patient=len(job) > HOLD_UP_TOKENS,
             )
 
@@ -126,9 +132,26 @@ class ChunkWarmer:
             jobs.setdefault(segment.token_ids.tobytes(), job)
         return list(jobs.values())
 
-    def _capture(self, planner: Planner, job: ChunkJob) -> None:
+    def _capture(self, planner: Planner, job: ChunkJob, version: int) -> None:
         """Computes and keeps a missed chunk, unless the store has received it since or cannot take chunks now."""
         if self._keeper.is_paused or self._keeper.is_held(manifest_of(job, planner, self._name)):
             return
-        for captured in compute_chunks(self._model, [job], planner, self._name):
+        for captured in self._compute([job], planner, version):
             self._keeper.keep(captured)
+
+    def _compute(self, jobs: Sequence[ChunkJob], planner: Planner, version: int) -> list[CapturedChunk]:
+        """The chunks' KV, with the model as it was when the planner was made.
+
+        Raises:
+            InvalidInputError: the model is in training mode, or its adapters have changed.
+        """
+        check_mode(self._model)
+        captured = list(compute_chunks(self._model, jobs, planner, self._name)) if self._is(version) else []
+        if not self._is(version):
+            raise InvalidInputError(
+                "the model's adapters were changed while passages were computed, which are not stored; warm them again"
+            )
+        return captured
+
+    def _is(self, version: int) -> bool:
+        return self._adapters.version() == version

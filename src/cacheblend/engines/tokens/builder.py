@@ -53,7 +53,8 @@ class PromptBuilder:
             InvalidInputError: an empty prompt, a passage without a token, or a text with a lone surrogate.
         """
         segments = [] if self.bos_id is None else [core_prompt.text([self.bos_id])]
-        segments += [self._segment(part) for part in ([parts] if isinstance(parts, str) else parts)]
+        parts = [parts] if isinstance(parts, str) else parts
+        segments += [self._segment(part, f"part {number} of the prompt") for number, part in enumerate(parts, 1)]
         if all(segment.token_ids.tolist() == [self.bos_id] for segment in segments if len(segment)):
             raise InvalidInputError("the prompt is empty; give it some text")
         return Prompt.of(segments)
@@ -106,13 +107,13 @@ class PromptBuilder:
         inside = zip(encoding.ids, encoding.offsets, strict=True)
         return [number for number, (first, last) in inside if first >= start and last <= stop]
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a passage or of any other text that does not come from a template.
+    def encode(self, text: str, what: str = "the text") -> list[int]:
+        """Ids of a passage or of any other text that does not come from a template; `what` names it for messages.
 
         Raises:
             InvalidInputError: the text has a lone surrogate.
         """
-        check_encodable(text, "the text")
+        check_encodable(text, what)
         encoding = self._plain.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         if self._literals.isdisjoint(ids):
@@ -129,12 +130,21 @@ class PromptBuilder:
         decoded: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return decoded
 
-    def _segment(self, part: Content) -> Segment:
+    def passage(self, passage: Passage, where: str) -> Segment:
+        """The passage as a chunk; `where` names its place for messages.
+
+        Raises:
+            InvalidInputError: it has no token, or its text or title has a lone surrogate.
+        """
+        check_encodable(passage.title, f"{where}: the title")
+        return core_prompt.chunk(self.encode(passage.text, f"{where}: the text"), passage.title)
+
+    def _segment(self, part: Content, where: str) -> Segment:
         if isinstance(part, Passage):
-            return core_prompt.chunk(self.encode(part.text), part.title)
+            return self.passage(part, where)
         if not isinstance(part, str):
             raise InvalidInputError(f"a prompt is made of str and Passage, not {type(part).__name__}")
-        return core_prompt.text(self.encode(part))
+        return core_prompt.text(self.encode(part, f"{where}: the text"))
 
     def _render(self, messages: list[Message], documents: list[dict[str, str]], options: dict[str, Any]) -> str:
         settings = {"add_generation_prompt": True, **options}
@@ -149,10 +159,10 @@ class PromptBuilder:
     def _split(self, rendered: str, contents: MarkedContents) -> list[Segment]:
         """Segments of the template's own text, in which special tokens are parsed, and of the contents as they are."""
         segments: list[Segment] = []
-        for frame, content in contents.pieces(rendered):
+        for frame, number, content in contents.pieces(rendered):
             segments.append(self._frame_segment(frame, first=not segments))
             if content is not None:
-                segments.append(self._segment(content))
+                segments.append(self._segment(content, f"content {number} of the messages"))
         first = next((s for s in segments if len(s)), None)
         if self.bos_id is not None and (first is None or first.token_ids[0] != self.bos_id):
             segments.insert(0, core_prompt.text([self.bos_id]))

@@ -78,8 +78,9 @@ class MarkedContents:
             return {**message, "content": "".join(self.mark(part) for part in parts)}
         return {**message, "content": self.mark(content)} if isinstance(content, str) and content else message
 
-    def pieces(self, rendered: str) -> Iterator[tuple[str, Content | None]]:
-        """The template's own text and the content after it, in order; the last text has no content after it.
+    def pieces(self, rendered: str) -> Iterator[tuple[str, int, Content | None]]:
+        """The template's own text and the content after it with its number from 1, in the order of the rendered text;
+        the last text has no content after it.
 
         Raises:
             InvalidInputError: the template dropped or repeated a content.
@@ -87,8 +88,8 @@ class MarkedContents:
         rest = rendered
         for index in self._order(rendered):
             frame, _, rest = rest.partition(_placeholder(index))
-            yield frame, self._contents[index]
-        yield rest, None
+            yield frame, index + 1, self._contents[index]
+        yield rest, len(self._contents) + 1, None
 
     def _order(self, rendered: str) -> list[int]:
         """The contents in the order in which the template put them; each must occur once."""

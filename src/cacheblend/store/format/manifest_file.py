@@ -49,7 +49,7 @@ def decode_manifest(data: bytes, chunk_id: BlockName) -> ChunkManifest:
             token_ids=_unpack(fields["token_ids"]),
             block_names=tuple(BlockName(names[at : at + NAME_BYTES]) for at in range(0, len(names), NAME_BYTES)),
             model=fields["model"],
-            label=fields["label"],
+            label=fields["label"].encode("utf-8", "replace").decode(),  # titles were not checked always
         )
     except (ValueError, KeyError, TypeError, zlib.error) as error:
         raise DamagedError(f"the manifest cannot be understood: {error!r}") from error

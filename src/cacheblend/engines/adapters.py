@@ -1,0 +1,205 @@
+"""Which adapters (LoRA and others) a loaded model computes with, and whether that has changed since it was last asked.
+
+An adapted layer is told by its attributes, those of PEFT's layers: `active_adapters`, `disable_adapters`,
+`merged_adapters`, and `adapter_layer_names`, which names its containers of weights, one entry an adapter. Knows
+modules; PEFT itself need not be installed, and is not imported.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+SAMPLED_TENSORS, SAMPLED_VALUES = 16, 4
+"""Of so many weights so many values are compared at each look: PEFT's hot swap writes behind PyTorch's counter of
+versions, and it writes to all layers."""
+
+
+class AdapterWatch:
+    """Watches the adapters of one model. Call it from one thread at a time.
+
+    A look at a model without adapters takes microseconds. With adapters it compares names, scales, and each tensor's
+    address and version; weights are hashed only after a change.
+
+    Args:
+        model: a transformers model, or PEFT's wrapper of one.
+
+    Attributes:
+        digest: of the adapters in effect: their names, settings and weights, hex; empty if there are none.
+        version: raised by every change that was seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.version = model, 0
+        self._bases: dict[str, nn.Module] = {}  # every layer that was ever adapted, without its adapters
+        self._base_changed = False
+        self._read()
+        self._merged, self.digest = self._merged_layers(), self._digest()
+
+    def look(self) -> bool:
+        """Looks again; True if anything has changed, also where `digest` stays."""
+        if (
+            self._states == self._current_states()
+            and self._marks == self._current_marks()
+            and torch.equal(self._sample, self._sampled())
+        ):
+            return False
+        adapted = set(self._layers)
+        self._base_changed |= not torch.equal(self._base_sample, _joined(self._base_samples))
+        self._read()
+        # A merge writes into the layer itself, and taking it back leaves its rounding there.
+        if adapted - set(self._layers) or self._merged != self._merged_layers():
+            self._base_changed = True
+        self._merged = self._merged_layers()
+        self.digest = self._digest()
+        self.version += 1
+        return True
+
+    def _read(self) -> None:
+        self._held = list((getattr(self._model, "peft_config", None) or {}).values())  # so that no id is used again
+        self._layers = dict(adapted_layers(self._model))
+        self._watched: list[Any] = list(self._layers.values())
+        for name, layer in self._layers.items():
+            self._bases.setdefault(name, _base_of(layer))
+        # Copies, since PEFT changes lists and scales in place.
+        self._states = [tuple(map(copy, state)) for state in self._current_states()]
+        tensors = [t for layer in self._layers.values() for _, t in _weights(layer, _in_effect(layer))]
+        scales = [scale for *_, scaling in self._states if scaling for scale in scaling.values()]
+        self._tensors = [*tensors, *(scale for scale in scales if torch.is_tensor(scale))]
+        bases = [t for base in self._bases.values() for t in base.parameters(recurse=False)]
+        self._base_samples = _samples(bases)
+        self._samples = [*_samples(tensors), *self._base_samples]
+        self._marks, self._sample = self._current_marks(), self._sampled()
+        self._base_sample = _joined(self._base_samples)
+
+    def _current_states(self) -> list[tuple[Any, ...]]:
+        # Attributes that every layer of PEFT's has cost a tenth of a microsecond each.
+        return [
+            (
+                layer.active_adapters,
+                getattr(layer, "disable_adapters", False),
+                getattr(layer, "merged_adapters", ()),
+                getattr(layer, "scaling", None),
+            )
+            for layer in self._watched
+        ]
+
+    def _current_marks(self) -> tuple[Any, ...]:
+        configs = getattr(self._model, "peft_config", None) or {}
+        names = [(name, id(config)) for name, config in configs.items()]
+        return names, [tensor.data_ptr() for tensor in self._tensors], [tensor._version for tensor in self._tensors]
+
+    def _sampled(self) -> torch.Tensor:
+        return _joined(self._samples)
+
+    def _merged_layers(self) -> dict[str, list[str]]:
+        merged = {name: list(getattr(layer, "merged_adapters", ())) for name, layer in self._layers.items()}
+        return {name: adapters for name, adapters in merged.items() if adapters}
+
+    def _digest(self) -> str:
+        found = hashlib.sha256()
+        described = False
+        for name, layer in self._layers.items():
+            for line in _description(layer):
+                found.update(f"{name} {line}\n".encode())
+                described = True
+        if self._base_changed:
+            for name, base in self._bases.items():
+                for part, tensor in base.named_parameters(recurse=False):
+                    found.update(f"{name} base {part} {digest_of(tensor)}\n".encode())
+        return found.hexdigest() if described or self._base_changed else ""
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model's layers that hold adapters, active or not, each with its name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "active_adapters"):
+            yield name, module
+
+
+def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters and buffers without those of adapters, by the names that they have without adapters."""
+    tensors = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    for layer, module in adapted_layers(model):
+        inside = f"{layer}." if layer else ""
+        base = f"{inside}{_base_name(module)}."
+        for name in [name for name in tensors if name.startswith(inside)]:
+            value = tensors.pop(name)
+            if name.startswith(base):
+                tensors[inside + name.removeprefix(base)] = value
+    return tensors
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes, hex."""
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(raw.tobytes()).hexdigest()
+
+
+def _base_name(layer: nn.Module) -> str:
+    return "original_module" if hasattr(layer, "original_module") else "base_layer"
+
+
+def _base_of(layer: nn.Module) -> nn.Module:
+    base: nn.Module = getattr(layer, _base_name(layer), layer)
+    return base
+
+
+def _in_effect(layer: Any) -> list[str]:
+    """Names of the adapters that this layer computes with, in order."""
+    merged = list(getattr(layer, "merged_adapters", ()))
+    if merged:  # they stay in its weights, whichever are active
+        return merged
+    return [] if getattr(layer, "disable_adapters", False) else list(layer.active_adapters)
+
+
+def _weights(layer: Any, adapters: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of some adapters of a layer: (container, adapter and name, tensor)."""
+    for container in layer.adapter_layer_names:
+        held: Any = getattr(layer, container, None)
+        for adapter in adapters:
+            if not hasattr(held, "keys") or adapter not in held:
+                continue
+            value = held[adapter]
+            named = value.state_dict(keep_vars=True) if isinstance(value, nn.Module) else {"": value}
+            for name, tensor in named.items():
+                if torch.is_tensor(tensor):
+                    yield f"{container} {adapter} {name}", tensor
+
+
+def _description(layer: Any) -> Iterator[str]:
+    """Lines about the adapters in effect in a layer; none if none of them adapts it."""
+    adapters = _in_effect(layer)
+    weights = [f"{name} {digest_of(tensor)}" for name, tensor in _weights(layer, adapters)]
+    if not weights:
+        return
+    yield f"{type(layer).__name__} merged={bool(getattr(layer, 'merged_adapters', ()))} {adapters}"
+    yield from weights
+    for setting in getattr(layer, "other_param_names", ("scaling",)):
+        held = getattr(layer, setting, None)
+        if isinstance(held, Mapping):
+            yield from (f"{setting} {name} {_plain(held[name])!r}" for name in adapters if name in held)
+
+
+def _plain(value: Any) -> Any:
+    """A setting that can be compared and written: of other objects only their class."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        return value.item()
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _samples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of some values of some of the tensors, spread over all of them."""
+    usable = [tensor.data for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    chosen = usable[:: -(-len(usable) // SAMPLED_TENSORS)] if usable else []
+    flat = [tensor.reshape(-1) if tensor.is_contiguous() else tensor.flatten()[:0] for tensor in chosen]
+    return [values[:: max(1, len(values) // SAMPLED_VALUES)] for values in flat if len(values)]
+
+
+def _joined(samples: list[torch.Tensor]) -> torch.Tensor:
+    if not samples:
+        return torch.empty(0)
+    return torch.cat(samples)

@@ -1,0 +1,160 @@
+"""Which adapters are in effect, and whether that has changed: over a fake of PEFT's layers."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.engines.adapters import AdapterWatch, adapted_layers
+from cacheblend.engines.fingerprint import fingerprint_model, with_adapters
+from cacheblend.engines.identity import ModelIdentity
+from fake_adapters import add_adapter, disable, layers, merge, set_adapter, unload, unmerge
+from families import tiny_model
+
+
+def model_with(*adapters: str) -> Any:
+    """A model with adapters a (seed 1), b (2) and so on; the first one is active."""
+    model = copy.deepcopy(tiny_model("llama"))
+    for name in adapters:
+        add_adapter(model, name, seed=ord(name) - ord("a") + 1)
+    if adapters:
+        set_adapter(model, adapters[0])
+    return model
+
+
+def test_a_model_without_adapters_has_no_digest() -> None:
+    watch = AdapterWatch(model_with())
+    assert watch.digest == "" and not watch.look() and watch.version == 0
+    assert with_adapters("weights", "") == "weights"
+
+
+def test_equal_adapters_agree_whatever_else_is_loaded() -> None:
+    alone, beside = AdapterWatch(model_with("a")), AdapterWatch(model_with("a", "b"))
+    assert alone.digest == beside.digest != ""
+    other = model_with("a", "b")
+    set_adapter(other, "b")
+    assert AdapterWatch(other).digest not in ("", alone.digest)
+
+
+def test_a_name_is_part_of_the_digest() -> None:
+    one, two = model_with(), model_with()
+    add_adapter(one, "x", seed=1)
+    add_adapter(two, "y", seed=1)
+    assert AdapterWatch(one).digest != AdapterWatch(two).digest
+
+
+def test_of_several_active_adapters_all_count() -> None:
+    model = model_with("a", "b")
+    watch, found = AdapterWatch(model), set()
+    for names in (("a",), ("a", "b"), ("b",)):
+        set_adapter(model, *names)
+        watch.look()
+        found.add(watch.digest)
+    assert len(found) == 3
+
+
+def replace_weight(model: Any) -> None:
+    layers(model)[3].lora_B["a"].weight.data = layers(model)[3].lora_B["a"].weight.data + 1
+
+
+def write_weight(model: Any) -> None:
+    with torch.no_grad():
+        layers(model)[3].lora_A["a"].weight[0, 0] += 1
+
+
+def hot_swap(model: Any) -> None:
+    """As PEFT's, behind PyTorch's counter of versions."""
+    for lora in layers(model):
+        lora.lora_A["a"].weight.data.copy_(torch.randn_like(lora.lora_A["a"].weight))
+
+
+def scale(model: Any) -> None:
+    layers(model)[5].scaling["a"] = 3.0
+
+
+def replace_adapter(model: Any) -> None:
+    add_adapter(model, "a", seed=9)
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    lambda model: set_adapter(model, "b"),
+    lambda model: set_adapter(model, "a", "b"),
+    lambda model: layers(model)[2].active_adapters.append("b"),
+    lambda model: add_adapter(model, "c", seed=3),
+    replace_weight,
+    write_weight,
+    hot_swap,
+    scale,
+    replace_adapter,
+    merge,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_seen_once(change: Callable[[Any], None]) -> None:
+    model = model_with("a", "b")
+    watch = AdapterWatch(model)
+    before = watch.digest
+    assert not watch.look()
+    change(model)
+    assert watch.look() and watch.digest != before and watch.version == 1
+    assert not watch.look() and watch.version == 1
+
+
+def test_switching_back_gives_the_digest_back() -> None:
+    model = model_with("a", "b")
+    watch = AdapterWatch(model)
+    before = watch.digest
+    set_adapter(model, "b")
+    assert watch.look()
+    set_adapter(model, "a")
+    assert watch.look() and watch.digest == before
+
+
+def test_disabled_adapters_are_none() -> None:
+    model = model_with("a")
+    watch = AdapterWatch(model)
+    disable(model)
+    assert watch.look() and watch.digest == ""
+    disable(model, False)
+    assert watch.look() and watch.digest == AdapterWatch(model_with("a")).digest
+
+
+def test_a_merge_that_is_taken_back_leaves_its_rounding() -> None:
+    model = model_with("a")
+    watch = AdapterWatch(model)
+    separate = watch.digest
+    merge(model)
+    watch.look()
+    merged = watch.digest
+    unmerge(model)
+    assert watch.look() and watch.digest not in ("", separate, merged)
+
+
+def test_weights_that_an_adapter_was_merged_into_for_good_are_not_the_models() -> None:
+    model = model_with("a")
+    watch = AdapterWatch(model)
+    merge(model)
+    unload(model)
+    assert watch.look() and watch.digest != ""
+    assert not list(adapted_layers(model)) and not watch.look()
+
+
+def test_the_fingerprint_of_weights_is_that_of_the_model_without_adapters() -> None:
+    plain = fingerprint_model(model_with())
+    assert fingerprint_model(model_with("a")) == plain == fingerprint_model(model_with("a", "b"))
+    merged = model_with("a")
+    merge(merged)
+    assert fingerprint_model(merged) != plain
+
+
+def test_blocks_are_named_by_the_adapters_too() -> None:
+    plain = ModelIdentity(None, "weights", "float32", None, "m")
+    roots = {
+        ModelIdentity(None, "weights", "float32", None, "m", adapters).planner(BlendConfig()).root
+        for adapters in ("", "one", "two")
+    }
+    assert len(roots) == 3 and plain.planner(BlendConfig()).root in roots
