@@ -14,7 +14,7 @@ from cacheblend.core.kernels.registry import Served
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows
-from sync_counting import CountSyncs
+from read_counting import CountReads
 from vllm_running import needs_vllm
 
 pytestmark = needs_vllm
@@ -274,7 +274,7 @@ def test_no_layer_in_pages_waits_for_the_device(held: int, monkeypatch: pytest.M
     monkeypatch.setattr(rows, "_is_on_host", lambda tensor: False)  # as on a device, where its order is not checked
     monkeypatch.setattr(PagedLayer, "write", lambda self, keys, values, slots: written.append(slots))
     job = paged.job(OWN, held, Hkvd((1,), (0.3,)))
-    with CountSyncs() as counted, paged.opener.blend(job) as prefill:
+    with CountReads() as counted, paged.opener.blend(job) as prefill:
         before = len(counted.calls)
         prefill.advance(4)
     assert prefill.done and written
