@@ -5,8 +5,8 @@
     seen       | yes    | yes     | no      | yes     | g and the last rows   |
 
 Only the asking rows go through the layers; they attend to the stored rows and to each other. Rows without KV are
-masked out. The cost is asking rows x layers, independent of the prompt's length. Mostly the question asks; spans that it
-has found may ask in turn, all of them in one pass (`core.fuse.asking`). Nothing is written.
+masked out. The cost is asking rows x layers, independent of the prompt's length. Mostly the question asks; spans that
+it has found may ask in turn, all of them in one pass (`core.fuse.asking`). Nothing is written.
 """
 
 import math
