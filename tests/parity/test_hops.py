@@ -191,6 +191,24 @@ def test_a_block_lost_at_the_start_is_a_miss(layer: int, selector: str) -> None:
 
 
 @torch.no_grad()
+def test_ranks_agree_on_what_each_pass_found() -> None:
+    """Two ranks that see each other's attention ask the same spans, so each pass is combined before the next."""
+    combined: list[tuple[str, int]] = []
+
+    def over_ranks(value: torch.Tensor, how: str) -> torch.Tensor:
+        combined.append((how, len(value)))
+        return torch.maximum(value, torch.linspace(0, 1, len(value)))
+
+    engine, selector = warm_engine("llama"), Query(0.2, pool=8, hops=2, hop_spans=1)
+    recorded = Recorded(selector)
+    finish(stepper(engine, RAG, recorded, over_ranks=over_ranks))
+    assert combined == [("max", len(RAG))] * 3
+    asked = recorded.asked[0]
+    assert asked.attention is not None and asked.hops is not None
+    assert bool((torch.minimum(asked.attention, asked.hops) >= (asked.positions / (len(RAG) - 1) - 1e-6)).all())
+
+
+@torch.no_grad()
 def test_interleaved_passes() -> None:
     """Hops keep no state outside their own request."""
     engine, prompts, selector = warm_engine("llama"), [RAG, Prompt.of([A, C, QUESTION])], SELECTORS["two hops"]
