@@ -8,7 +8,8 @@ Everything here follows the definition, not the implementation:
   the rows that are not recomputed by the stored ones and attends densely under transformers' own mask. The output of
   a dropped row has no effect: its K and V are replaced in every later layer;
 - the question's attention: the same forward with all stored rows replaced, and rows masked that are neither stored
-  nor the question's; the attention weights of the question's rows are recorded.
+  nor the question's; the attention weights of the question's rows are recorded;
+- a hop: the same, with the rows of the best spans in place of the question's.
 
 Only the fields of a selector are read; the rows are chosen by the code here. The one exception are the random numbers
 of `RandomRows`, which come from the package.
@@ -34,6 +35,7 @@ from cacheblend.core.select.selectors import (
     Selector,
     Threshold,
 )
+from reference_hops import Group, Hops, first_and_last
 
 ATTENTION = "reference_blend"
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -52,6 +54,7 @@ class Reference:
         deviations: check layer -> position -> squared deviation.
         attention: candidate -> how much more the question attends to it than a generic row; if the selector needs it.
         question: positions of the question's rows.
+        hops: for each hop the rows of each span that asks, those behind it among them.
     """
 
     logits: torch.Tensor
@@ -61,6 +64,7 @@ class Reference:
     deviations: dict[int, dict[int, float]] = field(default_factory=dict)
     attention: dict[int, float] = field(default_factory=dict)
     question: list[int] = field(default_factory=list)
+    hops: list[list[list[int]]] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -98,17 +102,27 @@ def blend(
     candidates = [p for p in sorted(stored) if p not in exact and p != last]
     attention: dict[int, float] = {}
     question: list[int] = []
-    if selector.question_rows and candidates:
-        question = _question(prompt, min(selector.question_rows, max(2, len(prompt) // 20)))
-        held_text = set(_anchor_rows(prompt, tuple(anchor))) - set(missing)
-        asking = _Asking(stored, question, hidden=set(range(last + 1)) - set(stored) - held_text - set(question))
+    limit = min(selector.question_rows, max(2, len(prompt) // 20))
+
+    def ask(*groups: Group) -> dict[int, float]:
+        seen = set(stored) | set(_anchor_rows(prompt, tuple(anchor))) - set(missing)
+        asking = _Asking(stored, groups, set(range(last + 1)) - seen - {p for rows, _ in groups for p in rows})
         _forward(model, prompt, asking)
-        attention = {p: asking.received[p] for p in candidates}
-    wanted = {p: attention[p] + _word_cue(prompt, p, question) * getattr(selector, "words", 0.0) for p in attention}
-    run = _Pass(prompt, selector, stored, candidates, wanted, _spans(prompt, selector, sentence_ends))
+        return {p: asking.received[p] for p in candidates}
+
+    if selector.question_rows and candidates:
+        question = _question(prompt, limit)
+        attention = ask((question, []))
+    weight = getattr(selector, "words", 0.0)
+    wanted = {p: attention[p] + _word_cue(prompt, p, question) * weight for p in attention}
+    spans = _spans(prompt, selector, sentence_ends)
+    hops = Hops(prompt, spans, candidates, question, limit)
+    for _ in range(selector.hops if candidates else 0):
+        wanted = hops.follow(wanted, selector.hop_spans, weight, ask)
+    run = _Pass(prompt, selector, stored, candidates, wanted, spans)
     logits = _forward(model, prompt, run)
     recomputed = sorted(run.active & set(candidates))
-    return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question)
+    return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question, hops.asked)
 
 
 def _forward(model: torch.nn.Module, prompt: Prompt, pass_: "_Pass | _Asking") -> torch.Tensor:
@@ -125,8 +139,7 @@ def _question(prompt: Prompt, limit: int) -> list[int]:
     for segment in prompt.segments:
         suffix = [] if segment.is_chunk else suffix + list(range(start, start + len(segment)))
         start += len(segment)
-    suffix = suffix or [start - 1]
-    return suffix if len(suffix) <= limit else [suffix[0], *suffix[-(limit - 1) :]]
+    return first_and_last(suffix or [start - 1], limit)
 
 
 def _word_cue(prompt: Prompt, position: int, question: list[int]) -> float:
@@ -204,30 +217,31 @@ def _moved_chunk(model: torch.nn.Module, anchor: tuple[int, ...], ids: tuple[int
 
 
 class _Asking:
-    """The question pass over the stored rows; each `hidden` row is visible only to itself."""
+    """A pass of rows that ask over the stored rows; each `hidden` row is visible only to itself."""
 
-    def __init__(self, stored: Mapping[int, list[KV]], question: list[int], hidden: set[int]) -> None:
-        self.stored, self.question, self.hidden = stored, question, hidden
+    def __init__(self, stored: Mapping[int, list[KV]], groups: Sequence[Group], hidden: set[int]) -> None:
+        self.stored, self.groups, self.hidden = stored, groups, hidden
+        self.asking = {row for rows, _ in groups for row in rows}
         self.received: dict[int, float] = dict.fromkeys(stored, 0.0)
         self.layers = 0
 
     def layer(self, keys: torch.Tensor, values: torch.Tensor) -> KV:
         keys, values = keys.clone(), values.clone()
         for position, layers in self.stored.items():
-            if position not in self.question:
+            if position not in self.asking:
                 keys[:, position], values[:, position] = layers[self.layers]
         self.layers += 1
         return keys, values
 
     def look(self, weights: torch.Tensor) -> None:
         """[heads, rows, keys]."""
-        generic, *others = self.question
-        for position in self.received:
-            if others:
-                more = (weights[:, others, position] - weights[:, generic, position, None]).clamp(min=0)
-            else:
-                more = weights[:, generic, position]
-            self.received[position] = max(self.received[position], float(more.max()))
+        for (generic, *others), own in self.groups:
+            for position in self.received.keys() - set(own):
+                if others:
+                    more = (weights[:, others, position] - weights[:, generic, position, None]).clamp(min=0)
+                else:
+                    more = weights[:, generic, position]
+                self.received[position] = max(self.received[position], float(more.max()))
 
 
 class _Pass:

@@ -70,6 +70,16 @@ def test_a_pass_waits_for_the_device_twice_at_most(family: str, record_property:
     assert all("synchronize" in calls and len(calls) <= MOST for calls in found.values()), found
 
 
+@pytest.mark.parametrize("selector", [Query(0.2, hops=1), Hybrid((1, 2), (0.3, 0.1), 0.6, words=1.0, hops=2)])
+@pytest.mark.usefixtures("device")
+def test_each_hop_waits_once_for_the_spans_that_it_asks(selector: Selector) -> None:
+    """The host has to know which rows the next pass computes."""
+    calls, logits = waits(engine_on_device("llama"), selector)
+    assert len(calls) <= selector.hops + MOST and calls[-1] == "synchronize", calls
+    expected = open_engine(tiny_model("llama"), sentence_end_ids=[5, 9]).prefill(PROMPT, selector=selector)
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("checks", [(1,), (1, 2)])
 @pytest.mark.usefixtures("device")
 def test_a_threshold_waits_for_its_count_at_each_check_layer(checks: tuple[int, ...]) -> None:

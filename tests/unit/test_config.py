@@ -54,6 +54,12 @@ from cacheblend.core.select.selectors import (
         ({"selector": "query", "question_rows": "64"}, "whole number.*got '64'"),
         ({"selector": "query", "question_words": -0.5}, "finite weight of at least 0, got -0.5"),
         ({"selector": "hybrid", "question_words": float("nan")}, "finite weight of at least 0, got nan"),
+        ({"selector": "query", "hops": -1}, r"hops must be a whole number, 0 to 4 .*, got -1"),
+        ({"selector": "hybrid", "hops": 5}, r"0 to 4 .*, got 5"),
+        ({"selector": "query", "hops": True}, "whole number.*got True"),
+        ({"selector": "query", "hops": 1.0}, "whole number.*got 1.0"),
+        ({"selector": "query", "hop_spans": 0}, "hop_spans must be a whole number of spans, 1 to 8, got 0"),
+        ({"selector": "hybrid", "hop_spans": 9}, "1 to 8, got 9"),
         ({"selector": "query", "pool": 10**30}, "1 to 2147483648 tokens"),
         ({"selector": "hybrid", "check_layers": ()}, "check layers|as many ratios"),
         ({"selector": "hybrid", "ratios": (-0.5,)}, "0..1, got .-0.5"),
@@ -126,6 +132,15 @@ def test_hybrids_early_share_follows_the_ratios() -> None:
     fixed = BlendConfig(selector="hybrid", ratios=(0.25,), early_ratio=0.375, rank="deviation", measure="k")
     assert fixed.make_selector() == Hybrid((1,), (0.25,), 0.375, "deviation", "k")
     assert fixed.make_selector(0.5) == Hybrid((1,), (0.5,), 0.5, "deviation", "k")
+
+
+def test_hops_reach_the_selectors_that_ask() -> None:
+    assert BlendConfig(selector="query").make_selector() == Query(0.15)  # hops 0
+    config = BlendConfig(selector="query", hops=2, hop_spans=1)
+    assert config.make_selector() == config.selection.make_selector() == Query(0.15, hops=2, hop_spans=1)
+    config = BlendConfig(selector="hybrid", early_ratio=0.5, hops=1)
+    assert config.make_selector() == Hybrid((1,), (0.15,), 0.5, hops=1, hop_spans=2)
+    assert config.make_selector(0.25) == Hybrid((1,), (0.25,), 0.5, hops=1, hop_spans=2)
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 0.5, 1.0])

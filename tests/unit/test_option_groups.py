@@ -8,8 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from cacheblend.cli.option_groups import with_groups
-from cacheblend.cli.options import BlendOptions, ChunkOptions, SelectionOptions, numbers
+from cacheblend.cli.options import BlendOptions, ChunkOptions, SelectionOptions
 from cacheblend.cli.prompt_options import SamplingOptions
+from cacheblend.cli.values import numbers
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import SamplingParams
@@ -78,6 +79,17 @@ def test_defaults_are_those_of_the_configuration() -> None:
     everything = BlendOptions(ratio=["0.3,0.2"], selector="hkvd", check_layers="1,2", measure="v").settings()
     assert set(everything) <= known
     assert BlendConfig(**everything).ratios == (0.3, 0.2)
+
+
+def test_hops_belong_to_selectors_that_ask_the_question() -> None:
+    chosen = SelectionOptions(selector="query", hops=1, hop_spans=3)
+    assert chosen.settings() == {"selector": "query", "hops": 1, "hop_spans": 3}
+    assert SelectionOptions(selector="hybrid", hops=0).settings() == {"selector": "hybrid", "hops": 0}
+    for selector in (None, "hkvd"):
+        with pytest.raises(InvalidInputError, match="--hops 1 has no effect without --selector query or hybrid"):
+            SelectionOptions(selector=selector, hops=1).settings()
+        with pytest.raises(InvalidInputError, match="--hop-spans 2 has no effect without --selector query or hybrid"):
+            SelectionOptions(selector=selector, hop_spans=2).settings()
 
 
 def test_ratios_and_check_layers_belong_together() -> None:

@@ -54,9 +54,20 @@ def test_a_profile_may_pool_by_sentence_or_by_span(tmp_path: Path) -> None:
         assert read_profile(tmp_path / "p").config().pool == pool
 
 
+def test_a_profile_may_have_hops(tmp_path: Path) -> None:
+    selection = Selection(selector="hybrid", hops=1, hop_spans=3)
+    assert quality_settings(selection) == {"selector": "hybrid", "hops": 1, "hop_spans": 3}
+    assert "hops" not in quality_settings(Selection(selector="hybrid"))
+    write_profile(tmp_path / "p", Profile("f1", quality_settings(selection)))
+    config = read_profile(tmp_path / "p").config()
+    assert config.selection == selection and config.make_selector() == selection.make_selector()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"settings": {"selector": "query", "hops": 9}}, "hops must be a whole number, 0 to 4 (0: only the question), got 9"),
+        ({"settings": {"selector": "query", "hops": "one"}}, "hops"),
         ({"format": 2}, "field 'format'"),
         ({"format": None}, "field 'format': it is missing"),
         ({"fingerprint": 3}, "field 'fingerprint'"),

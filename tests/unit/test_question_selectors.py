@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.question_selectors import SPAN_WITHOUT_SENTENCES, Hybrid, Pool, Query, ranks_by_attention
-from cacheblend.core.select.selectors import AllRows, Candidates, Hkvd
+from cacheblend.core.select.question_selectors import (
+    SPAN_WITHOUT_SENTENCES,
+    Hybrid,
+    Pool,
+    Query,
+    ranks_by_attention,
+)
+from cacheblend.core.select.selectors import AllRows, Candidates, FoundSpan, Hkvd
 from selections import masked
 
 shares = st.floats(0, 1)
@@ -47,6 +53,36 @@ def spans_of(candidates: Candidates, pool: Pool) -> list[tuple[int, ...]]:
     assert candidates.segments is not None
     rows = zip(candidates.segments.tolist(), candidates.chunk_offsets.tolist(), strict=True)
     return [(segment, offset // tokens) for segment, offset in rows]
+
+
+@given(asked(), pools, st.integers(0, 9))
+def test_the_spans_found_are_those_of_highest_attention(candidates: Candidates, pool: Pool, count: int) -> None:
+    best: dict[tuple[int, ...], list[float]] = {}
+    assert candidates.attention is not None
+    for span, attention in zip(spans_of(candidates, pool), candidates.attention.tolist(), strict=True):
+        best.setdefault(span, []).append(attention)
+    spans, first = [], 0
+    for attentions in best.values():
+        spans.append(FoundSpan(first, first + len(attentions), max(attentions)))
+        first += len(attentions)
+    expected = [span for span in sorted(spans, key=lambda span: -span.attention)[:count] if span.attention > 0]
+    for selector in (Query(0.5, pool, hops=1), Hybrid(pool=pool, hops=1)):
+        assert selector.found_spans(candidates, count) == expected
+
+
+def test_what_hops_found_counts_where_it_is_more() -> None:
+    candidates = Candidates(
+        positions=torch.arange(4),
+        chunk_offsets=torch.arange(4),
+        total=4,
+        attention=torch.tensor([0.4, 0.1, 0.0, 0.0]),
+        hops=torch.tensor([0.2, 0.5, 0.0, 0.1]),
+        hop_words=torch.tensor([0.0, 0.0, 0.9, 0.0]),
+        segments=torch.zeros(4, dtype=torch.int64),
+    )
+    assert ranks_by_attention(candidates, 1).tolist() == [1, 0, 3, 2]
+    assert ranks_by_attention(candidates, 1, words=0.5).tolist() == [2, 0, 1, 3]
+    assert Query(0.5, 1, 0, words=1.0, hops=1).found_spans(candidates, 2)[0][:2] == (2, 3)
 
 
 leads = st.integers(0, 3)

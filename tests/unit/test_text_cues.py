@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import Candidates
-from cacheblend.core.select.text_cues import LONGEST_SENTENCE, sentence_indices, shared_words
+from cacheblend.core.select.text_cues import LONGEST_SENTENCE, repeated_words, sentence_indices, shared_words
 from selections import masked
 
 STOP, MARK = 1, 2
@@ -28,6 +28,13 @@ def test_only_the_question_rows_count_as_the_question() -> None:
 
 def test_a_question_at_the_start_gives_no_weights() -> None:
     assert weights([5, 5, 6], [0, 1, 2]) == [0.0, 0.0, 0.0]
+
+
+def test_words_of_a_span_count_outside_it_and_in_front_of_the_question() -> None:
+    ids = np.array([5, 6, 5, 7, 5, 8, 6, 5], dtype="<u4")
+    assert repeated_words(ids, np.array([1, 2]), 6).tolist() == [0.5, 0, 0, 0, 0.5, 0, 0, 0]
+    assert repeated_words(ids, np.array([0, 1, 2, 3, 4, 5]), 6).tolist() == [0] * 8
+    assert repeated_words(ids, np.array([3]), 6).tolist() == [0] * 8
 
 
 def test_a_rare_word_selects_its_whole_span() -> None:

@@ -24,6 +24,7 @@ SELECTORS = {
     "hkvd": Hkvd((1,), (0.3,)),
     "gradual": Hkvd((1, 2), (0.4, 0.1)),
     "query": Query(0.3),
+    "hops": Query(0.3, words=1.0, hops=2),
     "hybrid": Hybrid((1, 2), (0.3, 0.1), early=0.6),
     "all": AllRows(),
 }

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend.cli.options import MODEL_OPTION, OUTPUT, PROMPT, Ratios, names, numbers
+from cacheblend.cli.options import MODEL_OPTION, OUTPUT, PROMPT, Ratios
 from cacheblend.cli.prompt_options import Methods
+from cacheblend.cli.values import names, numbers
 
 METHODS, SCORES = "Methods", "Scores"
 

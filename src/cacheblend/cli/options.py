@@ -3,12 +3,13 @@
 Defaults are `BlendConfig`'s; they are written out here because importing it takes a second, and a test compares them.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from cacheblend.cli.values import numbers
 
 if TYPE_CHECKING:
     from cacheblend.core.config import BlendConfig
@@ -84,32 +85,6 @@ OneRatio = Annotated[
         "--ratio", "-r", min=0, max=1, help="Share of the loaded tokens to recompute.", rich_help_panel=BLENDING
     ),
 ]
-
-N = TypeVar("N", int, float)
-
-
-def numbers(option: str, text: str, of: Callable[[str], N]) -> tuple[N, ...]:
-    """``"0.45,0.3"`` as numbers.
-
-    Raises:
-        InvalidInputError: one of them is none; names the option.
-    """
-    import math
-
-    from cacheblend.core.errors import InvalidInputError
-
-    try:
-        found = tuple(of(part) for part in text.split(","))
-    except ValueError as error:
-        raise InvalidInputError(f"{option} {text}: expected a number, or several with commas") from error
-    if not all(math.isfinite(number) for number in found):
-        raise InvalidInputError(f"{option} {text}: expected finite numbers")
-    return found
-
-
-def names(values: Sequence[str] | None) -> tuple[str, ...]:
-    """``["full,blend", "miss"]`` as single names."""
-    return tuple(name.strip() for value in values or () for name in value.split(",") if name.strip())
 
 
 # ---- model and store ----------------------------------------------------------------------------------------
@@ -243,6 +218,29 @@ class SelectionOptions:
         float | None,
         typer.Option("--threshold", min=0, help="Bound of --selector threshold.", rich_help_panel=BLENDING),
     ] = None
+    hops: Annotated[
+        int | None,
+        typer.Option(
+            "--hops",
+            min=0,
+            max=4,
+            help="How often --selector query or hybrid asks the best sentences that it has found in turn. Default: the "
+            "model's profile, or 0.",
+            rich_help_panel=BLENDING,
+            show_default=False,
+        ),
+    ] = None
+    hop_spans: Annotated[
+        int | None,
+        typer.Option(
+            "--hop-spans",
+            min=1,
+            max=8,
+            help="Most sentences that a hop asks. Default: the model's profile, or 2.",
+            rich_help_panel=BLENDING,
+            show_default=False,
+        ),
+    ] = None
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -257,23 +255,28 @@ class SelectionOptions:
         """Fields of `BlendConfig` that the user set; the others are left to the model's profile.
 
         Raises:
-            InvalidInputError: ratios and check layers do not fit each other, or are no numbers; or a threshold is given
-                for another selector.
+            InvalidInputError: ratios and check layers do not fit each other, or are no numbers; or a threshold or hops
+                are given for another selector.
         """
-        if self.threshold is not None and self.selector != "threshold":
-            from cacheblend.core.errors import InvalidInputError
-
-            raise InvalidInputError(
-                f"--threshold {self.threshold:g} has no effect without --selector threshold; add it, or leave "
-                "--threshold out"
-            )
-        given = {"selector": self.selector, "measure": self.measure, "threshold": self.threshold}
-        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self._check_effect("--threshold", self.threshold, "threshold")
+        self._check_effect("--hops", self.hops, "query", "hybrid")
+        self._check_effect("--hop-spans", self.hop_spans, "query", "hybrid")
+        given = ("selector", "measure", "threshold", "hops", "hop_spans")
+        settings = {name: value for name in given if (value := getattr(self, name)) is not None}
         if self.ratio or self.check_layers:
             ratios, layers = self._levels()
             settings |= {"recompute_ratio": ratios[-1], "check_layers": layers}
             settings |= {"ratios": ratios} if len(ratios) > 1 else {}
         return settings
+
+    def _check_effect(self, option: str, value: float | None, *selectors: str) -> None:
+        from cacheblend.core.errors import InvalidInputError
+
+        if value is not None and self.selector not in selectors:
+            raise InvalidInputError(
+                f"{option} {value:g} has no effect without --selector {' or '.join(selectors)}; add it, or leave "
+                f"{option} out"
+            )
 
     def _levels(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Ratios and check layers: one ratio for all layers, or one for each (gradual filtering)."""

@@ -16,7 +16,7 @@ class BlendReport:
         text_tokens: tokens of plain text that were computed.
         recomputed_tokens: loaded tokens that were still recomputed after the last check layer.
         row_layers: rows times layers computed; a full prefill has `prompt_tokens` times the model's layers.
-        question_row_layers: the part of `row_layers` that the question's pass computed.
+        question_row_layers: the part of `row_layers` that the question's pass and its hops computed.
         projected_rows: rows that only went through a layer's norm and projections.
         plan_s: naming, look-ups and planning.
         load_s: time that the host spent reading and re-positioning, most of it while layers computed.

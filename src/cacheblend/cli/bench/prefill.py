@@ -20,8 +20,9 @@ from cacheblend.cli.bench.options import (
     in_rounds,
     prompt_settings,
 )
-from cacheblend.cli.options import ModelOrShape, OneRatio, Plot, names
+from cacheblend.cli.options import ModelOrShape, OneRatio, Plot
 from cacheblend.cli.output import INSTALL_PLOT, check_outputs, console, picture_file, progress
+from cacheblend.cli.values import names
 
 Data = Annotated[
     Path | None,

@@ -14,28 +14,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.fuse.asking import Asking, OverRanks
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
-from cacheblend.core.fuse.question import QuestionPass
 from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
-from cacheblend.core.fuse.rows import ActiveRows, Cues
+from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.select.selectors import Selector
-from cacheblend.core.select.text_cues import sentence_indices, shared_words
-
-OverRanks = Callable[[torch.Tensor, Literal["sum", "max"]], torch.Tensor]
-"""Combines what rows are chosen by, [n], over tensor-parallel ranks, so that all ranks choose the same rows: deviations
-are summed, of the question's attention the maximum counts."""
 
 RowAttention = Callable[[int, torch.Tensor, LayerCache, torch.Tensor, AttentionSpec], torch.Tensor]
 """(layer, query [heads, n, head_dim], the layer's KV with these rows' fresh KV in place, their positions [n] int64,
@@ -124,10 +119,18 @@ class BlendedPrefill:
         self._loader = self._open_loader(plan, first_reused_layer(self._selector))
         self._rows = rows = ActiveRows(plan, self._runner.embed())
         self._layer, self._kv = 0, list[LayerKV]()
-        self._question: QuestionPass | None = None
+        self._question: Asking | None = None
         if rows.total and self._selector.question_rows:
-            limit, keep = self._selector.question_rows, self._options.stays or self._options.on_layer is None
-            self._question = QuestionPass(plan, self._runner, self._loader, limit, rows.hidden, keep=keep)
+            self._question = Asking(
+                plan,
+                self._selector,
+                self._runner,
+                self._loader,
+                rows,
+                keep=self._options.stays or self._options.on_layer is None,
+                sentence_end_ids=self._options.sentence_end_ids,
+                over_ranks=self._options.over_ranks,
+            )
 
     @property
     def layer(self) -> int:
@@ -157,7 +160,7 @@ class BlendedPrefill:
         return self._layer == self._runner.num_layers
 
     def advance(self, layers: int = 1) -> bool:
-        """Computes up to so many layers, those of the question's pass among them, or restarts; True when done."""
+        """Computes up to so many layers, those of the question's passes among them, or restarts; True when done."""
         for _ in range(layers):
             if self.done:
                 break
@@ -165,7 +168,7 @@ class BlendedPrefill:
         return self.done
 
     def next_layer(self) -> LayerSteps:
-        """The next layer, of the question's pass or of the prompt, or a restart; for `PrefillBatcher`."""
+        """The next layer, of the question's passes or of the prompt, or a restart; for `PrefillBatcher`."""
         try:
             if self._question is not None:
                 self._ask(self._question)
@@ -207,17 +210,11 @@ class BlendedPrefill:
 
     # ---- a layer ----------------------------------------------------------------------------------------
 
-    def _ask(self, question: QuestionPass) -> None:
-        """A layer of the question's pass; after the last one, the cues that it found."""
+    def _ask(self, question: Asking) -> None:
+        """A layer of the question's pass, or of a hop's."""
         self._computed.question_row_layers += len(question.asking)
-        if not question.advance():
-            return
-        self._question = None
-        over_ranks, prompt, rows = self._options.over_ranks, self._plan.prompt, self._rows
-        attention = question.attention if over_ranks is None else over_ranks(question.attention, "max")
-        words = rows.of_runner(shared_words(prompt.token_ids, question.asking))
-        ends = self._options.sentence_end_ids
-        rows.cues = Cues(attention, words, None if ends is None else rows.of_runner(sentence_indices(prompt, ends)))
+        if question.advance():
+            self._question = None
 
     def _compute_layer(self) -> LayerSteps:
         layer, rows = self._layer, self._rows

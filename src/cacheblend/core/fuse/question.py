@@ -1,17 +1,20 @@
-"""The question pass: measures how much the question attends to each loaded row, before any of them is recomputed.
+"""The question pass: measures how much some rows attend to each loaded row, before any of them is recomputed.
 
     prompt     | system | chunk A | chunk B | chunk C | suffix: g  ...  q q q |
     source     | prefix | loaded  | miss    | loaded  | text                  |
     seen       | yes    | yes     | no      | yes     | g and the last rows   |
 
-Only the question's rows go through the layers; they attend to the stored rows and to each other. Rows without KV are
-masked out. The cost is question rows x layers, independent of the prompt's length.
+Only the asking rows go through the layers; they attend to the stored rows and to each other. Rows without KV are
+masked out. The cost is asking rows x layers, independent of the prompt's length. Mostly the question asks; spans that
+it has found may ask in turn, all of them in one pass (`core.fuse.asking`). Nothing is written.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
@@ -25,21 +28,32 @@ from cacheblend.core.plan.plan import BlendPlan
 _MAX_WEIGHTS = 1 << 24  # attention weights at a time, 64 MB in fp32: KV heads are processed in groups
 
 
-class QuestionPass:
-    """The question pass of one prompt.
+@dataclass(frozen=True)
+class AskingRows:
+    """Rows of the question, or of a span, that ask together.
 
-    Writes KV into the loader's buffers at the question's positions; the following prefill overwrites it.
+    Attributes:
+        rows: [n] int64 positions, ascending, at least one; the first of several is generic, see `QuestionPass`.
+        own: [m] int64 positions to which their attention does not count.
+    """
+
+    rows: npt.NDArray[np.int64]
+    own: npt.NDArray[np.int64]
+
+
+class QuestionPass:
+    """A pass of rows that ask: the question's, or several spans'.
 
     Args:
         plan: the prompt's plan.
         runner: layer runner for the rows from `plan.prefix_length` on.
-        loader: loader of the same plan, with the LOADED rows of all layers.
-        limit: maximum number of question rows, see `BlendPlan.question_rows`; `rows_to_ask` may lower it.
+        loader: loader of the same plan, with the LOADED rows of all layers; its buffers are not changed.
+        groups: the rows that ask; groups may overlap.
         embedded: the first layer's input for all rows of the runner, [rows, width]; not changed.
         keep: keep the loaded layers in the loader for the following prefill; otherwise it reads them again.
 
     Attributes:
-        asking: [n] int64, positions of the question's rows.
+        asking: [n] int64, positions of all rows that ask, ascending.
     """
 
     def __init__(
@@ -47,19 +61,23 @@ class QuestionPass:
         plan: BlendPlan,
         runner: LayerRunner,
         loader: LayerLoader,
-        limit: int,
+        groups: Sequence[AskingRows],
         embedded: torch.Tensor,
         *,
         keep: bool = True,
     ) -> None:
         self._runner, self._loader, self._first, self._keep = runner, loader, plan.prefix_length, keep
         device = embedded.device
-        self.asking = plan.question_rows(min(limit, rows_to_ask(len(plan))))
-        self._oldest = int(self.asking[0])
+        self.asking = asking = np.unique(np.concatenate([group.rows for group in groups]))
+        self._oldest = int(asking[0])
         stored = plan.stored_rows
-        self._visible = np.concatenate([stored[stored < self._oldest], self.asking])  # ascending
-        self._positions, self._all_seen = upload_together([self.asking, self._visible], device)
-        self._received = torch.zeros(len(plan), dtype=torch.float32, device=device)
+        self._visible = np.union1d(stored[stored < asking[-1]], asking)
+        known = [asking, self._visible, np.searchsorted(self._visible, asking)]
+        known += [np.searchsorted(asking, group.rows) for group in groups] + [group.own for group in groups]
+        self._positions, self._all_seen, self._places, *rest = upload_together(known, device)
+        # each group's places among the asking rows, and the positions that do not count
+        self._members, self._own = rest[: len(groups)], rest[len(groups) :]
+        self._received = torch.zeros(len(groups), len(plan), dtype=torch.float32, device=device)
         self._rows = self._positions - self._first
         self._hidden, self._layer = embedded[self._rows], 0
 
@@ -79,33 +97,43 @@ class QuestionPass:
 
     @property
     def attention(self) -> torch.Tensor:
-        """The question's attention to each row of the runner, [rows] fp32.
+        """The attention to each row of the runner, [rows] fp32.
 
-        For each row: the maximum over layers, heads and question rows of (the question row's weight - the weight of a
-        generic row). The generic row is the first row of the suffix, which has seen no word of the question; the
-        subtraction removes what every row attends to (above all sinks). In a suffix of one row nothing is subtracted.
-        The maximum, not the sum: only few heads look facts up, and a sum over all heads hides them (docs/log.md).
+        For each row: the maximum over layers, heads and asking rows of (the asking row's weight - the weight of a
+        generic row). The generic row is the first row of the suffix, which has seen no word of the question, or of the
+        span; the subtraction removes what every row attends to (above all sinks). In a suffix of one row nothing is
+        subtracted. The maximum, not the sum: only few heads look facts up, and a sum over all heads hides them
+        (docs/log.md).
         """
-        return self._received[self._first :]
+        counted = [row.index_fill(0, own, 0.0) for row, own in zip(self._received, self._own, strict=True)]
+        return torch.stack(counted).amax(0)[self._first :]
 
     def _attend(self, kv: LayerCache) -> Attend:
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-            kv.write(self._positions, keys, values)
             seen = self._within(spec.window)
-            known = kv.rows(seen)
+            known = kv.rows(seen)  # a copy: a span's rows may be kept as they were stored
+            places = self._places - (len(self._all_seen) - len(seen))
+            known.keys.index_copy_(1, places, keys)
+            known.values.index_copy_(1, places, values)
             outputs = []
             for heads, kv_heads in _groups(query, len(seen), len(keys)):
                 part = replace(spec, sinks=None if spec.sinks is None else spec.sinks[heads])
                 weights = attention_weights(query[heads], known.keys[kv_heads], self._positions, seen, part)
-                self._received[seen] = torch.maximum(self._received[seen], _beyond_generic(weights))
+                self._receive(weights, seen)
                 folded = weights.view(len(known.keys[kv_heads]), -1, len(seen))
                 outputs.append(torch.bmm(folded, known.values[kv_heads].float()).view(*weights.shape[:2], -1))
             return torch.cat(outputs).transpose(0, 1).to(query.dtype).contiguous()
 
         return attend
 
+    def _receive(self, weights: torch.Tensor, seen: torch.Tensor) -> None:
+        """Notes the weights [heads, asking, n] that some heads give to the rows `seen`."""
+        for received, members in zip(self._received, self._members, strict=True):
+            of_group = weights if len(members) == len(self.asking) else weights[:, members]
+            received[seen] = torch.maximum(received[seen], _beyond_generic(of_group))
+
     def _within(self, window: int | None) -> torch.Tensor:
-        """Positions of the keys that at least one question row attends to, ascending."""
+        """Positions of the keys that at least one asking row attends to, ascending."""
         first = 0 if window is None else self._oldest - window + 1
         return self._all_seen[int(np.searchsorted(self._visible, first)) :]
 

@@ -33,8 +33,8 @@ class ComputedRows:
     """Rows that were computed for a prompt, restarts included.
 
     Attributes:
-        row_layers: rows times layers, without the question's pass.
-        question_row_layers: those of the question's pass.
+        row_layers: rows times layers, without the question's passes.
+        question_row_layers: those of the question's pass and its hops.
         projected_rows: rows that went through a layer's norm and projections only.
     """
 

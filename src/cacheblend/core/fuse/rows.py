@@ -28,11 +28,13 @@ class Cues:
     """What is known of all rows of the runner, [rows] each, on its device; None: not asked for, or unknown.
 
     Attributes:
-        attention, words, sentences: see `Candidates`.
+        attention, words, hops, hop_words, sentences: see `Candidates`.
     """
 
     attention: torch.Tensor | None = None
     words: torch.Tensor | None = None
+    hops: torch.Tensor | None = None
+    hop_words: torch.Tensor | None = None
     sentences: torch.Tensor | None = None
 
 
@@ -93,10 +95,8 @@ class ActiveRows:
             total=self.total,
             layer=layer,
             deviation=None if deviation is None else deviation[self._candidates],
-            attention=None if cues.attention is None else cues.attention[rows],
-            words=None if cues.words is None else cues.words[rows],
             segments=self._segments[rows],
-            sentences=None if cues.sentences is None else cues.sentences[rows],
+            **{name: None if cue is None else cue[rows] for name, cue in vars(cues).items()},
         )
 
     def put(self, tile: slice, output: torch.Tensor) -> None:

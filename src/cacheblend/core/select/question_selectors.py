@@ -14,6 +14,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.select.selectors import (
     Candidates,
+    FoundSpan,
     Selector,
     check_measure,
     check_ratio,
@@ -30,6 +31,8 @@ Rank = Literal["deviation", "either"]
 """What `Hybrid` ranks rows by at check layers; ``either``: the better of the ranks by deviation and by attention."""
 
 SPAN_WITHOUT_SENTENCES = 16  # tokens
+MOST_HOPS = 4
+MOST_HOP_SPANS = 8
 _LONGEST_SPAN = 1 << 31
 
 
@@ -43,6 +46,8 @@ class Query(Selector):
         lead: spans in front of an attended span that are selected with it.
         question_rows: most rows of the question whose attention is used.
         words: weight of the question's rare words, added to its attention, see `core.select.text_cues`; 0: none.
+        hops: how often the best spans found so far are asked in turn, see `core.fuse.asking`; 0: not at all.
+        hop_spans: most spans that a hop asks.
     """
 
     ratio: float
@@ -50,10 +55,17 @@ class Query(Selector):
     lead: int = 1
     question_rows: int = 64
     words: float = 0.0
+    hops: int = 0
+    hop_spans: int = 2
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         _check_question(self.pool, self.lead, self.question_rows, self.words)
+        _check_hops(self.hops, self.hop_spans)
+
+    def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
+        """See `Selector`."""
+        return spans_by_attention(candidates, self.pool, self.words, count)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Whole spans in order of attention; of the first span that does not fit, the rows with the most attention."""
@@ -77,6 +89,8 @@ class Hybrid(Selector):
         lead: as for `Query`.
         question_rows: as for `Query`.
         words: as for `Query`.
+        hops: as for `Query`.
+        hop_spans: as for `Query`.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -88,6 +102,8 @@ class Hybrid(Selector):
     lead: int = 1
     question_rows: int = 64
     words: float = 0.0
+    hops: int = 0
+    hop_spans: int = 2
     at_start: ClassVar[bool] = True  # besides the check layers
 
     def __post_init__(self) -> None:
@@ -95,6 +111,7 @@ class Hybrid(Selector):
         check_measure(self.measure)
         check_ratio(self.early)
         _check_question(self.pool, self.lead, self.question_rows, self.words)
+        _check_hops(self.hops, self.hop_spans)
         if self.early < self.ratios[0]:
             raise InvalidInputError(
                 f"the early share {self.early} is below the first check layer's ratio {self.ratios[0]}; "
@@ -102,6 +119,10 @@ class Hybrid(Selector):
             )
         if self.rank not in get_args(Rank):
             raise InvalidInputError(f"rank must be one of {', '.join(get_args(Rank))}, got {self.rank!r}")
+
+    def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
+        """See `Selector`."""
+        return spans_by_attention(candidates, self.pool, self.words, count)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Before layer 0 the rows of highest attention; at check layers the rows of best rank."""
@@ -119,27 +140,64 @@ class Hybrid(Selector):
 def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0, words: float = 0.0) -> torch.Tensor:
     """The rank of each row, [n] int64 from 0: spans by their highest attention, then the rows of a span by their own.
 
-    Ties go to the first. The attention of a row with a rare word of the question is raised by `words` times the word's
-    weight. The attention of a span is also given to the `lead` spans in front of it in the same segment: models often
-    keep the content of a sentence in the first tokens of the next one, and the KV of those tokens is only right if the
-    sentence itself was recomputed.
+    Ties go to the first. For the attention of a row see `_attention_of`. The attention of a span is also given to the
+    `lead` spans in front of it in the same segment: models often keep the content of a sentence in the first tokens of
+    the next one, and the KV of those tokens is only right if the sentence itself was recomputed.
 
     Raises:
         InvalidInputError: the candidates have no attention.
+    """
+    attention, segments = _attention_of(candidates, words)
+    span = _span_numbers(candidates, segments, pool)
+    best = attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
+    best = _with_lead(best, torch.zeros_like(span).scatter(0, span, segments), lead)
+    by_row = torch.argsort(attention, descending=True, stable=True)
+    span_ranks = _ranks(torch.argsort(best, descending=True, stable=True))
+    return _ranks(by_row[torch.argsort(span_ranks[span[by_row]], stable=True)])
+
+
+def spans_by_attention(candidates: Candidates, pool: Pool, words: float, count: int) -> list[FoundSpan]:
+    """The spans of highest attention, at most `count`, the highest first; ties go to the first, and spans without any
+    are left out. Waits for the device.
+
+    Raises:
+        InvalidInputError: the candidates have no attention.
+    """
+    attention, segments = _attention_of(candidates, words)
+    span = _span_numbers(candidates, segments, pool)
+    best = attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
+    order = torch.argsort(best, descending=True, stable=True)[:count]
+    rows = torch.arange(len(span), device=span.device)
+    first = torch.full_like(rows, len(rows)).scatter_reduce(0, span, rows, "amin")
+    length = torch.zeros_like(rows).scatter_add(0, span, torch.ones_like(rows))
+    found = torch.stack([first[order].float(), length[order].float(), best[order]])  # exact: below 2**24 rows
+    return [FoundSpan(int(at), int(at + n), most) for at, n, most in zip(*found.tolist(), strict=True) if most > 0]
+
+
+def _attention_of(candidates: Candidates, words: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """How much the rows are wanted, [n] fp32, and their segments, [n].
+
+    The question's attention, raised by `words` times the weight of its rare words; or what the hops found, where that
+    is more: the attention of the spans that were asked, or `words` times the weight of their rare words.
     """
     if candidates.attention is None or candidates.segments is None:
         raise InvalidInputError("this selector decides by the question's attention and was called without it")
     attention = candidates.attention
     if words and candidates.words is not None:
         attention = attention + words * candidates.words
-    spans = _spans(candidates, candidates.segments, pool)
-    span = torch.zeros_like(spans)
-    span[1:] = (spans[1:] != spans[:-1]).cumsum(0)
-    best = attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
-    best = _with_lead(best, torch.zeros_like(span).scatter(0, span, candidates.segments), lead)
-    by_row = torch.argsort(attention, descending=True, stable=True)
-    span_ranks = _ranks(torch.argsort(best, descending=True, stable=True))
-    return _ranks(by_row[torch.argsort(span_ranks[span[by_row]], stable=True)])
+    if candidates.hops is not None:
+        attention = torch.maximum(attention, candidates.hops)
+    if words and candidates.hop_words is not None:
+        attention = torch.maximum(attention, words * candidates.hop_words)
+    return attention, candidates.segments
+
+
+def _span_numbers(candidates: Candidates, segments: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """Each row's span, [n] int64 from 0, ascending without gaps."""
+    spans = _spans(candidates, segments, pool)
+    numbers = torch.zeros_like(spans)
+    numbers[1:] = (spans[1:] != spans[:-1]).cumsum(0)
+    return numbers
 
 
 def _with_lead(best: torch.Tensor, segment: torch.Tensor, lead: int) -> torch.Tensor:
@@ -183,6 +241,13 @@ def _check_question(pool: Pool, lead: int, question_rows: int, words: float) -> 
         )
     if not isinstance(words, int | float) or isinstance(words, bool) or not (math.isfinite(words) and words >= 0):
         raise InvalidInputError(f"question_words must be a finite weight of at least 0, got {words!r}")
+
+
+def _check_hops(hops: int, spans: int) -> None:
+    if not _is_whole(hops) or not 0 <= hops <= MOST_HOPS:
+        raise InvalidInputError(f"hops must be a whole number, 0 to {MOST_HOPS} (0: only the question), got {hops!r}")
+    if not _is_whole(spans) or not 1 <= spans <= MOST_HOP_SPANS:
+        raise InvalidInputError(f"hop_spans must be a whole number of spans, 1 to {MOST_HOP_SPANS}, got {spans!r}")
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cacheblend.core.kernels.deviation import Measure
-from cacheblend.core.select.selectors import Candidates, Selector, as_mask
+from cacheblend.core.select.selectors import Candidates, FoundSpan, Selector, as_mask
 
 
 @dataclass
@@ -41,6 +41,20 @@ class Recorded(Selector):
     def question_rows(self) -> int:
         """See `Selector`."""
         return self.inner.question_rows
+
+    @property
+    def hops(self) -> int:
+        """See `Selector`."""
+        return self.inner.hops
+
+    @property
+    def hop_spans(self) -> int:
+        """See `Selector`."""
+        return self.inner.hop_spans
+
+    def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
+        """See `Selector`; not recorded."""
+        return self.inner.found_spans(candidates, count)
 
     @property
     def measure(self) -> Measure:

@@ -34,6 +34,9 @@ class Selection:
         lead: sentences (or spans) in front of an attended one that query and hybrid select with it.
         question_rows: most rows of the question whose attention query and hybrid use.
         question_words: weight of the question's rare words, by token id, added to its attention; 0: none.
+        hops: how often query and hybrid ask the best spans that they have found so far in turn, 0..4; 0: they ask the
+            question alone.
+        hop_spans: most spans that each hop asks, 1..8.
         early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
             three times the last ratio.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
@@ -52,6 +55,8 @@ class Selection:
     lead: int = 1
     question_rows: int = 64
     question_words: float = 0.0
+    hops: int = 0
+    hop_spans: int = 2
     early_ratio: float | None = None
     rank: Rank = "either"
 
@@ -100,9 +105,9 @@ class Selection:
         return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, *self._question_settings)
 
     @property
-    def _question_settings(self) -> tuple[Pool, int, int, float]:
+    def _question_settings(self) -> tuple[Pool, int, int, float, int, int]:
         """How the question's attention is used, in the order of the selectors' fields."""
-        return self.pool, self.lead, self.question_rows, self.question_words
+        return self.pool, self.lead, self.question_rows, self.question_words, self.hops, self.hop_spans
 
     def _bound(self) -> float:
         if self.threshold is None:

@@ -7,7 +7,7 @@ its type. `core.select.question_selectors` has the selectors that use the questi
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import NamedTuple, Protocol, get_args
 
 import torch
 
@@ -31,6 +31,9 @@ class Candidates:
             `core.fuse.question`; None if the selector did not ask for it.
         words: [n] fp32 0..1, weight of the row's token as a rare word of the question, see `core.select.text_cues`;
             None if the selector did not ask for it.
+        hops: [n] fp32, how much more the spans that were asked in turn attend to the row than their first rows do;
+            None if none was asked.
+        hop_words: [n] fp32 0..1, weight of the row's token as a rare word of those spans; None if none was asked.
         segments: [n] int64, the segment it belongs to.
         sentences: [n] int64, the sentence it belongs to; None if the tokens that end a sentence are unknown.
     """
@@ -42,8 +45,18 @@ class Candidates:
     deviation: torch.Tensor | None = None
     attention: torch.Tensor | None = None
     words: torch.Tensor | None = None
+    hops: torch.Tensor | None = None
+    hop_words: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     sentences: torch.Tensor | None = None
+
+
+class FoundSpan(NamedTuple):
+    """A span of the text that has been found: candidates `first` to `stop` - 1, and its highest attention."""
+
+    first: int
+    stop: int
+    attention: float
 
 
 class Selector(Protocol):
@@ -66,6 +79,21 @@ class Selector(Protocol):
     def question_rows(self) -> int:
         """Most rows of the question whose attention the selector needs (at least 2); 0: it needs no attention."""
         return 0
+
+    @property
+    def hops(self) -> int:
+        """How often the spans that were found are asked in turn; 0: the question alone is asked."""
+        return 0
+
+    @property
+    def hop_spans(self) -> int:
+        """Most spans that a hop asks."""
+        return 1
+
+    def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
+        """The `count` spans of highest attention, the highest first; only with `hops`. Waits for the device, since the
+        host has to know which rows it computes next."""
+        return []
 
     @property
     def measure(self) -> Measure:

@@ -51,9 +51,30 @@ def shared_words(token_ids: TokenIds, question: npt.NDArray[np.int64]) -> npt.ND
         [tokens] fp32: 1 / (occurrences of the token in front of the question) where the question contains the token,
         too; 0 elsewhere, and from the question's first position on.
     """
-    front = token_ids[: question[0]]
-    ids, place, count = np.unique(front, return_inverse=True, return_counts=True)
-    weight_of_id = np.where(np.isin(ids, token_ids[question]), 1 / np.maximum(count, 1), 0)
+    return _rare_words(token_ids, question, np.arange(question[0]))
+
+
+def repeated_words(token_ids: TokenIds, span: npt.NDArray[np.int64], stop: int) -> npt.NDArray[np.float32]:
+    """Weight of each token as a rare word of a span of the text, as `shared_words` of the question's.
+
+    Args:
+        token_ids: [tokens] of the prompt.
+        span: positions of the span's tokens, in front of `stop`.
+        stop: the question's first position.
+
+    Returns:
+        [tokens] fp32: 1 / (occurrences of the token in front of `stop`, outside the span) where the span contains the
+        token, too; 0 elsewhere, in the span itself and from `stop` on.
+    """
+    return _rare_words(token_ids, span, np.setdiff1d(np.arange(stop), span))
+
+
+def _rare_words(
+    token_ids: TokenIds, words: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """[tokens] 1 / (occurrences at `places`) of tokens there that also stand at the positions `words`; 0 elsewhere."""
+    ids, place, count = np.unique(token_ids[places], return_inverse=True, return_counts=True)
+    weight_of_id = np.where(np.isin(ids, token_ids[words]), 1 / np.maximum(count, 1), 0)
     weights = np.zeros(len(token_ids), dtype=np.float32)
-    weights[: len(front)] = weight_of_id[place] if len(front) else 0
+    weights[places] = weight_of_id[place] if len(places) else 0
     return weights
