@@ -67,7 +67,7 @@ class AdapterWatch:
         # Copies, since PEFT changes lists and scales in place.
         self._states = [tuple(map(copy, state)) for state in self._current_states()]
         tensors = [t for layer in self._layers.values() for _, t in _weights(layer, _in_effect(layer))]
-        scales = [scale for *_, scaling in self._states if scaling for scale in scaling.values()]
+        scales = [scale for *_, scaling in self._states if isinstance(scaling, Mapping) for scale in scaling.values()]
         self._tensors = [*tensors, *(scale for scale in scales if torch.is_tensor(scale))]
         bases = [t for base in self._bases.values() for t in base.parameters(recurse=False)]
         self._base_samples = _samples(bases)
