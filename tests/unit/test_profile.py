@@ -66,7 +66,10 @@ def test_a_profile_may_have_hops(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": {"selector": "query", "hops": 9}}, "hops must be a whole number, 0 to 4 (0: only the question), got 9"),
+        (
+            {"settings": {"selector": "query", "hops": 9}},
+            "hops must be a whole number, 0 to 4 (0: only the question), got 9",
+        ),
         ({"settings": {"selector": "query", "hops": "one"}}, "hops"),
         ({"format": 2}, "field 'format'"),
         ({"format": None}, "field 'format': it is missing"),
