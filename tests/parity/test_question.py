@@ -141,7 +141,7 @@ def test_an_exact_prefix_after_bos(family: str) -> None:
 @pytest.mark.parametrize("selector", [Query(1.0), Hybrid((1, 2), (1.0, 1.0), early=1.0)], ids=["query", "hybrid"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> None:
-    """The prefill overwrites all KV that the question pass wrote."""
+    """The question pass leaves nothing behind."""
     outcome = run(warm_engine(family), RAG, selector)
     assert len(outcome.recomputed) == 115
     assert_same(outcome.result, *plain_kv(tiny_model(family), RAG.token_ids), 1e-5)
