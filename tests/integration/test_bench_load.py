@@ -44,7 +44,7 @@ def test_load_writes_every_figure(run: Run, tmp_path: Path) -> None:
 
 def test_controller_writes_a_grid(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "controller.json"
-    done = run("controller", *TINY, "--chunks", 2, "--chunks", 5, "--json-file", out)
+    done = run("controller", *TINY, "--chunk-tokens", 16, "--chunks", 2, "--chunks", 5, "--json-file", out)
     assert done.code == 0, done.err
     result = json.loads(out.read_text())
     assert len(result["cells"]) == 20

@@ -68,8 +68,8 @@ def test_the_report_names_what_the_question_cost(folder: Path, selector: str) ->
 
 def test_the_vocabulary_is_read_at_opening_and_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    find = engine_module.find_sentence_end_ids
-    monkeypatch.setattr(engine_module, "find_sentence_end_ids", lambda t: calls.append(t) or find(t))
+    find = prompts_module.find_sentence_end_ids
+    monkeypatch.setattr(prompts_module, "find_sentence_end_ids", lambda t: calls.append(t) or find(t))
     with open_engine(folder, selector="hkvd") as engine:
         engine.prefill(engine.prompt(PARTS))
         assert calls == []  # nobody asks
