@@ -10,7 +10,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.fuse.question import rows_to_ask
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf import engine as engine_module
+from cacheblend.engines.hf import prompts as prompts_module
 from parity.scenes import Recorded
 from tiny_folder import TinyShape, build_tiny
 
