@@ -1,8 +1,9 @@
 """The model's sizes, the stages of its training, and the goal of each stage.
 
-The model is a small Qwen3 (Llama's layers with normalised queries and keys). There are four stages: looking up stated
+The model is a small Qwen3 (Llama's layers with normalised queries and keys). There are five stages: looking up stated
 facts, which all else builds on and which is not learnt from the mixture alone; then the mixture of all categories in
-growing prompts; then comparisons, which stay at chance with the mixture alone; then long prompts. `model` describes
+growing prompts; then comparisons, which stay at chance with the mixture alone; then chains of three hops, which are rare
+in the mixture and stay below half of the answers; then long prompts. `model` describes
 the losses.
 """
 
@@ -186,6 +187,20 @@ RECIPE = Recipe(
             goal={"comparison": 0.75},
         ),
         Stage(
+            "chains",
+            steps=500,
+            tokens=3072,
+            passages=(4, 6),
+            length=(32, 56),
+            dense=(1.0, 0.7),
+            chains=1.0,
+            weights=dict.fromkeys(MIXTURE, 1.0) | {"chain2": 2.0, "chain3": 8.0},
+            questions=12,
+            more=300,
+            enough=0.95,
+            goal={"chain2": 0.85, "chain3": 0.8},
+        ),
+        Stage(
             "long",
             steps=900,
             tokens=4096,
@@ -193,7 +208,8 @@ RECIPE = Recipe(
             length=(64, 256),
             dense=(0.6, 0.3),
             direct_only=0.05,
-            weights=MIXTURE,
+            chains=0.8,
+            weights=MIXTURE | {"chain3": 5.0},
             decay=0.9,
             more=300,
             goal={"direct": 0.95, "local": 0.95, "cross": 0.95, "comparison": 0.8}
