@@ -2,9 +2,8 @@
 
 The model is a small Qwen3 (Llama's layers with normalised queries and keys). There are five stages: looking up stated
 facts, which all else builds on and which is not learnt from the mixture alone; then the mixture of all categories in
-growing prompts; then comparisons, which stay at chance with the mixture alone; then chains of three hops, which are rare
-in the mixture and stay below half of the answers; then long prompts. `model` describes
-the losses.
+growing prompts; then comparisons, which stay at chance with the mixture alone; then chains of three hops, which are
+rare there and of which the mixture teaches less than half; then long prompts. `model` describes the losses.
 """
 
 from collections.abc import Mapping
