@@ -439,7 +439,14 @@ def test_demo(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shown = run("demo", "--questions", 1, "--keep", "kept", "--plot", "a.svg")
     assert shown.code == 0
-    for text in ("full recompute", "prefix caching", "full reuse", "HKVD r = 0.15", "/7 ", "r = 1 is full prefill"):
+    for text in (
+        "full recompute",
+        "prefix caching",
+        "full reuse",
+        "HKVD, gradual, r = 0.15",
+        "/7 ",
+        "r = 1 is full prefill",
+    ):
         assert text in shown.out
     assert "<svg" in Path("a.svg").read_text()
     assert run("store", "stat", "kept/store", "--json").json["chunks"] == 3
@@ -462,7 +469,7 @@ def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert all(invariant["holds"] for invariant in found["invariants"])
     assert [method["kind"] for method in found["methods"]][:3] == ["full", "prefix", "reuse"]
     hkvd = found["methods"][-1]
-    assert hkvd["title"] == "blend, HKVD r = 0.4"
+    assert hkvd["title"] == "HKVD, one check, r = 0.4"
     assert 0.35 < hkvd["recomputed"] < 0.45
     for number, method in enumerate(found["methods"]):  # its figures are those of its answers
         cells = [(row["category"], row["cells"][number], row["answers"]) for row in found["evaluation"]["cells"]]

@@ -54,7 +54,7 @@ def is_picture(file: Path) -> bool:
 
 
 def test_inspect_shows_every_layer(run: Run, model: Path, data: Path) -> None:
-    result = run("-m", model, "-d", data, "--no-curve", "--system", "Answer.")
+    result = run("-m", model, "-d", data, "--no-curve", "--system", "Answer.", "--check-layers", 1)
     assert result.code == 0
     layers = re.findall(r"^ +(\d) +0\.\d{3} ", result.out, re.MULTILINE)
     assert layers == ["0", "1", "2", "3"]
@@ -65,7 +65,7 @@ def test_inspect_shows_every_layer(run: Run, model: Path, data: Path) -> None:
 def test_inspect_writes_figures_page_and_numbers(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "a" / "figures"
-    result = run("-m", model, "-d", data, "--system", "Answer.", "-r", 0.3, "--out", out, "--json")
+    result = run("-m", model, "-d", data, "--system", "Answer.", "-r", 0.3, "--check-layers", 1, "--out", out, "--json")
     assert result.code == 0
     assert sorted(file.name for file in out.iterdir()) == sorted([*FIGURES, "heat_map.html", "inspection.json"])
     assert all(is_picture(out / name) for name in FIGURES)

@@ -27,7 +27,8 @@ METHODS = (
     Label("prefix caching", "prefix", "prefix"),
     Label("full reuse", "reuse", "reuse"),
     Label("blend", "blend", "blend"),
-    Label("blend, HKVD r = 0.15", "blend", "hkvd", "hkvd", 0.15, (1,)),
+    Label("HKVD, gradual, r = 0.15", "blend", "gradual", "hkvd", 0.15, (1, 2, 3, 4)),
+    Label("HKVD, one check, r = 0.15", "blend", "one check", "hkvd", 0.15, (1,)),
 )
 
 
@@ -112,7 +113,8 @@ def evaluation(rows: list[tuple[str, str]]) -> dict[str, Any]:
         "prefix caching": 4.0,
         "full reuse": 0.5,
         "blend": 1.0,
-        "blend, HKVD r = 0.15": 2.0,
+        "HKVD, gradual, r = 0.15": 2.0,
+        "HKVD, one check, r = 0.15": 2.0,
     }
     found = []
     for number, (category, answers) in enumerate(rows):
@@ -135,21 +137,22 @@ def evaluation(rows: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def test_results_by_method() -> None:
-    found = evaluation([("direct", "rrrrr"), ("cross", "rrwrw"), ("cross", "rwwrr")])
-    full, prefix, reuse, blend, hkvd = method_figures(found)
-    scores = [method["score"] for method in (full, prefix, reuse, blend, hkvd)]
-    assert scores == [(3, 3), (2, 3), (1, 3), (3, 3), (2, 3)]
+    found = evaluation([("direct", "rrrrrw"), ("cross", "rrwrww"), ("cross", "rwwrrr")])
+    full, prefix, reuse, blend, hkvd, one_check = method_figures(found)
+    scores = [method["score"] for method in (full, prefix, reuse, blend, hkvd, one_check)]
+    assert scores == [(3, 3), (2, 3), (1, 3), (3, 3), (2, 3), (1, 3)]
     assert hkvd["right"]["cross"] == [False, True]
-    assert (blend["title"], hkvd["title"]) == ("blend", "blend, HKVD r = 0.15")
+    assert (blend["title"], hkvd["title"]) == ("blend", "HKVD, gradual, r = 0.15")
     assert (blend["speedup"], reuse["speedup"]) == (4.0, 8.0)
     assert [method["recomputed"] for method in (full, prefix, reuse, blend)] == [None, None, 0.0, 0.15]
     assert hkvd["compute"] == 0.5
 
 
 def test_rows_that_show_the_difference_come_first() -> None:
-    rows = [("direct", "rrrrr"), ("cross", "rrwww"), ("cross", "rrwrr"), ("chain", "rrwww"), ("chain", "wwwww")]
+    answers = ("rrrrrr", "rrwwww", "rrwrrr", "rrwwww", "wwwwww")
+    rows = list(zip(("direct", "cross", "cross", "chain", "chain"), answers, strict=True))
     assert by_difference(evaluation(rows)) == [2, 1, 3, 0, 4]
-    plain = evaluation([("direct", "wwwww"), ("direct", "rrrrr"), ("local", "rrrrr")])
+    plain = evaluation([("direct", "wwwwww"), ("direct", "rrrrrr"), ("local", "rrrrrr")])
     assert by_difference(plain) == [1, 2, 0]
 
 
@@ -162,7 +165,7 @@ def test_the_picture(count: int, tmp_path: Path) -> None:
     common = {"right": right, "score": (7, 7 * count)}
     methods = [
         {"title": "full recompute", "kind": "full", "ttft_s": 1.0, "speedup": 1.0, "compute": 1.0, **common},
-        {"title": "x", "kind": "hkvd", "ttft_s": 0.3, "speedup": 3.0, "compute": 0.2, **common},
+        {"title": "x", "kind": "gradual", "ttft_s": 0.3, "speedup": 3.0, "compute": 0.2, **common},
     ]
     draw_demo_plot(methods, tmp_path / "a.svg", title="The title", remark="The remark")
     drawn = (tmp_path / "a.svg").read_text()
