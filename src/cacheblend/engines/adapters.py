@@ -26,13 +26,12 @@ class AdapterWatch:
     """Watches the adapters of one model. Call it from one thread at a time.
 
     A look at a model without adapters takes microseconds. With adapters it compares names, scales, and each tensor's
-    address and version; weights are hashed only after a change.
+    address and version.
 
     Args:
         model: a transformers model, or PEFT's wrapper of one.
 
     Attributes:
-        digest: of the adapters in effect: their names, settings and weights, hex; empty if there are none.
         version: raised by every change that was seen.
     """
 
@@ -41,12 +40,18 @@ class AdapterWatch:
         self._bases: dict[str, nn.Module] = {}  # every layer that was ever adapted, without its adapters
         self._base_changed = False
         self._read()
-        self._merged, self.digest = self._merged_layers(), self._digest()
+        self._merged = self._merged_layers()
 
-    def look(self) -> bool:
-        """Looks again; True if anything has changed, also where `digest` stays."""
+    @property
+    def digest(self) -> str:
+        """Of the adapters in effect now: their names, settings and weights, hex; empty if there are none."""
+        return self.digest_of_copy(self._model)
+
+    def look(self, *, anew: bool = False) -> bool:
+        """Looks again; True if anything has changed, also where `digest` stays. `anew`: takes it that something has."""
         if (
-            self._states == _states(self._watched)
+            not anew
+            and self._states == _states(self._watched)
             and self._marks == self._current_marks()
             and torch.equal(self._sample, self._sampled())
         ):
@@ -58,12 +63,11 @@ class AdapterWatch:
         if adapted - set(self._layers) or self._merged != self._merged_layers():
             self._base_changed = True
         self._merged = self._merged_layers()
-        self.digest = self._digest()
         self.version += 1
         return True
 
     def describes(self, model: nn.Module) -> bool:
-        """Whether a copy of the model's modules computes with the adapters that the last look found."""
+        """Whether a copy of the model's modules has the adapters that the last look found."""
         layers = [layer for _, layer in adapted_layers(model)]
         tensors = _tensors_in_effect(layers)
         return _states(layers) == self._states and all(map(operator.is_, tensors, self._tensors))
@@ -97,10 +101,11 @@ class AdapterWatch:
         merged = {name: list(getattr(layer, "merged_adapters", ())) for name, layer in self._layers.items()}
         return {name: adapters for name, adapters in merged.items() if adapters}
 
-    def _digest(self) -> str:
+    def digest_of_copy(self, model: nn.Module) -> str:
+        """`digest` of a copy of the model's modules, whichever adapters the model itself has been switched to since."""
         found = hashlib.sha256()
         described = False
-        for name, layer in self._layers.items():
+        for name, layer in adapted_layers(model):
             for line in _description(layer):
                 found.update(f"{name} {line}\n".encode())
                 described = True

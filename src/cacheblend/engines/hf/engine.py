@@ -181,6 +181,7 @@ class BlendEngine(FollowedModel):
         system: PromptLike | None = None,
         progress: Progress | None = None,
         tenant: str = "",
+        state: ModelState | None = None,
     ) -> WarmReport:
         """Stores the KV of passages ahead of their use, each computed alone behind its anchor.
 
@@ -189,13 +190,15 @@ class BlendEngine(FollowedModel):
             system: the plain text in front of the first chunk, for the anchor rule ``system``.
             progress: called with (chunks done, chunks in all).
             tenant: for whom, see `planner_of`.
+            state: the model; None: as it is now (`follow`).
 
         Raises:
             InvalidInputError: an empty chunk, one longer than the context, or ids outside the vocabulary.
+            ModelChangedError: the model's adapters were switched meanwhile.
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
         self.background.check_open()
-        segments, state = self.prompts.segments(chunks), self.follow()
+        segments, state = self.prompts.segments(chunks), state or self.follow()
         anchor = state.planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(state, tenant, anchor, segments, progress)
 

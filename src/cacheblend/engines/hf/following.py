@@ -64,8 +64,9 @@ class AdapterFollower:
                 self.followed = adapted.version
 
     def _adapted(self) -> Adapted:
-        while True:
-            self._watch.look()
-            found = Adapted(frozen_copy(self._model), self._watch.digest, self._watch.version)
-            if self._watch.describes(found.model):  # or they were switched while it was copied
-                return found
+        model = frozen_copy(self._model)
+        while not self._watch.describes(model):  # they were switched between the look and the copy
+            self._watch.look(anew=True)
+            model = frozen_copy(self._model)
+        # Of the copy: so what it computes is named by what it is, however often the model is switched.
+        return Adapted(model, self._watch.digest_of_copy(model), self._watch.version)

@@ -8,6 +8,7 @@ arguments of each layer, and return the last layer's output where logits are nee
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 
 ATTENTION = "cacheblend"
-_SHARED = frozenset({"_modules", "_parameters", "_buffers"})  # by a module and its copies, but for the children
+_SHARED = re.compile(r"_modules|_parameters|_buffers|.*_hooks.*")  # by a module and its copies, but for the children
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})  # attention functions receive these and ignore them
 
 
@@ -238,12 +239,13 @@ def _twin(module: Any, memo: dict[int, Any], attention: str | None) -> Any:
     twin._modules = {
         name: None if child is None else _twin(child, memo, attention) for name, child in module._modules.items()
     }
+    is_adapted = hasattr(module, "adapter_layer_names")
     for name, value in list(vars(twin).items()):
         if isinstance(value, PreTrainedConfig) and attention is not None:
             config = copy.deepcopy(value, memo)
             config._attn_implementation = attention
             object.__setattr__(twin, name, config)
-        elif isinstance(value, list | dict) and name not in _SHARED:  # of adapters, which are changed in place
+        elif is_adapted and isinstance(value, list | dict) and not _SHARED.fullmatch(name):  # changed in their place
             object.__setattr__(twin, name, copy.copy(value))
     return twin
 

@@ -10,7 +10,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, ModelChangedError
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, manifest_of, publish
 from cacheblend.core.naming import TokenIds
@@ -132,14 +132,15 @@ class ChunkWarmer:
         """The chunks' KV, with the adapters that the planner names.
 
         Raises:
-            InvalidInputError: the model is in training mode, or its adapters have changed.
+            InvalidInputError: the model is in training mode.
+            ModelChangedError: its adapters have changed.
         """
         check_mode(self._model)
         captured: list[CapturedChunk] = []
         if self._is_current(state):
             captured += compute_chunks(state.adapted.model, jobs, planner, self._name)
         if not self._is_current(state):  # also weights that were replaced in their place
-            raise InvalidInputError(
+            raise ModelChangedError(
                 "the model's adapters were changed while passages were computed, which are not stored; warm them again"
             )
         return captured
