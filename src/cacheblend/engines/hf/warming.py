@@ -3,6 +3,7 @@
 Knows the model's plain forward, the store and the background queue. Does not know requests or engines.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from cacheblend.engines.keeper import ChunkKeeper, WarmReport
 from cacheblend.store import KVStore, WriteBehind
 
 Progress = Callable[[int, int], None]
+logger = logging.getLogger("cacheblend.engine")
 HOLD_UP_TOKENS = 2048
 """A longer chunk is captured only while there are no requests."""
 
@@ -125,8 +127,13 @@ class ChunkWarmer:
         """Computes and keeps a missed chunk, unless the store has received it since or cannot take chunks now."""
         if self._keeper.is_paused or self._keeper.is_held(manifest_of(job, planner, self._name)):
             return
-        for captured in self._compute([job], state, planner):
-            self._keeper.keep(captured)
+        try:
+            captured = self._compute([job], state, planner)
+        except ModelChangedError:  # no failure: the request that missed it was one of the other adapters
+            logger.info("a missed chunk of %d tokens is not stored: the adapters were switched", len(job.token_ids))
+            return
+        for each in captured:
+            self._keeper.keep(each)
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names.
