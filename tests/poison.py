@@ -20,10 +20,10 @@ import torch
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.plan.blocks import KVLayout
-from cacheblend.store import KVStore
+from cacheblend.store import KVStore, MemoryStore
 
 HISTORIES = int(os.environ.get("CACHEBLEND_HISTORIES", "16"))
-"""Random histories of each engine. 600 are recorded in docs/results/poisoned.json."""
+"""Random histories of each engine. The run of 600 and 450 is recorded in docs/results/poisoned.json."""
 
 RECORDED = os.environ.get("CACHEBLEND_POISONED_JSON")
 """A file to which each engine's counts are added."""
@@ -193,6 +193,15 @@ class Hostile:
             ]
         )
         return way
+
+
+def names_in(store: Any) -> set[bytes]:
+    """Of every whole block that a store in memory or in a folder holds, not of what was written to it."""
+    if isinstance(store, MemoryStore):
+        return {bytes(name) for name, held in store._held.items() if not held.missing}
+    files = (file.stem for file in store.path.rglob("*") if "manifest" not in str(file.parent))
+    names = [bytes.fromhex(stem) for stem in files if len(stem) == 64]
+    return {name for name, is_held in zip(names, store.held(names), strict=True) if is_held}
 
 
 def name_of(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -21,7 +21,7 @@ from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits, TokenEv
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from fake_adapters import add_adapter, disable, set_adapter
 from families import VOCAB, tiny_model
-from poison import HISTORIES, KV, TOLERANCE, Hostile, Part, Tally, Witness, Written, compare, name_of
+from poison import HISTORIES, KV, TOLERANCE, Hostile, Part, Tally, Witness, Written, compare, name_of, names_in
 from reference import plain_kv
 
 COMMAND = "CACHEBLEND_HISTORIES=600 pytest tests/parity/test_poisoned.py"
@@ -279,18 +279,6 @@ def tiny_block_bytes(model: Any) -> int:
 def as_prompt(parts: Sequence[Part], *, bos: bool = False) -> Prompt:
     first = [text([BOS])] if bos else []
     return Prompt.of([*first, *(chunk(ids) if is_chunk else text(ids) for ids, is_chunk in parts)])
-
-
-def names_in(store: Any) -> set[bytes]:
-    """Of every block that a witness holds, by itself and not by what was written."""
-    if isinstance(store, MemoryStore):
-        return {bytes(name) for name, held in store._held.items() if not held.missing}
-    names = {bytes.fromhex(file.stem) for file in store.path.rglob("*") if len(file.stem) == 64 and is_block(file)}
-    return {name for name in names if store.held([name])[0]}
-
-
-def is_block(file: Path) -> bool:
-    return file.is_file() and "manifest" not in str(file.parent)
 
 
 @pytest.fixture(autouse=True)
