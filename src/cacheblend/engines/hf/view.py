@@ -206,6 +206,10 @@ def _find_layers(model: PreTrainedModel) -> str:
     count = getattr(config, "num_hidden_layers", None)
     found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     outermost = [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
+    if len(outermost) > 1:  # an image encoder may have as many layers
+        decoder = model.get_decoder()
+        inside = {name for name, module in model.named_modules() if module is decoder}
+        outermost = [name for name in outermost if any(name.startswith(f"{each}.") for each in inside)]
     if len(outermost) != 1:
         raise ModelNotBlendableError(
             f"{type(model).__name__} has {len(outermost)} lists of {count} decoder layers "
