@@ -45,6 +45,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"kernel_cases: {cases}, wrong {wrong}")
     if syncs := _noted(terminalreporter, "syncs"):
         terminalreporter.write_line(f"syncs: at most {max(syncs)} in each of {len(syncs)} passes")
+    for engine, histories, blocks, poisoned in _noted(terminalreporter, "poisoned_blocks"):
+        terminalreporter.write_line(f"poisoned_blocks: {poisoned} of {blocks} in {histories} histories ({engine})")
     found: Counter[str] = Counter()
     for what, number in _noted(terminalreporter, "faults", outcomes=("passed",)):
         found[what] += number

@@ -248,7 +248,7 @@ REFUSED = [
         **LOCAL_MOE,
     ),
     # Layers with arguments that blending does not support
-    _refused("gemma3n_text", "argument 1", head_dim=16, num_kv_shared_layers=0, **PER_LAYER_INPUT),
+    _refused("gemma3n_text", "hidden_size_per_layer_input = 8", head_dim=16, num_kv_shared_layers=0, **PER_LAYER_INPUT),
     _refused("recurrent_gemma", "argument 1", lru_width=64, attention_window_size=24),
 ]
 REFUSED = [family for family in REFUSED if family.model_type in CONFIG_MAPPING]

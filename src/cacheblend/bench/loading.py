@@ -29,7 +29,7 @@ from cacheblend.core.naming import root_name
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.survey import expected_layout
+from cacheblend.engines.hf.configs import expected_layout
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.combined.throttled import ThrottledStore
 from cacheblend.store.format.block_file import encode_block

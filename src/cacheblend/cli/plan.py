@@ -132,7 +132,7 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
 
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.core.plan.codec import codec_of
-    from cacheblend.engines.hf.survey import expected_layout
+    from cacheblend.engines.hf.configs import expected_layout
 
     codec_of(codec)
     try:

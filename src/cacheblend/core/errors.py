@@ -15,6 +15,10 @@ class PromptTooLongError(InvalidInputError):
     """A prompt with more tokens than the model's context; an evaluation of many rows may skip it."""
 
 
+class ModelChangedError(InvalidInputError):
+    """The model's adapters were switched while passages were computed, which are not stored: ask again."""
+
+
 class ModelNotBlendableError(CacheBlendError):
     """The model's keys cannot be re-positioned or its layers cannot be run one by one; the message says why."""
 

@@ -6,12 +6,16 @@ modules; PEFT itself need not be installed, and is not imported.
 """
 
 import hashlib
+import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 from torch import nn
+
+from cacheblend.core.errors import InvalidInputError
 
 SAMPLED_TENSORS, SAMPLED_VALUES = 16, 4
 """Of so many weights so many values are compared at each look: PEFT's hot swap writes behind PyTorch's counter of
@@ -22,13 +26,12 @@ class AdapterWatch:
     """Watches the adapters of one model. Call it from one thread at a time.
 
     A look at a model without adapters takes microseconds. With adapters it compares names, scales, and each tensor's
-    address and version; weights are hashed only after a change.
+    address and version.
 
     Args:
         model: a transformers model, or PEFT's wrapper of one.
 
     Attributes:
-        digest: of the adapters in effect: their names, settings and weights, hex; empty if there are none.
         version: raised by every change that was seen.
     """
 
@@ -37,12 +40,18 @@ class AdapterWatch:
         self._bases: dict[str, nn.Module] = {}  # every layer that was ever adapted, without its adapters
         self._base_changed = False
         self._read()
-        self._merged, self.digest = self._merged_layers(), self._digest()
+        self._merged = self._merged_layers()
 
-    def look(self) -> bool:
-        """Looks again; True if anything has changed, also where `digest` stays."""
+    @property
+    def digest(self) -> str:
+        """Of the adapters in effect now: their names, settings and weights, hex; empty if there are none."""
+        return self.digest_of_copy(self._model)
+
+    def look(self, *, anew: bool = False) -> bool:
+        """Looks again; True if anything has changed, also where `digest` stays. `anew`: takes it that something has."""
         if (
-            self._states == self._current_states()
+            not anew
+            and self._states == _states(self._watched)
             and self._marks == self._current_marks()
             and torch.equal(self._sample, self._sampled())
         ):
@@ -54,9 +63,14 @@ class AdapterWatch:
         if adapted - set(self._layers) or self._merged != self._merged_layers():
             self._base_changed = True
         self._merged = self._merged_layers()
-        self.digest = self._digest()
         self.version += 1
         return True
+
+    def describes(self, model: nn.Module) -> bool:
+        """Whether a copy of the model's modules has the adapters that the last look found."""
+        layers = [layer for _, layer in adapted_layers(model)]
+        tensors = _tensors_in_effect(layers)
+        return _states(layers) == self._states and all(map(operator.is_, tensors, self._tensors))
 
     def _read(self) -> None:
         self._held = list((getattr(self._model, "peft_config", None) or {}).values())  # so that no id is used again
@@ -65,8 +79,8 @@ class AdapterWatch:
         for name, layer in self._layers.items():
             self._bases.setdefault(name, _base_of(layer))
         # Copies, since PEFT changes lists and scales in place.
-        self._states = [tuple(map(copy, state)) for state in self._current_states()]
-        tensors = [t for layer in self._layers.values() for _, t in _weights(layer, _in_effect(layer))]
+        self._states = [tuple(map(copy, state)) for state in _states(self._watched)]
+        tensors = _tensors_in_effect(self._watched)
         scales = [scale for *_, scaling in self._states if isinstance(scaling, Mapping) for scale in scaling.values()]
         self._tensors = [*tensors, *(scale for scale in scales if torch.is_tensor(scale))]
         bases = [t for base in self._bases.values() for t in base.parameters(recurse=False)]
@@ -74,18 +88,6 @@ class AdapterWatch:
         self._samples = [*_samples(tensors), *self._base_samples]
         self._marks, self._sample = self._current_marks(), self._sampled()
         self._base_sample = _joined(self._base_samples)
-
-    def _current_states(self) -> list[tuple[Any, ...]]:
-        # Attributes that every layer of PEFT's has cost a tenth of a microsecond each.
-        return [
-            (
-                layer.active_adapters,
-                getattr(layer, "disable_adapters", False),
-                getattr(layer, "merged_adapters", ()),
-                getattr(layer, "scaling", None),
-            )
-            for layer in self._watched
-        ]
 
     def _current_marks(self) -> tuple[Any, ...]:
         configs = getattr(self._model, "peft_config", None) or {}
@@ -99,10 +101,11 @@ class AdapterWatch:
         merged = {name: list(getattr(layer, "merged_adapters", ())) for name, layer in self._layers.items()}
         return {name: adapters for name, adapters in merged.items() if adapters}
 
-    def _digest(self) -> str:
+    def digest_of_copy(self, model: nn.Module) -> str:
+        """`digest` of a copy of the model's modules, whichever adapters the model itself has been switched to since."""
         found = hashlib.sha256()
         described = False
-        for name, layer in self._layers.items():
+        for name, layer in adapted_layers(model):
             for line in _description(layer):
                 found.update(f"{name} {line}\n".encode())
                 described = True
@@ -134,9 +137,33 @@ def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes, hex."""
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    """SHA-256 of a tensor's bytes, hex; of a quantised one (torchao's) of all that it consists of.
+
+    Raises:
+        InvalidInputError: it is of a class that does not say what it consists of.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, settings = tensor.__tensor_flatten__()
+        parts = [f"{name} {digest_of(getattr(tensor, name))}" for name in names]
+        described = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))  # where an object lies differs in each process
+        return hashlib.sha256("\n".join([type(tensor).__name__, described, *parts]).encode()).hexdigest()
+    try:
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise InvalidInputError(
+            f"the bytes of a {type(tensor).__name__} cannot be read ({error}), so that blocks of this model cannot be "
+            "named by its weights; open it with BlendEngine(..., fingerprint='a name of these weights')"
+        ) from error
     return hashlib.sha256(raw.tobytes()).hexdigest()
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The ordinary tensors that a tensor consists of: itself, or those inside a quantised one."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _base_name(layer: nn.Module) -> str:
@@ -154,6 +181,24 @@ def _in_effect(layer: Any) -> list[str]:
     if merged:  # they stay in its weights, whichever are active
         return merged
     return [] if getattr(layer, "disable_adapters", False) else list(layer.active_adapters)
+
+
+def _states(layers: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Which adapters each layer computes with, and how strongly."""
+    # Attributes that every layer of PEFT's has cost a tenth of a microsecond each.
+    return [
+        (
+            layer.active_adapters,
+            getattr(layer, "disable_adapters", False),
+            getattr(layer, "merged_adapters", ()),
+            getattr(layer, "scaling", None),
+        )
+        for layer in layers
+    ]
+
+
+def _tensors_in_effect(layers: Sequence[Any]) -> list[torch.Tensor]:
+    return [tensor for layer in layers for _, tensor in _weights(layer, _in_effect(layer))]
 
 
 def _weights(layer: Any, adapters: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -193,7 +238,8 @@ def _plain(value: Any) -> Any:
 
 def _samples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of some values of some of the tensors, spread over all of them."""
-    usable = [tensor.data for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    parts = [part for tensor in tensors for part in plain_parts(tensor)]
+    usable = [part.data for part in parts if part.is_floating_point() and part.numel()]
     chosen = usable[:: -(-len(usable) // SAMPLED_TENSORS)] if usable else []
     flat = [tensor.reshape(-1) if tensor.is_contiguous() else tensor.flatten()[:0] for tensor in chosen]
     return [values[:: max(1, len(values) // SAMPLED_VALUES)] for values in flat if len(values)]

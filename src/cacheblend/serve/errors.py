@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from cacheblend.core.errors import CacheBlendError, InvalidInputError, StoreError
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelChangedError, StoreError
 from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
 
 logger = logging.getLogger("cacheblend.serve")
@@ -75,6 +75,8 @@ def api_error(error: Exception) -> ApiError:
     """The error to send to the client; gives no details of errors that the client did not cause."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ModelChangedError):
+        return ApiError(503, str(error), code="model_changed", retry_after_s=1)
     if isinstance(error, InvalidInputError):
         return ApiError(400, str(error))
     if isinstance(error, QueueFullError):

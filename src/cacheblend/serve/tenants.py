@@ -59,7 +59,8 @@ class Tenants:
         """Chunks of a key, under any of its remembered salts. Raises `StoreError`."""
         with self._lock:
             salts = list(self._salts.get(key.name, {"": None}))
-        roots = {self._engine.planner_of(tenant_of(key, salt)).root for salt in salts}
+        model = self._engine.follow()
+        roots = {model.planner_of(tenant_of(key, salt)).root for salt in salts}
         return [manifest for manifest in self._engine.store.manifests() if manifest.root in roots]
 
     def manifest(self, key: ApiKey, chunk_id: BlockName) -> ChunkManifest | None:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.engines.fingerprint import WEIGHT_FILES
+from cacheblend.engines.hf.configs import check_config
 from cacheblend.engines.hf.live_check import LiveCheck
-from cacheblend.engines.hf.opening import loading_reason
-from cacheblend.engines.hf.survey import Survey, check_config, survey_model
+from cacheblend.engines.hf.opening import class_of, loading_reason
+from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.tokens import PromptBuilder
 
@@ -124,12 +125,11 @@ def _open(
     found.checks.append(Check("files", True, f"config.json, {len(weights)} weight file(s), {size:.2f} GiB"))
     try:
         json.loads(config_file.read_text())
-        config = AutoConfig.from_pretrained(folder)
-        check_config(config)
+        opens = class_of(AutoConfig.from_pretrained(folder))
     except Exception as error:
         raise _fail(found, "config", error) from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model: PreTrainedModel = opens.from_pretrained(folder, dtype=dtype).eval()
         model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except Exception as error:
         raise _fail(found, "weights", error) from error

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.fuse.prefill import BlendedPrefill, check_selector
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
@@ -32,6 +31,7 @@ from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.prompts import PromptLike, PromptReader
 from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.sampling import Sampler, SamplingOptions, SamplingParams, eos_ids_of, sampling_of
+from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.view import ModelView
@@ -43,7 +43,7 @@ from cacheblend.engines.tokens import Message, Passage
 from cacheblend.store import KVStore, check_store_url, open_store
 
 
-class BlendEngine:
+class BlendEngine(FollowedModel):
     """One model and one store. Requests may come from several threads.
 
     Args:
@@ -75,36 +75,30 @@ class BlendEngine:
     ) -> None:
         self.model, self.config, self.name = model, (config or BlendConfig()).on(model.device.type), name
         self.settings = Settings(self.config)
-        self.view = ModelView(model)
-        self.survey = survey_model(model, self.view)
-        selector = check_selector(self.config.make_selector(), len(self.survey.layout.layers))
+        adapters = AdapterFollower(model)
+        adapted = adapters.adapted()
+        view = ModelView(adapted.model)
+        survey = survey_model(model, view)
+        selector = check_selector(self.config.make_selector(), len(survey.layout.layers))
         self.tokenizer = tokenizer
-        self.prompts = PromptReader(tokenizer, self.survey, sentence_end_ids)
+        self.prompts = PromptReader(tokenizer, survey, sentence_end_ids)
         self.builder = self.prompts.builder
         if selector.question_rows:
             self.sentence_end_ids()  # takes up to a second, which no request should wait for
         self.fingerprint = fingerprint or fingerprint_model(model)
         bos_id = self.builder.bos_id if self.builder else bos_id
-        dtype = str(self.survey.layout.dtype).removeprefix("torch.")
-        self.adapters = AdapterFollower(model)
-        self.identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name, self.adapters.digest)
-        self.planner = self.identity.planner(self.config, "")
-        self.stored_layout = replace(self.survey.layout, codec=self.config.codec)
+        dtype = str(survey.layout.dtype).removeprefix("torch.")
+        identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name, adapted.digest)
+        planner = identity.planner(self.config)
+        self.stored_layout = replace(survey.layout, codec=self.config.codec)
         controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
         self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
         self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
         ends = self.sentence_end_ids
-        self.prefiller = Prefiller(self.view, self.survey, self.store, self.config, controller, model.device, ends)
+        prefiller = Prefiller(view, survey, self.store, self.config, controller, model.device, ends)
+        super().__init__(adapters, ModelState(adapted, view, survey, identity, planner, prefiller, self.config))
         self.background = Background(self.config.capture_queue)
-        self._warmer = ChunkWarmer(model, self.store, self.survey, self.config, self.background, name, self.adapters)
-
-    def _renew(self, adapters: str) -> None:
-        """Other adapters: their own blocks' names, and a view of the model's modules as they are now."""
-        view = ModelView(self.model)
-        self.survey, self.view = survey_model(self.model, view), view
-        self.identity = replace(self.identity, adapters=adapters)
-        self.planner = self.identity.planner(self.config, "")
-        self.prefiller = self.prefiller.of_view(view, self.survey)
+        self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters)
 
     @staticmethod
     def from_pretrained(
@@ -152,10 +146,6 @@ class BlendEngine:
         engine.settings = settings
         return engine
 
-    def planner_of(self, tenant: str) -> Planner:
-        """The planner of a tenant: what one tenant stored no other finds. The engine's own is that of ``""``."""
-        return self.identity.planner(self.config, tenant) if tenant else self.planner
-
     # ---- prompts ----------------------------------------------------------------------------------------
 
     def prompt(self, parts: PromptLike) -> Prompt:
@@ -190,6 +180,7 @@ class BlendEngine:
         system: PromptLike | None = None,
         progress: Progress | None = None,
         tenant: str = "",
+        state: ModelState | None = None,
     ) -> WarmReport:
         """Stores the KV of passages ahead of their use, each computed alone behind its anchor.
 
@@ -198,16 +189,17 @@ class BlendEngine:
             system: the plain text in front of the first chunk, for the anchor rule ``system``.
             progress: called with (chunks done, chunks in all).
             tenant: for whom, see `planner_of`.
+            state: the model; None: as it is now (`follow`).
 
         Raises:
             InvalidInputError: an empty chunk, one longer than the context, or ids outside the vocabulary.
+            ModelChangedError: the model's adapters were switched meanwhile.
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
         self.background.check_open()
-        self.adapters.follow(self._renew)
-        segments, planner = self.prompts.segments(chunks), self.planner_of(tenant)
-        anchor = planner.anchor.segments(None if system is None else self.prompt(system))
-        return self._warmer.warm(planner, anchor, segments, progress)
+        segments, state = self.prompts.segments(chunks), state or self.follow()
+        anchor = state.planner.anchor.segments(None if system is None else self.prompt(system))
+        return self._warmer.warm(state, tenant, anchor, segments, progress)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until missed chunks are captured and stored; False if that took longer than `timeout` seconds."""
@@ -299,20 +291,27 @@ class BlendEngine:
         self.prompts.check_stop(params.stop)
         self.background.begin_request()
         try:
-            result = self.prefill(prompt, ratio=ratio)
+            state = self.follow()
+            result = self.prefill(prompt, ratio=ratio, state=state)
             sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids)
         except BaseException:
             self.background.end_request()
             raise
         decoding = Decoding(sampler, list(result.kv))
-        return Request(self.view, decoding, result, started, self.store_missed, self.background.end_request)
+        return Request(state.view, decoding, result, started, self.store_missed, self.background.end_request)
 
     @torch.no_grad()
     def prefill(
-        self, prompt: Prompt, *, ratio: float | None = None, selector: Selector | None = None, mode: Mode = "blend"
+        self,
+        prompt: Prompt,
+        *,
+        ratio: float | None = None,
+        selector: Selector | None = None,
+        mode: Mode = "blend",
+        state: ModelState | None = None,
     ) -> PrefillResult:
         """First logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
-        with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode) as prefill:
+        with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode, state=state) as prefill:
             while not prefill.advance():
                 pass
             return prefill.result()
@@ -325,6 +324,7 @@ class BlendEngine:
         selector: Selector | None = None,
         mode: Mode = "blend",
         tenant: str = "",
+        state: ModelState | None = None,
     ) -> BlendedPrefill:
         """A prompt's prefill, planned and not begun; close it, or use `with`.
 
@@ -334,15 +334,16 @@ class BlendEngine:
             selector: overrides the configured selector.
             mode: see `Mode`.
             tenant: whose chunks are used, see `planner_of`.
+            state: the model; None: as it is now (`follow`).
         """
-        self.adapters.follow(self._renew)
+        state = state or self.follow()
         raised = self.settings.selector if ratio is None and selector is None else None  # None: the caller has decided
         chosen = selector or self.settings.selector(ratio)
-        return self.prefiller.open(prompt, self.planner_of(tenant), chosen, mode, raised=raised)
+        return state.prefiller.open(prompt, state.planner_of(tenant), chosen, mode, raised=raised)
 
     def store_missed(self, result: PrefillResult, tenant: str = "", *, text: bool = True) -> None:
         """Queues what a tenant's prefill missed to be captured and stored; `text`: also the plain text at its start.
 
         Call it after the first token has been drawn.
         """
-        self._warmer.after_request(self.planner_of(tenant), result, text=text)
+        self._warmer.after_request(self._state, tenant, result, text=text)

@@ -6,11 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.engines.fingerprint import fingerprint_folder
-from cacheblend.engines.hf.survey import check_config
+from cacheblend.engines.hf.configs import check_config
 
 REASON_LINES, REASON_CHARACTERS = 3, 400
 """Most of a library's error message that `loading_reason` gives."""
@@ -47,16 +56,40 @@ def open_folder(
     # Options may override the config (RoPE, window) or quantise, which changes K and V.
     changing = {name: value for name, value in model_options.items() if name != "attn_implementation"}
     fingerprint = fingerprint_folder(folder, changing)
-    check_config(AutoConfig.from_pretrained(folder, **model_options))
+    config = AutoConfig.from_pretrained(folder, **model_options)
+    opens = class_of(config)
     tokenizer = _tokenizer(folder) if with_tokenizer else None
-    model = _read_weights(folder, dtype, model_options).eval()
+    model = _read_weights(opens, folder, dtype, model_options).eval()
     model.to(where)
     return OpenedModel(model, tokenizer, fingerprint, folder.resolve().name)
 
 
-def _read_weights(folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
+def class_of(config: PretrainedConfig) -> Any:
+    """The class of transformers that opens a model: of language models, or of those that read images beside text.
+
+    The latter are opened as a whole, and blended for prompts of text. The language model alone would have to be cut out
+    of the weights by names that differ from model to model.
+
+    Raises:
+        ModelNotBlendableError: neither opens it, or its config shows that it cannot be blended (`check_config`).
+    """
+    check_config(config)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or ()
+    ):
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise ModelNotBlendableError(
+        f"{config.model_type} is no language model to transformers; only decoders that answer with text are blended, "
+        "also those that read images beside it"
+    )
+
+
+def _read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        model: PreTrainedModel = opens.from_pretrained(folder, dtype=dtype, **options)
+        return model
     except TypeError as error:  # transformers passes options that it does not know to the model's class
         raise InvalidInputError(f"{folder} cannot be opened with the options {', '.join(options)}: {error}") from error
 

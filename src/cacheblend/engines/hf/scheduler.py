@@ -170,13 +170,14 @@ class Scheduler:
             ask = ticket.ask
             self._engine.background.begin_request()
             try:
+                state = self._engine.follow()
                 ticket.prefill = self._engine.open_prefill(
-                    ask.prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant
+                    ask.prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant, state=state
                 )
             except Exception as error:
                 self._end(ticket, error)
                 continue
-            self._view = self._engine.view
+            self._view = state.view
             self._batcher.add(ticket)
 
     def _are_adapters_others(self) -> bool:

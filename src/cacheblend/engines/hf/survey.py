@@ -11,13 +11,14 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
-from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, shift_limit, turn_by
+from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.engines.hf.configs import check_config, shift_limits
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.view import LayerMask, ModelView
 
@@ -79,7 +80,7 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     check_mode(model)
     config = model.config.get_text_config(decoder=True)
     check_config(model.config)
-    limit = min((n for n in _shift_limits(config) if n is not None), default=None)
+    limit = min((n for n in shift_limits(config) if n is not None), default=None)
     context = getattr(config, "max_position_embeddings", None)
     furthest = max(1, (limit or context or 4096) - ROWS)
     probe = _Probe(model, view, shifts=(min(13, furthest), furthest))
@@ -119,52 +120,6 @@ def _is_random(module: nn.Module) -> bool:
     """Whether a module drops something in training mode: it is a dropout, or has a rate of one, as attentions do."""
     rates = {"p": getattr(module, "p", 0.0)} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
     return any(isinstance(rate, float) and rate > 0 for name, rate in rates.items() if name == "p" or "drop" in name)
-
-
-def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) -> KVLayout:
-    """Derives the KV layout from a config alone, for plans and measurements that load no model.
-
-    Assumes that all layers have the same shape; `survey_model` finds a model's real layout.
-
-    Args:
-        config: a model's config.
-        dtype: dtype of the KV cache; None: that of the config, or fp32 if it has none.
-
-    Raises:
-        AttributeError: the config lacks the number of layers, heads or dimensions.
-    """
-    config = config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = dtype or getattr(config, "dtype", None) or torch.float32
-    return KVLayout((LayerShape(int(heads), int(width)),) * int(config.num_hidden_layers), dtype)
-
-
-def check_config(config: Any) -> None:
-    """Refuses models by config alone that would fail later with unclear errors.
-
-    Raises:
-        ModelNotBlendableError: an encoder-decoder model, latent attention, or a RoPE that cannot be shifted.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelNotBlendableError(f"{config.model_type} is an encoder-decoder model; only decoders are blended")
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
-        raise ModelNotBlendableError(
-            f"{text.model_type} uses multi-head latent attention (kv_lora_rank = {text.kv_lora_rank}), "
-            "whose cache does not hold keys and values per head; serve it without blending"
-        )
-    for _ in _shift_limits(text):
-        pass
-
-
-def _shift_limits(config: Any) -> Iterator[int | None]:
-    """Shift limit of each RoPE in the config: one, or one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    original = getattr(config, "original_max_position_embeddings", None)
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in nested or [parameters]:
-        yield shift_limit({"original_max_position_embeddings": original, **rope})
 
 
 class _Probe:

@@ -8,6 +8,7 @@ arguments of each layer, and return the last layer's output where logits are nee
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 
 ATTENTION = "cacheblend"
+_SHARED = re.compile(r"_modules|_parameters|_buffers|.*_hooks.*")  # by a module and its copies, but for the children
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position"})  # attention functions receive these and ignore them
 
 
@@ -140,7 +142,7 @@ class ModelView:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers_path = _find_layers(model)
-        self.model: PreTrainedModel = _twin(model, {})
+        self.model: PreTrainedModel = _twin(model, {}, ATTENTION)
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
         self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False
@@ -204,6 +206,10 @@ def _find_layers(model: PreTrainedModel) -> str:
     count = getattr(config, "num_hidden_layers", None)
     found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     outermost = [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
+    if len(outermost) > 1:  # an image encoder may have as many layers
+        decoder = model.get_decoder()
+        inside = {name for name, module in model.named_modules() if module is decoder}
+        outermost = [name for name in outermost if any(name.startswith(f"{each}.") for each in inside)]
     if len(outermost) != 1:
         raise ModelNotBlendableError(
             f"{type(model).__name__} has {len(outermost)} lists of {count} decoder layers "
@@ -218,18 +224,33 @@ def _find_layers(model: PreTrainedModel) -> str:
     return outermost[0]
 
 
-def _twin(module: Any, memo: dict[int, Any]) -> Any:
-    """Copies the module tree; parameters and buffers are shared, configs are replaced by copies with our attention.
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module tree that keeps its mode and its active adapters, whatever the model is switched to.
 
-    `memo` is the one of `copy.deepcopy`: a config that several modules hold is copied once.
+    Parameters and buffers are shared.
+    """
+    frozen: PreTrainedModel = _twin(model, {}, None)
+    return frozen
+
+
+def _twin(module: Any, memo: dict[int, Any], attention: str | None) -> Any:
+    """Copies the module tree; parameters and buffers are shared.
+
+    With `attention`, configs are replaced by copies with that attention; `memo` is the one of `copy.deepcopy`: a config
+    that several modules hold is copied once.
     """
     twin = copy.copy(module)
-    twin._modules = {name: None if child is None else _twin(child, memo) for name, child in module._modules.items()}
+    twin._modules = {
+        name: None if child is None else _twin(child, memo, attention) for name, child in module._modules.items()
+    }
+    is_adapted = hasattr(module, "adapter_layer_names")
     for name, value in list(vars(twin).items()):
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PreTrainedConfig) and attention is not None:
             config = copy.deepcopy(value, memo)
-            config._attn_implementation = ATTENTION
+            config._attn_implementation = attention
             object.__setattr__(twin, name, config)
+        elif is_adapted and isinstance(value, list | dict) and not _SHARED.fullmatch(name):  # changed in their place
+            object.__setattr__(twin, name, copy.copy(value))
     return twin
 
 

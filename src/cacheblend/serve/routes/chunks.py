@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.errors import ApiError
@@ -55,21 +56,20 @@ def _warm(state: ServerState, asked: WarmRequest, key: ApiKey) -> dict[str, Any]
     segments = [chunk(each.token_ids or builder.encode(each.text or ""), each.title) for each in asked.chunks]
     if any(len(segment) == 0 for segment in segments):
         raise ApiError(400, "a chunk without a token cannot be stored", param="chunks")
-    tenant = tenant_of(key, asked.salt)
-    manifests = [_manifest(engine, tenant, segment) for segment in segments]
+    tenant, model = tenant_of(key, asked.salt), engine.follow()
+    manifests = [_manifest(engine, model.planner_of(tenant), segment) for segment in segments]
     missing = {each.chunk_id: len(each.token_ids) for each in manifests if not all(engine.store.held(each.block_names))}
     tenants.count(key)
     if not tenants.reserve(key, sum(missing.values())):
         raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
-    engine.warm(segments, tenant=tenant)
+    engine.warm(segments, tenant=tenant, state=model)
     if asked.pin:
         _pin_all(state, key, manifests)
     return _as_list(state, manifests)
 
 
-def _manifest(engine: BlendEngine, tenant: str, segment: Segment) -> ChunkManifest:
+def _manifest(engine: BlendEngine, planner: Planner, segment: Segment) -> ChunkManifest:
     """The manifest that `BlendEngine.warm` will store for a chunk."""
-    planner = engine.planner_of(tenant)
     anchor = tuple(planner.anchor.segments(None)) if planner.anchor.rule != "system" else ()
     return manifest_of(ChunkJob(anchor, segment.token_ids, segment.label), planner, engine.name)
 

@@ -24,6 +24,7 @@ from cacheblend.core.select.recorded import Recorded
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.baselines import agreement, full_recompute
+from cacheblend.engines.hf.state import ModelState
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
@@ -107,11 +108,11 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     documents = [Passage(each.text, each.title) for each in asked.documents]
     prompt = engine.chat_prompt([{"role": "user", "content": asked.question}], documents)
     state.check_size(prompt)
-    tenant = tenant_of(key, "")
+    tenant, model = tenant_of(key, ""), engine.follow()
     state.tenants.count(key)
     if state.tenants.reserve(key, sum(map(len, prompt.chunks))):
-        engine.warm([segment for segment in prompt.segments if segment.is_chunk], tenant=tenant)
-    result, watched = _recorded_prefill(engine, prompt, asked, tenant)
+        engine.warm([segment for segment in prompt.segments if segment.is_chunk], tenant=tenant, state=model)
+    result, watched = _recorded_prefill(engine, model, prompt, asked, tenant)
     report = result.report
     full = full_recompute(engine, prompt)
     close = agreement(result.logits, full.logits)
@@ -129,7 +130,7 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
 
 
 def _recorded_prefill(
-    engine: BlendEngine, prompt: Prompt, asked: Explain, tenant: str
+    engine: BlendEngine, model: ModelState, prompt: Prompt, asked: Explain, tenant: str
 ) -> tuple[PrefillResult, Recorded]:
     """The prefill as a request with the same settings runs it, and what its selector decided."""
     if asked.selector is None:
@@ -144,8 +145,8 @@ def _recorded_prefill(
         return watched
 
     own = asked.selector is None and asked.recompute_ratio is None  # then the loading controller decides, too
-    planner = engine.planner_of(tenant)
-    with torch.no_grad(), engine.prefiller.open(prompt, planner, watched, raised=raised if own else None) as prefill:
+    planner = model.planner_of(tenant)
+    with torch.no_grad(), model.prefiller.open(prompt, planner, watched, raised=raised if own else None) as prefill:
         while not prefill.advance():
             pass
         return prefill.result(), watched

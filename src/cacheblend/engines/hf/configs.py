@@ -1,0 +1,73 @@
+"""What a model's config says by itself, before weights are read: whether it can be blended, and the KV layout."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.rope import shift_limit
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+
+
+def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) -> KVLayout:
+    """Derives the KV layout from a config alone, for plans and measurements that load no model.
+
+    Assumes that all layers have the same shape; `survey_model` finds a model's real layout.
+
+    Args:
+        config: a model's config.
+        dtype: dtype of the KV cache; None: that of the config, or fp32 if it has none.
+
+    Raises:
+        AttributeError: the config lacks the number of layers, heads or dimensions.
+    """
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    return KVLayout((LayerShape(int(heads), int(width)),) * int(config.num_hidden_layers), dtype)
+
+
+def check_config(config: Any) -> None:
+    """Refuses models by config alone that would fail later with unclear errors.
+
+    Raises:
+        ModelNotBlendableError: an encoder-decoder model, latent attention, inputs to each layer, layers that share KV,
+            or a RoPE that cannot be shifted.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelNotBlendableError(f"{config.model_type} is an encoder-decoder model; only decoders are blended")
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        raise ModelNotBlendableError(
+            f"{text.model_type} uses multi-head latent attention (kv_lora_rank = {text.kv_lora_rank}), "
+            "whose cache does not hold keys and values per head; serve it without blending"
+        )
+    _check_layers(text)
+    for _ in shift_limits(text):
+        pass
+
+
+def _check_layers(config: Any) -> None:
+    """Refuses layers that take more than hidden states, or that have no KV of their own."""
+    what = {
+        "hidden_size_per_layer_input": "gives each layer an input of its own beside the hidden states",
+        "num_kv_shared_layers": "has layers that use the keys and values of others",
+    }
+    for name, found in what.items():
+        if value := getattr(config, name, None):
+            raise ModelNotBlendableError(
+                f"{config.model_type} {found} ({name} = {value}), which blending does not support; "
+                f"models of {config.model_type} whose config.json has 0 there can be blended"
+            )
+
+
+def shift_limits(config: Any) -> Iterator[int | None]:
+    """Shift limit of each RoPE in the config: one, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    original = getattr(config, "original_max_position_embeddings", None)
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        yield shift_limit({"original_max_position_embeddings": original, **rope})

@@ -1,0 +1,126 @@
+"""Folders of models that read images beside text: opened as a whole, and blended for prompts of text. Others are told
+why not, in words of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPConfig,
+    CLIPModel,
+)
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.doctor import diagnose
+from families import ALTERNATING, SMALL, VOCAB
+from parity.scenes import RAG, A, B, C, assert_close, assert_same, greedy
+from reference import plain_kv
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,  # as many as the language model has
+    "depth": 4,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llava": ({}, {}),
+    "gemma3": ({"head_dim": 16, "query_pre_attn_scalar": 16}, {}),
+    "mistral3": ({"head_dim": 16}, {}),
+    "qwen2_5_vl": (MROPE, {"out_hidden_size": 64, "fullatt_block_indexes": [1]}),
+    "qwen3_vl": ({**MROPE, "head_dim": 16}, {"out_hidden_size": 64}),
+}
+MODELS = {name: parts for name, parts in MODELS.items() if name in CONFIG_MAPPING}
+
+
+def saved(name: str, folder: Path) -> Path:
+    """A folder with a tiny random model."""
+    kind, (text, vision) = CONFIG_MAPPING[name], MODELS[name]
+    defaults = kind()
+    config = kind(
+        text_config={**SMALL, **text, "model_type": defaults.text_config.model_type},
+        vision_config={**VISION, **vision, "model_type": defaults.vision_config.model_type},
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data *= 3 if parameter.dim() > 1 else 1
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_of_a_model_that_reads_images_is_opened_for_text(name: str, tmp_path: Path) -> None:
+    settings = BlendConfig(anchor="none", block_size=16, tile_rows=32, recompute_ratio=1.0)
+    folder = saved(name, tmp_path / "model")
+    with BlendEngine.from_pretrained(folder, config=settings, with_tokenizer=False, dtype="float32") as engine:
+        model: Any = engine.model
+        assert len(engine.view.layers) == SMALL["num_hidden_layers"]
+        assert engine.warm([A, B, C]).stored == 3
+        logits, kv = plain_kv(model, RAG.token_ids.tolist())
+        assert_same(engine.prefill(RAG, mode="full"), logits, kv, 1e-5)
+        blended = engine.prefill(RAG)
+        assert blended.report.hit_tokens["memory"] == len(A) + len(B) + len(C)
+        assert_same(blended, logits, kv, 1e-5)
+        answer = engine.generate(RAG, SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True))
+        assert answer.token_ids == greedy(model, RAG, 4)
+        (block, *_) = engine.planner.plan(RAG, engine.store).spans[1:]
+        _, alone = plain_kv(model, B.token_ids.tolist())
+        for layer, (keys, values) in enumerate(alone):
+            expected = torch.stack([keys[:, :16], values[:, :16]], dim=1)
+            assert_close(engine.store.read(block.name, layer), expected, 1e-5, f"layer {layer}")
+    checks = {check.name: check.ok for check in diagnose(folder, dtype="float32").checks}
+    assert checks["architecture"] and checks["r = 1 is full prefill"] and checks["re-positioned keys"]
+
+
+def test_what_is_no_language_model_is_told_in_a_line(tmp_path: Path) -> None:
+    part = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"image_size": 28, "patch_size": 14}
+    model = CLIPModel(CLIPConfig(text_config={**part, "vocab_size": 64}, vision_config={**part, **sizes}))
+    model.save_pretrained(tmp_path)
+    message = r"^clip is no language model to transformers; only decoders that answer with text are blended, also those"
+    with pytest.raises(ModelNotBlendableError, match=message) as raised:
+        BlendEngine.from_pretrained(tmp_path, with_tokenizer=False)
+    assert len(str(raised.value)) < 200
+    assert diagnose(tmp_path).reason == f"config: {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2)], ids=["inputs", "shared"]
+)
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="newer than this transformers")
+def test_the_default_config_of_gemma4_is_refused_with_the_field_that_decides(
+    field: str, value: int, tmp_path: Path
+) -> None:
+    """From the config alone: before weights are read."""
+    sizes = {**SMALL, **ALTERNATING, "head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": VOCAB}
+    fields = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, field: value}
+    AutoConfig.for_model("gemma4_text", **sizes, **fields).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights that are never read")
+    message = (
+        rf"gemma4_text .*{field} = {value}.*blending does not support; models of gemma4_text whose config.json has 0"
+    )
+    with pytest.raises(ModelNotBlendableError, match=message):
+        BlendEngine.from_pretrained(tmp_path, with_tokenizer=False)
+    assert f"{field} = {value}" in diagnose(tmp_path).reason
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="newer than this transformers")
+def test_the_default_config_as_transformers_makes_it_is_refused_so() -> None:
+    config = AutoConfig.for_model(
+        "gemma4_text", **SMALL, head_dim=16, global_head_dim=32, vocab_size_per_layer_input=64
+    )
+    assert config.hidden_size_per_layer_input == 256
+    with pytest.raises(ModelNotBlendableError, match="hidden_size_per_layer_input = 256"):
+        BlendEngine(AutoModelForCausalLM.from_config(config).eval())

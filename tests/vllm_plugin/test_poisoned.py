@@ -1,0 +1,70 @@
+"""No history of requests makes a stored block differ from a plain prefill of its chain: vLLM with the plug-in."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend.bench.faults.engine import environment
+from cacheblend.bench.faults.prompts import make_model
+from poison import HISTORIES, TOLERANCE, Tally
+from tiny_folder import train_tokenizer
+from vllm_running import needs_vllm
+
+pytestmark = needs_vllm
+HERE = Path(__file__).parent
+COMMAND = "CACHEBLEND_HISTORIES=450 pytest tests/vllm_plugin/test_poisoned.py"
+SETTINGS = ["pieces", "preemption", "eviction"]
+"""Of `poisoning.SETTINGS`."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer, whose BOS token is the anchor of one of the engines."""
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    train_tokenizer(["a text"], 300).save_pretrained(folder)
+    return folder
+
+
+def play(model: Path, folder: Path, setting: str, count: int, *, mistake: bool = False) -> Tally:
+    """The histories of one engine, in a process of its own."""
+    path = folder / f"{setting}.json"
+    job = {"model": str(model), "store": str(folder / f"{setting} store"), "setting": setting, "seed": 11}
+    path.write_text(json.dumps({**job, "count": count, "mistake": mistake}))
+    known = os.environ.get("PYTHONPATH")
+    paths = os.pathsep.join([str(HERE.parent), *([known] if known else [])])
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "poisoning.py"), str(path)],
+        env=environment() | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120 + 20 * count,
+        check=False,
+    )
+    out = Path(f"{path}.out")
+    assert out.is_file(), f"vLLM ended with {ran.returncode}:\n{(ran.stdout + ran.stderr)[-4000:]}"
+    found: dict[str, Any] = json.loads(out.read_text())
+    return Tally(**found)
+
+
+def test_no_history_poisons_a_block(
+    model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    tally = Tally()
+    for setting in SETTINGS:
+        tally.add(play(model, tmp_path, setting, -(-HISTORIES // len(SETTINGS))))
+    tally.report("vllm", record_property, COMMAND)
+    assert tally.poisoned == 0, tally.what[:5]
+    assert tally.histories >= HISTORIES and tally.blocks >= 3 * HISTORIES, tally  # or nothing was shown
+    assert tally.met["requests (vLLM)"] > HISTORIES // 2, tally.met  # blended ones
+    assert tally.met["num_preemptions (vLLM)"] or HISTORIES < 100, tally.met
+
+
+def test_what_would_be_poisoned_is_found(model: Path, tmp_path: Path) -> None:
+    tally = play(model, tmp_path, "pieces", 3, mistake=True)
+    assert tally.poisoned > 3 and tally.smallest_poison > 100 * TOLERANCE
