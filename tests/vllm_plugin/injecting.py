@@ -128,6 +128,8 @@ def serve_triton() -> None:
     calls: dict[Operation[Any], Any] = {
         operations.ATTEND_ROWS: attention_triton.attend_rows,
         operations.PLACE: placing_triton.place,
+        operations.ATTEND_FLOAT8: attention_triton.attend_rows,
+        operations.PLACE_FLOAT8: placing_triton.place,
         operations.KV_DEVIATION: deviation_triton.kv_deviation,
     }
     for operation, call in calls.items():

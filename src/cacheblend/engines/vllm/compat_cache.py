@@ -40,6 +40,12 @@ def refused_cache(cache_config: Any, hf_config: Any) -> str:
     return ""
 
 
+def is_fp8(cache_config: Any, hf_config: Any) -> bool:
+    """Whether a cache that is not refused is FP8, in at least one layer; see `refused_cache`."""
+    asked = str(cache_config.cache_dtype)
+    return asked in FP8_TYPES or (asked == "auto" and any(True for _ in _schemes(hf_config)))
+
+
 def check_caches(layers: Sequence[Any]) -> None:
     """Refuses attention modules whose caches hold what blending cannot write or read.
 

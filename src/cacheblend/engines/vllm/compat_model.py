@@ -16,7 +16,7 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import is_served
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.engines.vllm.architectures import ARCHITECTURES
-from cacheblend.engines.vllm.compat_cache import FP8_TYPES, plain_queries
+from cacheblend.engines.vllm.compat_cache import is_fp8, plain_queries
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.workspace import ModelSizes, gib, workspace_of
 
@@ -111,7 +111,7 @@ def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, An
     head_dim, is_cuda = int(model.get_head_size()), device.type == "cuda"
     heads = int(model.get_num_attention_heads(config.parallel_config))
     kv_heads = int(model.get_num_kv_heads(config.parallel_config))
-    float8 = str(config.cache_config.cache_dtype) in FP8_TYPES
+    float8 = is_fp8(config.cache_config, model.hf_config)
     has_kernels = is_cuda and is_served(device, model.dtype, HeadShape(heads, kv_heads, head_dim), float8=float8)
     in_pages = read_config(extra).in_pages
     return ModelSizes(
