@@ -148,6 +148,11 @@ class Injecting:
         _armed.clear()
         return dict(_seen)
 
+    def dump_cache(self, path: str, blocks: int) -> None:
+        """Writes the first blocks of each layer's cache to a file."""
+        layers: Any = connector_of_worker()._worker._model.attention
+        torch.save([layer.kv_cache[:blocks].clone() for layer in layers], path)
+
     def disk_reads(self) -> int:
         """Records that were read from folders, since the start."""
         return _disk_reads

@@ -1,6 +1,8 @@
 """The plug-in in unmodified vLLM whose KV cache is FP8: on CPUs with AVX-512, where vLLM has such caches."""
 
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,6 @@ pytestmark = [
 
 RATIO = 0.2
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-
-
-def tokens(step: list[dict[str, Any]]) -> list[Any]:
-    return [answer["tokens"] for answer in step]
 
 
 def asked(seed: int, count: int) -> list[Any]:
@@ -56,36 +54,86 @@ def scaled(model: Path, folder: Path) -> Path:
     return folder
 
 
+def first_logprobs(step: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Of each answer's first token, by token."""
+    return [answer["logprobs"][0][0] for answer in step]
+
+
+def apart(found: dict[str, float], expected: dict[str, float]) -> float:
+    """The largest difference of what both name; infinite where they answer otherwise."""
+    is_same = max(found, key=found.__getitem__) == max(expected, key=expected.__getitem__)
+    both = found.keys() & expected.keys()
+    return max(abs(found[token] - expected[token]) for token in both) if is_same else math.inf
+
+
 @pytest.mark.parametrize("in_pages", [False, True], ids=["buffers", "pages"])
 @pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2", "of the checkpoint"])
 def test_at_ratio_one_answers_are_those_of_vllm_with_that_cache(
     vllm: Vllm, models: dict[str, Path], tmp_path: Path, cache: str, in_pages: bool
 ) -> None:
-    """Blended, plain beside blended, a second turn on blocks that vLLM holds, and found by content."""
+    """Blended, alone and beside others, on blocks that vLLM holds, and found by content.
+
+    One number on the other side of a step, after a sum in another order, becomes thousands in later layers: these
+    models answer at once to whatever changes. Without FP8 their log-probabilities are 3 to 12 apart from these.
+    """
     by_command = cache != "of the checkpoint"
     model = models["llama"] if by_command else scaled(models["llama"], tmp_path / "scaled")
     engine = {"kv_cache_dtype": cache} if by_command else {}
     prompts = asked(3, 12)
     ids, spans = [one.ids for one in prompts], [one.spans for one in prompts]
-    plain = vllm.run(model, [{"ask": ids}, {"ask": [ids[-1] + ids[0]]}], None, **engine)
+    turn = ids[-1] + ids[0]
+    told: dict[str, Any] = {"sampling": {"max_tokens": 1, "logprobs": 20}}
+    plain = vllm.run(model, [{"ask": [*ids, turn], **told}], None, **engine)
     steps = [
-        {"ask": ids, "chunks": spans, "alone": True},
+        {"ask": ids, "chunks": spans, "alone": True, **told},
         {"forget": True},
-        {"ask": ids, "chunks": spans},
-        {"ask": [ids[-1] + ids[0]], "chunks": [spans[-1]]},
+        {"ask": ids, "chunks": spans, **told},
+        {"ask": [turn], "chunks": [spans[-1]], **told},
         {"forget": True},
-        {"ask": ids},
+        {"ask": ids, **told},
     ]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "in_pages": in_pages}
     found = vllm.run(model, steps, extra, enable_prefix_caching=True, **engine)
+    *expected, expected_turn = first_logprobs(plain["answers"][0])
     for step in (0, 2, 5):
-        assert tokens(found["answers"][step]) == tokens(plain["answers"][0])
-    assert tokens(found["answers"][3]) == tokens(plain["answers"][1])
+        pairs = zip(first_logprobs(found["answers"][step]), expected, strict=True)
+        distances = [apart(mine, its) for mine, its in pairs]
+        assert max(distances) < 1.0, distances
+        assert statistics.median(distances) < 0.2, distances
+    assert apart(first_logprobs(found["answers"][3])[0], expected_turn) < 1.0
     assert found["metrics"]["vllm:cacheblend_requests"] >= 15
     assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
-    if by_command:
-        other = vllm.run(model, [{"ask": ids}], None)
-        assert tokens(other["answers"][0]) != tokens(plain["answers"][0])  # or FP8 would show nothing
+    unrounded = vllm.run(model, [{"ask": ids, **told}], None, kv_cache_dtype="auto" if by_command else "bfloat16")
+    pairs = zip(first_logprobs(unrounded["answers"][0]), expected, strict=True)
+    assert statistics.median(apart(its, mine) for its, mine in pairs) > 2.0
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("in_pages", [False, True], ids=["buffers", "pages"])
+def test_at_ratio_one_the_cache_holds_the_bytes_that_vllm_writes(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, in_pages: bool
+) -> None:
+    """In the first layers, before sums in another order are many."""
+    prompt = max(asked(3, 12), key=lambda one: len(one.spans))
+    dumped, how = {}, {"kv_cache_dtype": "fp8", "worker_extension_cls": "injecting.Injecting"}
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "in_pages": in_pages}
+    ask: dict[str, Any] = {"ask": [prompt.ids], "chunks": [prompt.spans], "sampling": {"max_tokens": 1}}
+    for name in ("plain", "blended"):
+        dump = {"rpc": ["dump_cache", f"{tmp_path}/{name}", 64]}
+        steps = [{**ask, "chunks": [[]]}, dump] if name == "plain" else [ask, {"forget": True}, ask, dump]
+        result = vllm.run(models["llama"], steps, extra, **how)
+        dumped[name] = torch.load(f"{tmp_path}/{name}")
+    assert result["metrics"]["vllm:cacheblend_requests"] == 1
+    plain, blended = dumped["plain"], dumped["blended"]
+    full = len(prompt.ids) // plain[0].shape[2]  # the last block's rest is anything
+    used = [block for block in range(1, 64) if plain[0][block].any()][:full]
+    assert len(used) == full > 2
+    same = {block: min(range(64), key=lambda at: int((plain[0][block] != blended[0][at]).sum())) for block in used}
+    assert len(set(same.values())) == full
+    for layer in range(2):
+        pairs = [(plain[layer][block].int(), blended[layer][at].int()) for block, at in same.items()]
+        differing = sum(int((one != other).sum()) for one, other in pairs)
+        assert differing <= 1e-3 * sum(one.numel() for one, _ in pairs)
 
 
 def cut(numbers: torch.Tensor) -> torch.Tensor:
