@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
+from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.attention import attend_rows
 from cacheblend.core.kernels.float8 import Float8
@@ -257,11 +257,3 @@ def test_pages_need_kernels_for_eight_bits() -> None:
         for operation in (operations.ATTEND_FLOAT8, operations.PLACE_FLOAT8):
             patch.setattr(operation, "_served", {(cuda, torch.bfloat16): served})
         assert open_pages(*what, wanted=None) is not None
-
-
-def test_pages_and_what_describes_them_must_agree() -> None:
-    record, pages = torch.zeros(2, 2, 9, 16), torch.zeros(2, 3, 16, 2, 16).to(E4M3)
-    placement, table = Placement([Piece(0, 9, 0, 0, 9)]), torch.tensor([2, 0])
-    for wrong in (None, Float8(E5M2, torch.float32)):
-        with pytest.raises(InvalidInputError, match=r"pages are in torch\.float8_e4m3fn"):
-            operations.place([record], placement, *pages, None, table, wrong)
