@@ -150,7 +150,7 @@ def test_records_are_placed_as_if_rounded_afterwards(
         for number, part in enumerate(as_bytes(pages)):
             found = part[table].flatten(0, 1).transpose(0, 1)
             apart = (found.int() - expected[number].int()).abs()
-            is_tie = place is placing_triton.place and (offset or codec != "raw")  # a sum in another order
+            is_tie = place is placing_triton.place and bool(offset or codec != "raw")  # a sum in another order
             compare(int(apart.max()) <= is_tie and float((apart > 0).float().mean()) < 0.01, (number, apart.max()))
             assert not part[2].any()  # a block of nobody
 
