@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 from cacheblend.core.kernels import attention_triton, deviation_triton, placing_triton
 
 
-def attention(capability, head_dim, group, rows, window=0, is_capped=False, sinks=False, page=0, splits=1):
+def attention(capability, head_dim, group, rows, window=0, is_capped=False, sinks=False, page=0, splits=1, float8=0):
     """The attention kernel as `attend_rows` would launch it."""
     slots, tile_keys, warps, stages = attention_triton.tile_shape(group, rows, head_dim)
     constants = {
@@ -22,13 +22,15 @@ def attention(capability, head_dim, group, rows, window=0, is_capped=False, sink
         "window": window,
         "is_capped": is_capped,
         "page": page,
+        "float8": float8,
         "key_dim": 1,
         "value_dim": 1,
         **({} if sinks else {"sinks": None}),
         **({} if page else {"block_table": None}),
     }
     types = {
-        **dict.fromkeys(("query", "keys", "values", "sinks"), "*bf16"),
+        **dict.fromkeys(("query", "sinks"), "*bf16"),
+        **dict.fromkeys(("keys", "values"), "*u8" if float8 else "*bf16"),
         **dict.fromkeys(("tops", "totals"), "*fp32"),
         "mixed": "*bf16" if splits == 1 else "*fp32",
         "logit": "fp32",
@@ -40,10 +42,12 @@ def attention(capability, head_dim, group, rows, window=0, is_capped=False, sink
     return compiled(attention_triton._attend, capability, types, constants, aligned, num_warps=warps, num_stages=stages)
 
 
-def placing(capability, head_dim, kind, half=0, is_half=True, page=0):
+def placing(capability, head_dim, kind, half=0, is_half=True, page=0, float8=0):
     """The placing kernel as `place` would launch it."""
     constants = {
         "kind": placing_triton._KINDS[kind],
+        "dtype": triton.language.bfloat16,
+        "float8": float8,
         "head_dim": head_dim,
         "dims": triton.next_power_of_2(head_dim),
         "pairs": triton.next_power_of_2(half),
@@ -59,11 +63,13 @@ def placing(capability, head_dim, kind, half=0, is_half=True, page=0):
     }
     types = {
         **dict.fromkeys(("addresses", "tiles"), "*i64"),
-        **dict.fromkeys(("keys", "values"), "*bf16"),
+        **dict.fromkeys(("keys", "values"), "*u8" if float8 else "*bf16"),
+        **dict.fromkeys(("key_scale", "value_scale"), "fp32"),
         "turns": "*fp32",
         "block_table": "*i32",
     }
-    return compiled(placing_triton._place, capability, types, constants, ("key_", "value_"), num_warps=4)
+    aligned = ("key_block", "key_row", "key_head", "value_block", "value_row", "value_head")
+    return compiled(placing_triton._place, capability, types, constants, aligned, num_warps=4)
 
 
 def deviation(capability, head_dim):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,38 @@ LAYOUTS: dict[str, Any] = {
     "keys transposed": (keys_transposed, (BLOCKS, KV_HEADS, SIZE, 2 * WIDTH)),
 }
 """As on GPUs; as on CPUs."""
+
+
+class Fp8(NamedTuple):
+    """A cache in eight bits.
+
+    Attributes:
+        kind: of torch's types.
+        name: what vLLM calls it, which need not say the kind.
+        scales: of keys, of values.
+        is_cut: numbers are rounded towards 0, as vLLM's CPU backend does; else to the nearest.
+    """
+
+    kind: torch.dtype = torch.float8_e4m3fn
+    name: str = "fp8"
+    scales: tuple[float, float] = (1.0, 1.0)
+    is_cut: bool = False
+
+    def stored(self, part: int, rows: torch.Tensor) -> torch.Tensor:
+        """Bytes of keys (part 0) or values, by the definition."""
+        highest = torch.finfo(self.kind).max
+        wanted = (rows.float() / torch.tensor(self.scales[part])).clamp(-highest, highest)
+        found = wanted.to(self.kind).view(torch.uint8)
+        beyond = found.view(self.kind).float().abs() > wanted.abs()
+        return torch.where(beyond, found - 1, found) if self.is_cut else found
+
+    def numbers(self, part: int, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The opposite, as a model reads it."""
+        return (stored.view(self.kind).float() * self.scales[part]).to(dtype)
+
+    def kept(self, part: int, rows: torch.Tensor) -> torch.Tensor:
+        """What is read after it was written."""
+        return self.numbers(part, self.stored(part, rows), rows.dtype)
 
 
 class TinyModel:
@@ -91,17 +123,28 @@ class TinyModel:
         return layer
 
 
-def caches_of(put: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any]:
+def caches_of(put: Any, shape: tuple[int, ...], dtype: torch.dtype, fp8: Fp8 | None = None) -> list[Any]:
     """vLLM's attention modules with caches of this layout, full of other requests' numbers."""
     draw = torch.Generator().manual_seed(5)
 
     def update(layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: Any) -> None:
+        if fp8 is not None:
+            keys, values = fp8.stored(0, keys), fp8.stored(1, values)
         for key, value, slot in zip(keys, values, slots.tolist(), strict=True):
             if slot >= 0:
                 put(cache, slot // SIZE, slot % SIZE, key, value)
 
     impl = SimpleNamespace(do_kv_cache_update=update)
-    return [SimpleNamespace(kv_cache=torch.randn(shape, generator=draw).to(dtype), impl=impl) for _ in range(LAYERS)]
+    made = []
+    for number in range(LAYERS):
+        cache = torch.randn(shape, generator=draw).to(dtype)
+        layer = SimpleNamespace(impl=impl, layer_name=f"layers.{number}")
+        if fp8 is not None:
+            cache, layer.kv_cache_dtype = fp8.stored(0, cache), fp8.name
+            layer._k_scale, layer._v_scale = map(torch.tensor, fp8.scales)
+            layer._k_scale_float, layer._v_scale_float = fp8.scales
+        made.append(SimpleNamespace(kv_cache=cache, **vars(layer)))
+    return made
 
 
 class Scene:
@@ -110,6 +153,7 @@ class Scene:
     Args:
         layout: of the cache, one of `LAYOUTS`.
         in_pages: see `ConnectorConfig.in_pages`.
+        fp8: of the cache; None: it keeps numbers unchanged.
     """
 
     def __init__(
@@ -123,12 +167,13 @@ class Scene:
         tile_rows: int = 48,
         ranks: Any = None,
         between: Callable[[], Any] = lambda: None,
+        fp8: Fp8 | None = None,
     ) -> None:
         from cacheblend.engines.vllm.worker.opening import Opener, no_sentence_ends
         from cacheblend.engines.vllm.worker.ranks import Ranks
 
         self.model = TinyModel(SPECS[spec], dtype, between)
-        self.model.attention = caches_of(*LAYOUTS[layout], dtype)
+        self.model.attention = caches_of(*LAYOUTS[layout], dtype, fp8)
         self.store = MemoryStore(max_bytes=1 << 30)
         self.planner = Planner(b"root", block_size=32, codec=codec)
         self.opener = Opener(

@@ -16,7 +16,7 @@ of `RandomRows`, which come from the package.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +40,20 @@ from reference_hops import Group, Hops, first_and_last
 ATTENTION = "reference_blend"
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each [kv_heads, rows, head_dim]."""
+
+
+def _unchanged(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a cache makes of keys and values: of rows just computed, of stored ones, and of both where they are
+    compared."""
+
+    fresh: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    stored: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    compared: Callable[[torch.Tensor], torch.Tensor] = _unchanged
 
 
 @dataclass
@@ -86,6 +100,7 @@ def blend(
     anchor: Sequence[int] = (),
     missing: Iterable[int] = (),
     sentence_ends: Iterable[int] | None = None,
+    rounding: Rounding | None = None,
 ) -> Reference:
     """Computes a blended prefill by definition.
 
@@ -96,6 +111,7 @@ def blend(
         anchor: tokens in front of each chunk when its KV was computed.
         missing: positions whose stored KV is missing.
         sentence_ends: ids of tokens that end a sentence; None if unknown.
+        rounding: of the cache; None: it keeps numbers as they are.
     """
     stored, exact = _stored_rows(model, prompt, tuple(anchor), set(missing))
     last = len(prompt) - 1
@@ -119,7 +135,7 @@ def blend(
     hops = Hops(prompt, spans, candidates, question, limit)
     for _ in range(selector.hops if candidates else 0):
         wanted = hops.follow(wanted, selector.hop_spans, weight, ask)
-    run = _Pass(prompt, selector, stored, candidates, wanted, spans)
+    run = _Pass(prompt, selector, stored, candidates, wanted, spans, rounding or Rounding())
     logits = _forward(model, prompt, run)
     recomputed = sorted(run.active & set(candidates))
     return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question, hops.asked)
@@ -255,7 +271,9 @@ class _Pass:
         candidates: list[int],
         attention: Mapping[int, float],
         spans: list[int],
+        rounding: Rounding,
     ) -> None:
+        self.rounding = rounding
         self.selector, self.stored, self.candidates = selector, stored, candidates
         self.attention, self.spans, self.hidden = attention, spans, set[int]()
         self.offset_in_chunk = [offset for segment in prompt.segments for offset in range(len(segment))]
@@ -274,10 +292,10 @@ class _Pass:
         if index in self.selector.check_layers:
             self.deviations[index] = self._deviation(index, keys, values)
             self._keep(self._choose(index, self.deviations[index]))
-        keys, values = keys.clone(), values.clone()
+        keys, values = self.rounding.fresh(keys.clone()), self.rounding.fresh(values.clone())
         for position, layers in self.stored.items():
             if position not in self.active:
-                keys[:, position], values[:, position] = layers[index]
+                keys[:, position], values[:, position] = map(self.rounding.stored, layers[index])
         self.kv.append((keys, values))
         return keys, values
 
@@ -288,11 +306,11 @@ class _Pass:
         self.active -= set(self.candidates) - chosen
 
     def _deviation(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> dict[int, float]:
-        deviation = {}
+        deviation, compared = dict[int, float](), self.rounding.compared
         for position in sorted(self.active & set(self.candidates)):
             loaded_key, loaded_value = self.stored[position][layer]
-            of_key = (keys[:, position].float() - loaded_key.float()).pow(2).sum()
-            of_value = (values[:, position].float() - loaded_value.float()).pow(2).sum()
+            of_key = (compared(keys[:, position]).float() - compared(loaded_key).float()).pow(2).sum()
+            of_value = (compared(values[:, position]).float() - compared(loaded_value).float()).pow(2).sum()
             parts = {"kv": of_key + of_value, "k": of_key, "v": of_value}
             deviation[position] = float(parts[self.selector.measure])
         return deviation

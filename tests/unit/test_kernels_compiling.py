@@ -21,6 +21,9 @@ ATTENTION = [
     {"capability": 90, "head_dim": 8, "group": 2, "rows": 40},
     {"capability": 90, "head_dim": 96, "group": 1, "rows": 1, "splits": 8},
     {"capability": 100, "head_dim": 128, "group": 5, "rows": 300, "page": 48},
+    {"capability": 80, "head_dim": 128, "group": 4, "rows": 2048, "page": 16, "float8": 2},
+    {"capability": 90, "head_dim": 256, "group": 2, "rows": 2048, "page": 16, "float8": 1},
+    {"capability": 90, "head_dim": 128, "group": 4, "rows": 2048, "page": 16, "float8": 1},
 ]
 PLACING = [
     {"capability": 80, "head_dim": 128, "kind": "fp8", "half": 64},
@@ -28,6 +31,8 @@ PLACING = [
     {"capability": 89, "head_dim": 256, "kind": "int8", "half": 128, "page": 16},
     {"capability": 90, "head_dim": 128, "kind": "raw", "half": 64},
     {"capability": 100, "head_dim": 64, "kind": "raw", "page": 48},
+    {"capability": 80, "head_dim": 128, "kind": "raw", "half": 64, "page": 16, "float8": 1},
+    {"capability": 90, "head_dim": 128, "kind": "int8", "half": 64, "page": 16, "float8": 2},
 ]
 PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
 

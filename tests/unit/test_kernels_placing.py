@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels import operations, placing
+from cacheblend.core.kernels import comparing, operations, placing
 from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.codec import CODECS, codec_of
@@ -138,10 +138,10 @@ def test_every_number_of_eight_bits_is_decoded() -> None:
 def test_the_check_before_use_finds_a_wrong_kernel() -> None:
     device, dtype = torch.device(DEVICE), torch.bfloat16
 
-    def unmoved(records, placement, keys, values, rotation=None, block_table=None):
-        placing.place(records, placement, keys, values, None, block_table)
+    def unmoved(records, placement, keys, values, rotation=None, *pages):
+        placing.place(records, placement, keys, values, None, *pages)
 
-    assert operations.placing_differs(placing.place, placing.place, device, dtype) == ""
-    assert operations.placing_differs(kernel(), placing.place, device, dtype) == ""
-    assert "differs from PyTorch" in operations.placing_differs(unmoved, placing.place, device, dtype)
+    assert comparing.placing_differs(placing.place, placing.place, device, dtype) == ""
+    assert comparing.placing_differs(kernel(), placing.place, device, dtype) == ""
+    assert "differs from PyTorch" in comparing.placing_differs(unmoved, placing.place, device, dtype)
     assert operations.PLACE.on(torch.device("cpu"), torch.float32).name == "PyTorch"

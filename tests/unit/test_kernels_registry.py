@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from cacheblend.core.kernels import attention, operations, placing
+from cacheblend.core.kernels import attention, comparing, operations, placing
 from cacheblend.core.kernels.attention_spec import HeadShape
 from cacheblend.core.kernels.registry import Kernel, Operation, Served
 from cacheblend.engines.hf import prefiller
@@ -112,7 +112,7 @@ def test_attention_of_rows_is_checked_before_it_is_used() -> None:
     def ordered_pages(query, keys, values, positions, spec, table=None):
         return rounding(query, keys, values, positions, spec, None if table is None else table.flip(0))
 
-    check = partial(operations.attention_differs, plain=attention.attend_rows, device=CPU, dtype=HALF)
+    check = partial(comparing.attention_differs, plain=attention.attend_rows, device=CPU, dtype=HALF)
     assert check(rounding) == ""
     assert re.match(r"differs from PyTorch by .* \(head_dim 128\), more than 0.06", check(without_window))
     assert re.match(r"differs from PyTorch by .* \(head_dim 64, in pages\), more than 0.06", check(ordered_pages))

@@ -1,6 +1,7 @@
 """Plans: invariants that hold for any prompt over any store, and the cases that shaped them."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, groupby, pairwise
 
 import numpy as np
@@ -256,6 +257,22 @@ def test_a_chunk_directly_behind_its_anchor_is_an_exact_prefix() -> None:
         assert {s.source for s in again.spans[:-1]} == {Source.PREFIX}
         assert again.prefix_length == len(prompt) - 1
         assert again.publishable == []
+
+
+def test_beside_a_cache_that_rounds_nothing_held_is_exact() -> None:
+    """Chunks are loaded as chunks, also one directly behind its anchor; text that is held is computed."""
+    for codec in ("raw", "int8"):
+        exact = Planner.of_model("model", "float32", Anchor("bos", BOS), 4, codec=codec)
+        planner = replace(exact, has_exact_hits=False)
+        prompt = Prompt.of([text([BOS]), chunk(range(10, 20)), text([3]), chunk(range(30, 34)), text([4])])
+        empty = planner.plan(prompt, EMPTY)
+        held = {s.name: tokens_of(empty, s) for s in empty.spans} | all_names(exact, empty)
+        plan = planner.plan(prompt, FakeSource(held))
+        loaded = [Source.LOADED] * 3
+        assert [s.source for s in plan.spans] == [Source.TEXT, *loaded, Source.TEXT, Source.LOADED, Source.TEXT]
+        assert [s.start - s.stored_start for s in plan.spans if s.source is Source.LOADED] == [0, 0, 0, 11]
+        assert plan.prefix_length == 0
+        assert {s.source for s in plan.exact_only().spans} == {Source.TEXT, Source.MISS}
 
 
 def test_the_last_row_is_computed_even_if_it_is_held() -> None:

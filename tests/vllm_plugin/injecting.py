@@ -128,6 +128,8 @@ def serve_triton() -> None:
     calls: dict[Operation[Any], Any] = {
         operations.ATTEND_ROWS: attention_triton.attend_rows,
         operations.PLACE: placing_triton.place,
+        operations.ATTEND_FLOAT8: attention_triton.attend_rows,
+        operations.PLACE_FLOAT8: placing_triton.place,
         operations.KV_DEVIATION: deviation_triton.kv_deviation,
     }
     for operation, call in calls.items():
@@ -145,6 +147,11 @@ class Injecting:
     def disarm_fault(self) -> dict[str, int]:
         _armed.clear()
         return dict(_seen)
+
+    def dump_cache(self, path: str, blocks: int) -> None:
+        """Writes the first blocks of each layer's cache to a file."""
+        layers: Any = connector_of_worker()._worker._model.attention
+        torch.save([layer.kv_cache[:blocks].clone() for layer in layers], path)
 
     def disk_reads(self) -> int:
         """Records that were read from folders, since the start."""

@@ -157,6 +157,8 @@ def test_a_cache_that_changes_numbers_is_refused() -> None:
 class Backend:
     """Stands in for the paged cache's layers: its kernel answers with zeros, and counts its calls."""
 
+    is_fp8 = False
+
     def __init__(self) -> None:
         self.kernel_calls, self.written = 0, list[int]()
 

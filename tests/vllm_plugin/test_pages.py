@@ -255,7 +255,7 @@ def test_an_opener_has_its_kernels_checked_in_the_models_own_shapes(monkeypatch:
     from cacheblend.engines.vllm.worker import opening
 
     asked: list[Any] = []
-    monkeypatch.setattr(opening, "serve", lambda *args: asked.append(args))
+    monkeypatch.setattr(opening, "serve", lambda *args, **options: asked.append(args))
     scene(in_pages=None, spec="window")
     ((device, dtype, shapes),) = asked
     assert (device, dtype, set(shapes)) == (torch.device("cpu"), torch.float32, {HeadShape(4, 2, 16, 40)})

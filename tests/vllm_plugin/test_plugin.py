@@ -310,9 +310,8 @@ def test_after_the_connector_is_reset_nothing_old_is_used(vllm: Vllm, models: di
     [
         ({"recompute_ration": 0.1}, {}, "did you mean recompute_ratio"),
         ({"store": "memory"}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline"),
-        ({"store": "memory"}, {"kv_cache_dtype": "fp8"}, "a KV cache of type fp8 (--kv-cache-dtype bfloat16"),
     ],
-    ids=["unknown key", "pipeline parallel", "fp8 cache"],
+    ids=["unknown key", "pipeline parallel"],
 )
 def test_what_is_not_known_or_not_tested_is_refused_by_name(
     vllm: Vllm, models: dict[str, Path], extra: dict[str, Any], engine: dict[str, Any], words: str

@@ -3,7 +3,7 @@
 Knows the fingerprint, not how a model is loaded or run. Engines that agree on an identity share a store's contents.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cacheblend.core.config import AnchorKind, BlendConfig
@@ -23,6 +23,7 @@ class ModelIdentity:
         bos_id: the token that the tokenizer puts in front of a prompt; None: it puts none.
         name: for people.
         adapters: digest of the adapters in effect (`AdapterWatch`); empty: none.
+        has_exact_hits: see `Planner`.
     """
 
     folder: Path | None
@@ -31,6 +32,7 @@ class ModelIdentity:
     bos_id: int | None
     name: str
     adapters: str = ""
+    has_exact_hits: bool = True
 
     def anchor(self, rule: AnchorKind) -> Anchor:
         """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing.
@@ -50,7 +52,7 @@ class ModelIdentity:
                 a lone surrogate.
         """
         check_encodable(tenant, f"the tenant {tenant!r}")
-        return Planner.of_model(
+        planner = Planner.of_model(
             with_adapters(self.fingerprint, self.adapters),
             self.dtype,
             self.anchor(config.anchor),
@@ -58,3 +60,4 @@ class ModelIdentity:
             codec=config.codec,
             salt=f"{config.salt}\x1f{tenant}" if tenant else config.salt,
         )
+        return replace(planner, has_exact_hits=self.has_exact_hits)

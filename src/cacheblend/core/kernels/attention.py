@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.attention_spec import AttentionSpec, check_shapes, first_key
 from cacheblend.core.kernels.attention_tiles import attend_tiles
+from cacheblend.core.kernels.float8 import FLOAT8, as_bytes
 
 _SDPA_CPU_ROWS = 128  # fewer rows mask fewer keys, more rows need fewer calls
 _SDPA_ROWS = 512  # on other devices
@@ -34,7 +35,8 @@ def attend_rows(
     Args:
         query: [heads, rows, head_dim] floating point; may be a view.
         keys: [kv_heads, length, head_dim] in the query's dtype; key j has position j. With `block_table` a paged cache
-            [blocks, block_size, kv_heads, head_dim], of which the visible rows are gathered.
+            [blocks, block_size, kv_heads, head_dim], of which the visible rows are gathered. In one of `FLOAT8` they
+            are read as they are: the caller multiplies scales with `spec.scaling` and the result.
         values: of the keys' shape and dtype.
         positions: [rows] int64, strictly ascending, each below length.
         spec: of the layer.
@@ -54,6 +56,8 @@ def attend_rows(
     at = positions.tolist()
     if block_table is not None:
         keys, values = (gather_rows(each, block_table, at[-1] + 1) for each in (keys, values))
+    if keys.dtype in FLOAT8:
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
     if at[-1] >= keys.shape[1]:
         raise InvalidInputError(f"a row has position {at[-1]}, but there are {keys.shape[1]} keys")
     positions = positions.to(query.device)
@@ -68,7 +72,7 @@ def gather_rows(pages: torch.Tensor, block_table: torch.Tensor, stop: int) -> to
     """The first `stop` rows, or all that there are, of a paged cache [blocks, block_size, kv_heads, head_dim], as
     [kv_heads, rows, head_dim]."""
     used = block_table[: -(-stop // pages.shape[1])]
-    return pages[used].flatten(0, 1)[:stop].transpose(0, 1).contiguous()
+    return as_bytes(pages)[used].flatten(0, 1)[:stop].transpose(0, 1).contiguous().view(pages.dtype)
 
 
 def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.rounding_triton import IS_INTERPRETED, rounded
+from cacheblend.core.kernels.float8 import FLOAT8, as_bytes
+from cacheblend.core.kernels.numbers_triton import IS_INTERPRETED, of_float8, rounded
 
 _MAX_SPLITS = 32
 _SPLIT_TILES = 4  # key tiles that a split has at least: fewer are not worth joining
@@ -39,8 +40,8 @@ def attend_rows(
 
     Args:
         query: [heads, rows, head_dim] bf16, fp16 or fp32, head_dim up to 256.
-        keys: [kv_heads, length, head_dim] of the query's dtype; with `block_table` a paged cache
-            [blocks, block_size, kv_heads, head_dim], of any strides.
+        keys: [kv_heads, length, head_dim] of the query's dtype or one of `FLOAT8`, which is read without a scale; with
+            `block_table` a paged cache [blocks, block_size, kv_heads, head_dim], of any strides.
         values: of the keys' shape.
         positions: [rows] int64, ascending, on any device.
         spec: of the layer.
@@ -56,6 +57,7 @@ def attend_rows(
         return out
     positions = positions.to(query.device)
     query = _with_dense_heads(query)
+    float8, keys, values = FLOAT8.get(keys.dtype, 0), as_bytes(keys), as_bytes(values)
     if block_table is None:
         page, (kv_heads, length) = 0, keys.shape[:2]
         keys, values = _with_dense_heads(keys), _with_dense_heads(values)
@@ -77,7 +79,7 @@ def attend_rows(
         _attend[tiles, kv_heads, splits](
             query, keys, values, positions, spec.sinks, block_table, mixed, tops, totals,
             rows, length, heads, logit, cap, *query.stride()[:2], *strides,
-            group, head_dim, dims, slots, tile_keys, spec.window or 0, spec.softcap is not None, page,
+            group, head_dim, dims, slots, tile_keys, spec.window or 0, spec.softcap is not None, page, float8,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if splits > 1:
@@ -114,7 +116,7 @@ def _attend(
     rows, length, heads, logit, cap, query_head, query_row,
     key_block, key_row, key_head, key_dim, value_block, value_row, value_head, value_dim,
     group: tl.constexpr, head_dim: tl.constexpr, dims: tl.constexpr, slots: tl.constexpr, tile_keys: tl.constexpr,
-    window: tl.constexpr, is_capped: tl.constexpr, page: tl.constexpr,
+    window: tl.constexpr, is_capped: tl.constexpr, page: tl.constexpr, float8: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, one KV head, one split. Strides are in numbers; `logit` is the factor on the products."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see most keys: they begin first
@@ -141,13 +143,13 @@ def _attend(
     for start in range(begin, whole, tile_keys):
         acc, top, total = _add_tile(
             acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
-            value_block, value_row, value_dim, dim, head_dim, tile_keys, 0, is_capped, page, False,
+            value_block, value_row, value_dim, dim, head_dim, tile_keys, 0, is_capped, page, float8, False,
         )  # fmt: skip
     for start in range(whole, end, tile_keys):
         if _is_seen(at, start, tile_keys, window):
             acc, top, total = _add_tile(
                 acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
-                value_block, value_row, value_dim, dim, head_dim, tile_keys, window, is_capped, page, True,
+                value_block, value_row, value_dim, dim, head_dim, tile_keys, window, is_capped, page, float8, True,
             )  # fmt: skip
 
     place = (split * rows + row).to(tl.int64) * heads + head  # an argument that is 1 has no type
@@ -191,7 +193,7 @@ def _is_seen(at, start, tile_keys: tl.constexpr, window: tl.constexpr):
 def _add_tile(
     acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
     value_block, value_row, value_dim, dim, head_dim: tl.constexpr, tile_keys: tl.constexpr, window: tl.constexpr,
-    is_capped: tl.constexpr, page: tl.constexpr, is_masked: tl.constexpr,
+    is_capped: tl.constexpr, page: tl.constexpr, float8: tl.constexpr, is_masked: tl.constexpr,
 ):  # fmt: skip
     """The online softmax with the keys start .. start + tile_keys - 1, of which those from `end` on are hidden."""
     key = start + tl.arange(0, tile_keys)
@@ -204,7 +206,7 @@ def _add_tile(
     mask = (dim < head_dim)[None, :]
     if is_masked:
         mask = mask & (key < end)[:, None]
-    k = tl.load(keys + key_at[:, None] + (dim * key_dim)[None, :], mask=mask, other=0.0)
+    k = of_float8(tl.load(keys + key_at[:, None] + (dim * key_dim)[None, :], mask=mask, other=0), float8, q.dtype)
     scores = _product(q, tl.trans(k), tl.zeros((q.shape[0], tile_keys), tl.float32)) * logit
     if is_capped:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)  # tanh
@@ -217,7 +219,8 @@ def _add_tile(
     highest = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None])
     faded = tl.exp2(top - highest)
-    v = tl.load(values + value_at[:, None] + (dim * value_dim)[None, :], mask=mask, other=0.0)
+    v = tl.load(values + value_at[:, None] + (dim * value_dim)[None, :], mask=mask, other=0)
+    v = of_float8(v, float8, q.dtype)
     acc = _product(rounded(weights, v.dtype), v, acc * faded[:, None])
     return acc, highest, total * faded + tl.sum(weights, 1)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
 from cacheblend.core.kernels.rope import KeyRotation, Turn, reposition_keys, turn_by
 from cacheblend.core.kernels.upload import upload
 from cacheblend.core.plan.codec import codec_of
@@ -104,6 +105,7 @@ def place(
     values: torch.Tensor,
     rotation: KeyRotation | None = None,
     block_table: torch.Tensor | None = None,
+    float8: Float8 | None = None,
 ) -> None:
     """Writes the pieces of some records into a layer's buffers; all other rows stay as they are.
 
@@ -115,9 +117,10 @@ def place(
         values: of the keys' shape.
         rotation: of the layer's keys; None: they have no position.
         block_table: [n] int32 or int64; row j is in block `block_table[j // block_size]`. None: dense buffers.
+        float8: how a paged cache in its `kind` keeps numbers, rounded to its `dtype` first; None: as they are.
     """
     if block_table is not None:
-        _place_in_pages(records, placement, keys, values, rotation, block_table)
+        _place_in_pages(records, placement, keys, values, rotation, block_table, float8)
         return
     codec = codec_of(placement.codec)
     for piece in placement.pieces:
@@ -133,30 +136,38 @@ def place(
 
 
 def check_records(
-    records: Sequence[torch.Tensor], placement: Placement, keys: torch.Tensor, kv_heads: int, length: int
+    records: Sequence[torch.Tensor],
+    placement: Placement,
+    keys: torch.Tensor,
+    kv_heads: int,
+    length: int,
+    float8: Float8 | None = None,
 ) -> None:
     """Checks what a kernel takes for granted: it would read and write where nothing is.
 
     Args:
-        records, placement, keys: see `place`.
+        records, placement, keys, float8: see `place`.
         kv_heads: of the buffers.
         length: rows that the buffers have.
 
     Raises:
-        InvalidInputError: a piece ends behind the buffers, or its record is elsewhere or of another type or size.
+        InvalidInputError: a piece ends behind the buffers, its record is elsewhere or of another type or size, or the
+            buffers are of another type than `float8` says.
     """
+    if keys.dtype in FLOAT8 and (float8 is None or float8.kind != keys.dtype):
+        raise InvalidInputError(f"pages are in {keys.dtype}, and their numbers are described by {float8}")
     if placement.stop > length:
         raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
-    codec, head_dim = codec_of(placement.codec), keys.shape[-1]
-    dtype = keys.dtype if placement.codec == "raw" else torch.uint8
+    codec, head_dim, numbers = codec_of(placement.codec), keys.shape[-1], keys.dtype if float8 is None else float8.dtype
+    dtype = numbers if placement.codec == "raw" else torch.uint8
     for piece in placement.pieces:
         if piece.record >= len(records):
             raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
-        record, wanted = records[piece.record], kv_heads * codec.head_bytes(piece.tokens, head_dim, keys.dtype)
+        record, wanted = records[piece.record], kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
         if (record.nbytes, record.dtype, record.device) != (wanted, dtype, keys.device):
             raise InvalidInputError(
                 f"a record of {piece.tokens} tokens is {record.nbytes} bytes of {record.dtype} on {record.device}; "
-                f"{kv_heads} heads of {head_dim} in {keys.dtype} and {placement.codec} are {wanted} of {dtype} on "
+                f"{kv_heads} heads of {head_dim} in {numbers} and {placement.codec} are {wanted} of {dtype} on "
                 f"{keys.device}"
             )
 
@@ -168,14 +179,17 @@ def _place_in_pages(
     values: torch.Tensor,
     rotation: KeyRotation | None,
     block_table: torch.Tensor,
+    float8: Float8 | None,
 ) -> None:
-    page, kv_heads, head_dim = keys.shape[1:]
-    dense = [keys.new_empty(kv_heads, placement.stop, head_dim) for _ in range(2)]
+    (page, kv_heads, head_dim), dtype = keys.shape[1:], keys.dtype if float8 is None else float8.dtype
+    dense = [keys.new_empty(kv_heads, placement.stop, head_dim, dtype=dtype) for _ in range(2)]
     place(records, placement, dense[0], dense[1], rotation)
+    keys, values = as_bytes(keys), as_bytes(values)
     for piece in placement.pieces:
         rows = torch.arange(piece.start, piece.stop, device=keys.device)
         at = block_table[rows // page].to(torch.int64), rows % page
-        keys[at], values[at] = (each[:, piece.start : piece.stop].transpose(0, 1) for each in dense)
+        placed = [each[:, piece.start : piece.stop].transpose(0, 1) for each in dense]
+        keys[at], values[at] = placed if float8 is None else map(as_bytes, float8.encode(placed))
 
 
 def _moved_runs(pieces: Sequence[Piece]) -> list[tuple[int, torch.Tensor]]:

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
+from cacheblend.core.kernels.numbers_triton import of_e4m3, rounded, to_float8
 from cacheblend.core.kernels.placing import Placement
 from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.core.kernels.rounding_triton import rounded
 from cacheblend.core.kernels.upload import upload
 from cacheblend.core.plan.codec import GROUP
 
@@ -25,6 +26,7 @@ _ALIGNED = tl.constexpr(16)  # bytes that a load takes at once
 _GROUP = tl.constexpr(GROUP)
 _RAW, _INT8, _FP8, _INT4 = (tl.constexpr(kind) for kind in range(4))
 _KINDS = {"raw": 0, "int8": 1, "fp8": 2, "int4": 3}
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def place(
@@ -34,6 +36,7 @@ def place(
     values: torch.Tensor,
     rotation: KeyRotation | None = None,
     block_table: torch.Tensor | None = None,
+    float8: Float8 | None = None,
 ) -> None:
     """As `placing.place`; head_dim is a multiple of 4, so that scales lie at even addresses."""
     device, head_dim = keys.device, keys.shape[-1]
@@ -47,6 +50,8 @@ def place(
     addresses = upload(np.array([record.data_ptr() for record in held], dtype=np.int64), device)
     turns = None if rotation is None else placement.turns(rotation, device)
     pairs, is_half = (0, False) if rotation is None else (len(rotation.inv_freq), rotation.pairing == "half")
+    dtype, scales = (keys.dtype, (1.0, 1.0)) if float8 is None else (float8.dtype, float8.scales)
+    keys, values = as_bytes(keys), as_bytes(values)
     if block_table is None:
         page, kv_heads = 0, keys.shape[0]
         strides = [stride for each in (keys, values) for stride in (0, each.stride(1), each.stride(0), each.stride(2))]
@@ -56,6 +61,7 @@ def place(
     with torch.cuda.device_of(keys):  # Triton starts kernels on the current device
         _place[len(tiles), kv_heads](
             addresses, tiles, turns, 0 if turns is None else turns.stride(0), keys, values, block_table, *strides,
+            *scales, _DTYPES[dtype], 0 if float8 is None else FLOAT8[float8.kind],
             _KINDS[placement.codec], head_dim, _TILE_ROWS, page, pairs, is_half,
             *map(triton.next_power_of_2, (head_dim, pairs, head_dim - 2 * pairs)), num_warps=4,
         )  # fmt: skip
@@ -65,11 +71,13 @@ def place(
 def _place(
     addresses, tiles, turns, sines, keys, values, block_table,
     key_block, key_row, key_head, key_dim, value_block, value_row, value_head, value_dim,
+    key_scale, value_scale, dtype: tl.constexpr, float8: tl.constexpr,
     kind: tl.constexpr, head_dim: tl.constexpr, tile_rows: tl.constexpr, page: tl.constexpr, half: tl.constexpr,
     is_half: tl.constexpr, dims: tl.constexpr, pairs: tl.constexpr, rest: tl.constexpr,
 ):  # fmt: skip
     """One tile and one KV head. Strides are in numbers; `half` is the number of pairs of dimensions that are rotated.
-    `dims`, `pairs` and `rest` are powers of 2 that all dimensions, the pairs and the others fit in."""
+    `dims`, `pairs` and `rest` are powers of 2 that all dimensions, the pairs and the others fit in. Numbers have the
+    type `dtype` until they are stored (`to_float8`)."""
     tile = tiles + tl.program_id(0) * 6
     head = tl.program_id(1).to(tl.int64)
     tokens, first, start, rows = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -86,19 +94,19 @@ def _place(
 
     dim = tl.arange(0, dims)
     mask = used[:, None] & (dim < head_dim)[None, :]
-    value = _numbers(address, head, 1, tokens, token, dim, mask, values.dtype.element_ty, kind, head_dim)
-    tl.store(to_values + (dim * value_dim)[None, :], value, mask=mask)
+    value = _numbers(address, head, 1, tokens, token, dim, mask, dtype, kind, head_dim)
+    tl.store(to_values + (dim * value_dim)[None, :], to_float8(value, value_scale, float8), mask=mask)
     _place_keys(
-        to_keys, key_dim, address, tl.load(tile + 5), turns, sines, head, tokens, token, used, keys.dtype.element_ty,
-        kind, head_dim, half, is_half, dims, pairs, rest,
+        to_keys, key_dim, address, tl.load(tile + 5), turns, sines, head, tokens, token, used, key_scale,
+        dtype, float8, kind, head_dim, half, is_half, dims, pairs, rest,
     )  # fmt: skip
 
 
 @triton.jit
 def _place_keys(
-    to_keys, key_dim, address, turn, turns, sines, head, tokens, token, used, dtype: tl.constexpr,
-    kind: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, is_half: tl.constexpr,
-    dims: tl.constexpr, pairs: tl.constexpr, rest: tl.constexpr,
+    to_keys, key_dim, address, turn, turns, sines, head, tokens, token, used, key_scale,
+    dtype: tl.constexpr, float8: tl.constexpr, kind: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr,
+    is_half: tl.constexpr, dims: tl.constexpr, pairs: tl.constexpr, rest: tl.constexpr,
 ):  # fmt: skip
     """Keys of a tile, moved by `turn`: pairs of dimensions in two blocks or side by side, then those that stay."""
     if half > 0:
@@ -111,6 +119,7 @@ def _place_keys(
             one = _numbers(address, head, 0, tokens, token, pair, mask, dtype, kind, head_dim)
             two = _numbers(address, head, 0, tokens, token, pair + half, mask, dtype, kind, head_dim)
             one, two = _turned(one, two, cosine, sine, turn)
+            one, two = to_float8(one, key_scale, float8), to_float8(two, key_scale, float8)
             tl.store(to_keys + (pair * key_dim)[None, :], one, mask=mask)
             tl.store(to_keys + ((pair + half) * key_dim)[None, :], two, mask=mask)
         else:
@@ -119,12 +128,13 @@ def _place_keys(
             both = _numbers(address, head, 0, tokens, token, dim, mask, dtype, kind, head_dim)
             one, two = tl.split(tl.reshape(both, (both.shape[0], pairs, 2)))
             one, two = _turned(one, two, cosine, sine, turn)
-            tl.store(to_keys + (dim * key_dim)[None, :], tl.reshape(tl.join(one, two), both.shape), mask=mask)
+            both = to_float8(tl.reshape(tl.join(one, two), both.shape), key_scale, float8)
+            tl.store(to_keys + (dim * key_dim)[None, :], both, mask=mask)
     if 2 * half < head_dim:
         dim = 2 * half + tl.arange(0, rest)
         mask = used[:, None] & (dim < head_dim)[None, :]
         key = _numbers(address, head, 0, tokens, token, dim, mask, dtype, kind, head_dim)
-        tl.store(to_keys + (dim * key_dim)[None, :], key, mask=mask)
+        tl.store(to_keys + (dim * key_dim)[None, :], to_float8(key, key_scale, float8), mask=mask)
 
 
 @triton.jit
@@ -153,17 +163,8 @@ def _numbers(
     byte = tl.load(record + (part * tokens + token)[:, None] * head_dim + dim[None, :], mask=mask, other=0)
     scales = (record + 2 * tokens * head_dim).to(tl.pointer_type(tl.float16))
     scale = tl.load(scales + part * tokens + token[:, None], mask=mask, other=0.0).to(tl.float32)
-    number = byte.to(tl.int8, bitcast=True).to(tl.float32) if kind == _INT8 else _of_e4m3(byte)
+    number = byte.to(tl.int8, bitcast=True).to(tl.float32) if kind == _INT8 else of_e4m3(byte)
     return rounded(number * scale, dtype)
-
-
-@triton.jit
-def _of_e4m3(byte):
-    """The number of a float8_e4m3fn in fp32. By its bits, since devices before compute capability 8.9 have no such
-    type: as fp16 with the same exponent bits it is 2 ** 8 too small."""
-    bits = ((byte & 0x80).to(tl.uint16) << 8) | ((byte & 0x7F).to(tl.uint16) << 7)
-    number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((byte & 0x7F) == 0x7F, float("nan"), number)
 
 
 @triton.jit

@@ -77,6 +77,8 @@ class Planner:
         codec: of the chunks' records.
         exact_root: of the prompt's own chain, whose hits are exact; it differs from `root` where chunks are
             compressed. None: `root`.
+        has_exact_hits: leading hits are what the engine would compute. False: its cache rounds what attention reads, so
+            that they are not; they are loaded like any other chunk, and text is computed.
     """
 
     root: BlockName
@@ -84,6 +86,7 @@ class Planner:
     block_size: int = 256
     codec: str = "raw"
     exact_root: BlockName | None = None
+    has_exact_hits: bool = True
 
     @staticmethod
     def of_model(
@@ -110,7 +113,7 @@ class Planner:
         anchor_ids = join_ids(anchor_segments)
         blocks, entries = self._look_up(prompt, anchor_name, len(anchor_ids), source)
 
-        spans, in_prefix, above = [], True, self._prompts_root
+        spans, in_prefix, above = [], self.has_exact_hits, self._prompts_root
         for span, tokens, chain in blocks:
             in_prefix = in_prefix and _holds(entries[chain], tokens)
             if in_prefix:

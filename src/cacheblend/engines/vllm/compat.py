@@ -1,4 +1,5 @@
-"""Every use of vLLM's internals; those of the loaded model are in `compat_model`, those of ranks in `compat_ranks`.
+"""Every use of vLLM's internals; those of the loaded model are in `compat_model`, those of ranks in `compat_ranks`, of
+quantised caches in `compat_cache`.
 
 `versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
 """
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
 from cacheblend.engines.vllm.architectures import ARCHITECTURES
+from cacheblend.engines.vllm.compat_cache import refused_cache
 
 __all__ = [
     "KVConnectorBase_V1",
@@ -255,10 +257,7 @@ def refusals(config: VllmConfig) -> list[str]:
             str(parallel.distributed_executor_backend) == "external_launcher" and parallel.world_size > 1,
             "several ranks of an external launcher, each with a scheduler of its own",
         ),
-        (
-            bool(quantised := _quantised_cache(str(cache.cache_dtype), model.hf_config)),
-            f"a KV cache of type {quantised} (--kv-cache-dtype bfloat16 makes another one)",
-        ),
+        (bool(refused := refused_cache(cache, model.hf_config)), refused),
         (
             not set(architectures) & set(ARCHITECTURES),
             f"{' '.join(architectures) or 'a model without architecture'} (blendable are {', '.join(ARCHITECTURES)})",
@@ -266,16 +265,3 @@ def refusals(config: VllmConfig) -> list[str]:
         ((getattr(text, "num_kv_shared_layers", 0) or 0) > 0, "layers that share their KV cache"),
     ]
     return [name for wrong, name in found if wrong]
-
-
-def _quantised_cache(cache_dtype: str, hf_config: Any) -> str:
-    """The type of a cache that changes numbers, if the command or, with "auto", the checkpoint asks for it; or ""."""
-    if cache_dtype != "auto":
-        return "" if cache_dtype in ("bfloat16", "float16") else cache_dtype
-    stored = getattr(hf_config, "quantization_config", None) or {}
-    inner = stored.get("quantization") if isinstance(stored, dict) else None
-    for each in (stored, inner or {}):
-        for name in ("kv_cache_scheme", "kv_cache_quant_algo") if isinstance(each, dict) else ():
-            if each.get(name):
-                return f"{each[name]!r} ({name} of the checkpoint)"
-    return ""

@@ -16,6 +16,7 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import is_served
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.engines.vllm.architectures import ARCHITECTURES
+from cacheblend.engines.vllm.compat_cache import is_fp8, plain_queries
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.workspace import ModelSizes, gib, workspace_of
 
@@ -110,7 +111,8 @@ def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, An
     head_dim, is_cuda = int(model.get_head_size()), device.type == "cuda"
     heads = int(model.get_num_attention_heads(config.parallel_config))
     kv_heads = int(model.get_num_kv_heads(config.parallel_config))
-    has_kernels = is_cuda and is_served(device, model.dtype, HeadShape(heads, kv_heads, head_dim))
+    float8 = is_fp8(config.cache_config, model.hf_config)
+    has_kernels = is_cuda and is_served(device, model.dtype, HeadShape(heads, kv_heads, head_dim), float8=float8)
     in_pages = read_config(extra).in_pages
     return ModelSizes(
         layers=int(model.get_num_layers(config.parallel_config)),
@@ -125,25 +127,6 @@ def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, An
         has_kernels=has_kernels,
         in_pages=has_kernels if in_pages is None else in_pages,  # most layouts have pages; no cache can be asked yet
     )
-
-
-CACHE_TYPES = ("auto", "bfloat16", "float16")
-"""Types of a KV cache that keeps numbers as they are."""
-
-
-def check_caches(layers: Sequence[Any]) -> None:
-    """Refuses attention modules whose caches are quantised: a checkpoint may ask for that where the command does not.
-
-    Raises:
-        ModelNotBlendableError: with the way out.
-    """
-    for layer in layers:
-        found = str(getattr(layer, "kv_cache_dtype", "auto"))
-        if found not in CACHE_TYPES:
-            raise ModelNotBlendableError(
-                f"{layer.layer_name} has a KV cache of type {found}, which blending does not write; start vLLM with "
-                "--kv-cache-dtype bfloat16"
-            )
 
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:
@@ -224,7 +207,7 @@ class AttentionShim:
     """Replaces an attention module in vLLM's look-up, and passes its queries, keys and values to `answer`."""
 
     def __init__(self, real: Any) -> None:
-        self.kv_cache, self.layer_name = real.kv_cache, real.layer_name
+        self.real, self.kv_cache, self.layer_name = real, real.kv_cache, real.layer_name
         self.impl = self
         self.answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
@@ -238,6 +221,10 @@ class AttentionShim:
         if self.answer is None:
             raise RuntimeError(f"{self.layer_name} was called outside of a layer runner")
         output: torch.Tensor = options["output"]
+        if query.dtype != output.dtype:
+            raise ModelNotBlendableError(
+                f"{self.layer_name} quantises its queries to {query.dtype}; start vLLM with --kv-cache-dtype bfloat16"
+            )
         output.copy_(self.answer(query, key, value).view_as(output))
         return output
 
@@ -252,7 +239,7 @@ def shimmed(config: VllmConfig, shims: Mapping[str, AttentionShim]) -> Iterator[
         slot_mapping={},
         skip_compiled=True,
     )
-    with override_forward_context(context):
+    with plain_queries([shim.real for shim in shims.values()]), override_forward_context(context):
         yield
 
 

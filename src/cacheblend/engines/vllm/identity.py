@@ -7,6 +7,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.fingerprint import fingerprint_folder
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.tokens import PromptBuilder
+from cacheblend.engines.vllm.compat_cache import is_fp8
 
 
 def identify(config: Any, tokenizer: Any) -> ModelIdentity:
@@ -32,6 +33,7 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
         dtype=str(model.dtype).removeprefix("torch."),
         bos_id=None if tokenizer is None else PromptBuilder(tokenizer).bos_id,
         name=folder.resolve().name,
+        has_exact_hits=not is_fp8(config.cache_config, model.hf_config),
     )
 
 

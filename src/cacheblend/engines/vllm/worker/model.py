@@ -14,7 +14,7 @@ from cacheblend.core.kernels.attention_spec import HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
-from cacheblend.engines.vllm import compat, compat_model
+from cacheblend.engines.vllm import compat, compat_cache, compat_model
 from cacheblend.engines.vllm.worker.layers import AttentionAnswer, VllmLayerRunner
 
 _PROBE_ROWS, _PROBE_SHIFT = 8, 37
@@ -43,7 +43,7 @@ class BlendModel:
                 f"{type(model).__name__} has {len(self.layers)} decoder layers and {len(self.attention)} attention "
                 "modules; blending needs one attention module in each layer"
             )
-        compat_model.check_caches(self.attention)
+        compat_cache.check_caches(self.attention)
         self._shims = {layer.layer_name: compat_model.AttentionShim(layer) for layer in self.attention}
         self.specs = [compat_model.attention_spec(layer) for layer in self.attention]
         self.device = next(model.parameters()).device

@@ -68,11 +68,12 @@ class Opener:
         self._block_size, self._builder, self._sentence_end_ids = block_size, builder, sentence_end_ids
         self._options = replace(options, over_ranks=ranks.combine if ranks.size > 1 else None)
         self._paged = [
-            PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size)
+            PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size, model.layout.dtype)
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
         ]
         self._threads = DaemonPool(READ_THREADS, "cacheblend-reader")
-        serve(model.device, model.layout.dtype, model.head_shapes)
+        is_fp8 = [layer.float8 is not None for layer in self._paged]  # one that cannot be read is found here
+        serve(model.device, model.layout.dtype, model.head_shapes, float8=any(is_fp8))
         where = model.device, model.layout.dtype
         self._pages = open_pages(self._paged, model.head_shapes, *where, ranks, in_pages)
 

@@ -1,27 +1,25 @@
 """Writes rows to vLLM's paged KV cache, and reads them back.
 
-The layout of a block depends on backend, version and machine, and backends offer a way to write rows but none to read
-them. So the layout is detected: known numbers are written through the backend to vLLM's null block, which belongs to no
-request, and searched for in it. That gives the place of every (key or value, head, row, dimension) in a block, in any
-layout that keeps numbers unchanged. Where the places are those of a tensor with strides, as in every layout but packed
-ones, kernels read and write the blocks themselves (`Pages`).
+Rows are written by the backend, which also rounds them where the cache has eight bits. Where they lie is found out once
+(`cache_layout`). Where those places are those of a tensor with strides, as in every layout but packed ones, kernels
+read and write the blocks themselves (`Pages`).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.float8 import Float8
 from cacheblend.engines.vllm.compat import attend_paged, write_paged
+from cacheblend.engines.vllm.compat_cache import fp8_scales
+from cacheblend.engines.vllm.worker.cache_layout import NULL_BLOCK, CacheLayout, LayoutFinder
 
-NULL_BLOCK = 0
+__all__ = ["NO_SLOT", "NULL_BLOCK", "PagedLayer", "Pages", "RequestBlocks"]
+
 NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""
-
-_DIGIT = 128  # bf16 holds whole numbers up to 256
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ class RequestBlocks:
 
 
 class Pages(NamedTuple):
-    """A layer of the paged cache as two views of it, [blocks, block size, kv_heads, head_dim] each."""
+    """A layer of the paged cache as two views of it, [blocks, block size, kv_heads, head_dim] each; of an FP8 cache in
+    one of torch's float8 types."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -66,13 +65,34 @@ class PagedLayer:
         attention: vLLM's module.
         kv_heads, head_dim: of this rank.
         block_size: of the cache, in tokens.
+        dtype: of the model; None: the cache's, which then is not FP8.
     """
 
-    def __init__(self, attention: Any, kv_heads: int, head_dim: int, block_size: int) -> None:
-        self._attention, self._block_size = attention, block_size
+    def __init__(
+        self, attention: Any, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> None:
+        self._attention, self._block_size, self._dtype = attention, block_size, dtype
         self._shape = (kv_heads, 2, block_size, head_dim)
-        self._places: torch.Tensor | None = None
-        self._block_dim = 0
+        self._layout: CacheLayout | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache keeps numbers in eight bits."""
+        return fp8_scales(self._attention) is not None
+
+    @property
+    def float8(self) -> Float8 | None:
+        """How the cache keeps numbers; None: unchanged.
+
+        Raises:
+            ModelNotBlendableError: see `pages`.
+        """
+        scales = fp8_scales(self._attention)
+        if scales is None:
+            return None
+        kind = self._find_layout().kind
+        assert kind is not None
+        return Float8(kind, self._number_type, *scales)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes rows [kv_heads, n, head_dim] to their slots, [n]; those of `NO_SLOT` nowhere."""
@@ -98,89 +118,59 @@ class PagedLayer:
         Raises:
             ModelNotBlendableError: the backend does not keep numbers unchanged.
         """
-        places = self._find_places()
+        layout = self._find_layout()
         used = table[: -(-stop // self._block_size)]
-        blocks = self._cache.index_select(self._block_dim, used).movedim(self._block_dim, 0).flatten(1)
+        blocks = self._cache.index_select(layout.block_dim, used).movedim(layout.block_dim, 0).flatten(1)
         # At most `HELD_COPIES` of the rows at a time (`workspace`).
-        rows = blocks[:, places].view(len(used), *self._shape)  # a block's [kv_heads, 2, block size, head_dim]
+        rows = blocks[:, layout.places].view(len(used), *self._shape)  # a block's [kv_heads, 2, block size, head_dim]
         heads, two, _, width = self._shape
-        return rows.permute(1, 2, 0, 3, 4).reshape(heads, two, -1, width)[:, :, :stop].contiguous()
+        record = rows.permute(1, 2, 0, 3, 4).reshape(heads, two, -1, width)[:, :, :stop].contiguous()
+        float8 = self.float8
+        return record if float8 is None else torch.stack(float8.decode(record.view(float8.kind).unbind(1)), dim=1)
 
     def pages(self) -> Pages | None:
         """Views of the cache that kernels read and write; None: its numbers do not lie at strides.
 
         Raises:
-            ModelNotBlendableError: the backend does not keep numbers unchanged.
+            ModelNotBlendableError: the backend does not keep numbers unchanged, nor in a known type of eight bits.
         """
-        places, cache = self._find_places(), self._cache
-        block = cache.select(self._block_dim, NULL_BLOCK)
-        at = torch.zeros_like(places)  # numbers of the storage, from the beginning of the null block
-        rest = places
+        layout, cache = self._find_layout(), self._cache
+        block = cache.select(layout.block_dim, NULL_BLOCK)
+        at = torch.zeros_like(layout.places)  # numbers of the storage, from the beginning of the null block
+        rest = layout.places
         for size, stride in zip(reversed(block.shape), reversed(block.stride()), strict=True):
             at, rest = at + rest % size * stride, rest // size
         parts = [_strided(part) for part in at.cpu().view(self._shape).unbind(1)]
         if None in parts:
             return None
-        blocks, (heads, _, size, width) = cache.shape[self._block_dim], self._shape
+        blocks, (heads, _, size, width) = cache.shape[layout.block_dim], self._shape
         views = []
         for start, head, row, dim in (part for part in parts if part is not None):
-            strides = (cache.stride(self._block_dim), row, head, dim)
+            strides = (cache.stride(layout.block_dim), row, head, dim)
             views.append(cache.as_strided((blocks, size, heads, width), strides, block.storage_offset() + start))
-        return Pages(*views)
+        return Pages(*(view if layout.kind is None else view.view(layout.kind) for view in views))
 
     @property
     def _cache(self) -> torch.Tensor:
+        """The layer's cache; of eight bits as uint8."""
         cache: torch.Tensor = self._attention.kv_cache
-        return cache
+        return cache.view(torch.uint8) if self.is_fp8 else cache
 
-    def _find_places(self) -> torch.Tensor:
-        if self._places is None:
-            self._places = self._detect_layout()
-        return self._places
+    @property
+    def _number_type(self) -> torch.dtype:
+        return self._cache.dtype if self._dtype is None else self._dtype
 
-    def _detect_layout(self) -> torch.Tensor:
-        """The place in the flattened block of each number of a record [kv_heads, 2, block size, head_dim]."""
-        count = math.prod(self._shape)
-        device, dtype = self._cache.device, self._cache.dtype
-        self._block_dim, kept = self._find_block_dim()
-        wanted = torch.arange(count, device=device).view(self._shape)
-        found = torch.zeros(len(kept), dtype=torch.int64, device=device)
-        unit = 1
-        while unit < count:  # one digit of each place at a time
-            digits = self._written((wanted // unit % _DIGIT).to(dtype))[kept]
-            found += digits.round().long().clamp(0, _DIGIT - 1) * unit
-            unit *= _DIGIT
-        places = torch.zeros(count, dtype=torch.int64, device=device)
-        inside = found < count
-        places[found[inside]] = kept[inside]
-        check = torch.randn(self._shape).to(device, dtype)
-        if not torch.equal(self._written(check)[places], check.flatten()):
-            raise self._refusal("changes keys and values when it caches them")
-        return places
+    def _find_layout(self) -> CacheLayout:
+        if self._layout is None:
+            scales, name = fp8_scales(self._attention), type(self._attention.impl).__name__
+            float8 = None if scales is None else Float8(torch.float8_e4m3fn, self._number_type, *scales)
+            slots = torch.arange(self._block_size, device=self._cache.device) + NULL_BLOCK * self._block_size
 
-    def _find_block_dim(self) -> tuple[int, torch.Tensor]:
-        """The cache's block dimension, and the places in a flattened block that a write changes."""
-        like = torch.zeros(self._shape, dtype=self._cache.dtype, device=self._cache.device)
-        for dim in range(self._cache.dim()):
-            self._block_dim = dim
-            zeros = self._written(like)
-            changed = ((zeros == 0) & (self._written(like + 1) == 1)).nonzero().flatten()
-            if len(changed) == like.numel():
-                return dim, changed
-        raise self._refusal("has a KV cache without a block dimension")
+            def write(record: torch.Tensor) -> None:
+                self.write(record[:, 0], record[:, 1], slots)
 
-    def _written(self, record: torch.Tensor) -> torch.Tensor:
-        """The null block, flattened, after a record [kv_heads, 2, block size, head_dim] was written to it."""
-        slots = torch.arange(self._block_size, device=self._cache.device) + NULL_BLOCK * self._block_size
-        self.write(record[:, 0], record[:, 1], slots)
-        return self._cache.select(self._block_dim, NULL_BLOCK).flatten()
-
-    def _refusal(self, what: str) -> ModelNotBlendableError:
-        name = type(self._attention.impl).__name__
-        return ModelNotBlendableError(
-            f"the attention backend {name} {what}, so a prefix that vLLM cached cannot be read back; "
-            "turn prefix caching off (--no-enable-prefix-caching) to blend with it"
-        )
+            self._layout = LayoutFinder(self._cache, self._shape, write, float8, name).find()
+        return self._layout
 
 
 def _strided(at: torch.Tensor) -> tuple[int, int, int, int] | None:

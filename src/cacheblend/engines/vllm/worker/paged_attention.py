@@ -8,7 +8,8 @@ ends with the run, and all sequences share the prompt's blocks:
 The kernel applies windows, caps and sinks itself. With long runs it is as fast as in vLLM's own prefill. Where
 `core.kernels` is faster than the kernel, rows are attended to over the prompt's own buffers: in float32 all, in
 bfloat16 those of short runs where the processor multiplies bf16 matrices fast but has no AMX, which the kernel does in
-float32.
+float32. Of an FP8 cache the kernel attends to what is in the cache, as vLLM does, and always serves: the prompt's own
+buffers are not rounded.
 
 For CPUs only: runs cannot be found without waiting for a device, and a GPU's kernels are not made for many short
 sequences. There rows attend by `core.kernels`, in the cache itself (`paged_kv`) or over the prompt's own buffers.
@@ -49,6 +50,7 @@ class PagedAttention:
 
     def __init__(self, layers: Sequence[PagedLayer], builder: Any, blocks: RequestBlocks) -> None:
         self._layers, self._builder, self._blocks = layers, builder, blocks
+        self._is_fp8 = any(layer.is_fp8 for layer in layers)
         self._block_ids = blocks.table.int()
         self._written: torch.Tensor | None = None
         self._metadata: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -80,7 +82,7 @@ class PagedAttention:
 
     def _make_metadata(self, positions: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> Any:
         ends = torch.cat([(positions.diff() != 1).nonzero().flatten() + 1, torch.tensor([len(positions)])])
-        if _FEW_ROWS <= len(positions) < longest_runs(dtype) * len(ends):
+        if not self._is_fp8 and _FEW_ROWS <= len(positions) < longest_runs(dtype) * len(ends):
             return None
         first_rows = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int()
         return compat.sequences_metadata(

@@ -11,12 +11,14 @@ the device; else a prompt has dense buffers (`LayerKV`), which are copied to the
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from cacheblend.core.errors import CacheBlendError, ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.deviation import Measure
+from cacheblend.core.kernels.float8 import as_bytes
 from cacheblend.core.kernels.operations import attend_rows, is_served, kv_deviation, place
 from cacheblend.core.kernels.placing import Placement
 from cacheblend.core.kernels.rope import KeyRotation
@@ -37,7 +39,7 @@ class PagedKV:
     """
 
     def __init__(self, layer: PagedLayer, pages: Pages, blocks: RequestBlocks) -> None:
-        self._layer, self._pages, self._blocks = layer, pages, blocks
+        self._layer, self._pages, self._blocks, self._float8 = layer, pages, blocks, layer.float8
 
     @property
     def keys(self) -> torch.Tensor:
@@ -53,7 +55,10 @@ class PagedKV:
         """See `LayerCache.rows`."""
         size = self._blocks.block_size
         at = self._blocks.table[positions // size], positions % size
-        return LayerKV(*(part[at].transpose(0, 1) for part in self._pages))
+        found = [as_bytes(part)[at].transpose(0, 1) for part in self._pages]
+        if self._float8 is not None:
+            found = self._float8.decode([part.view(self._float8.kind) for part in found])
+        return LayerKV(*found)
 
     def write(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `LayerCache.write`; rows in blocks that other requests may share stay as they are."""
@@ -70,15 +75,21 @@ class PagedKV:
             raise CacheBlendError(
                 f"a record would be placed at row {start}; rows up to {self._blocks.first} are shared"
             )
-        place(records, placement, *self._pages, rotation, self._blocks.table)
+        place(records, placement, *self._pages, rotation, self._blocks.table, self._float8)
 
     def deviation(self, fresh: Sequence[torch.Tensor], measure: Measure, positions: torch.Tensor) -> torch.Tensor:
-        """See `LayerCache.deviation`."""
+        """See `LayerCache.deviation`; in eight bits fresh rows are rounded as the placed ones were, so that equal rows
+        have none."""
+        fresh = fresh if self._float8 is None else self._float8.rounded(fresh)
         return kv_deviation(fresh, self.rows(positions), measure)
 
     def attend(self, query: torch.Tensor, positions: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """See `LayerCache.attend`."""
-        return attend_rows(query, *self._pages, positions, spec, self._blocks.table)
+        if self._float8 is None:
+            return attend_rows(query, *self._pages, positions, spec, self._blocks.table)
+        # A key's scale is one of its logits, and a value's one of the mix: bytes are read without them.
+        scaled = replace(spec, scaling=spec.scaling * self._float8.key_scale)
+        return attend_rows(query, *self._pages, positions, scaled, self._blocks.table).mul_(self._float8.value_scale)
 
 
 def open_pages(
@@ -100,8 +111,11 @@ def open_pages(
     """
     if wanted is False or (wanted is None and device.type != "cuda"):
         return None
-    unserved = [shape for shape in shapes if not is_served(device, dtype, shape)] if wanted is None else []
-    reason = f"no kernel serves {unserved[0]} in {dtype} on {device}" if unserved else ""
+    reason = ""
+    for layer, shape in zip(layers, shapes, strict=True) if wanted is None else ():
+        if not is_served(device, dtype, shape, float8=layer.is_fp8):
+            reason = f"no kernel serves {shape} in {dtype} on {device}{' over an FP8 cache' if layer.is_fp8 else ''}"
+            break
     found, reason = (None, reason) if reason else _pages_of(layers, dtype)
     (is_refused,) = ranks.agree_each([int(found is None)])
     if is_refused:
@@ -121,7 +135,7 @@ def _pages_of(layers: Sequence[PagedLayer], dtype: torch.dtype) -> tuple[list[Pa
             pages = layer.pages()
         except ModelNotBlendableError as error:
             return None, str(error)
-        if pages is None or pages.keys.dtype != dtype:
+        if pages is None or (pages.keys.dtype != dtype and not layer.is_fp8):
             what = "no strides" if pages is None else f"the type {pages.keys.dtype}, and the model {dtype}"
             return None, f"the cache of layer {number} has {what}"
         found.append(pages)
