@@ -56,13 +56,13 @@ def evaluate(
             raise typer.Exit(1)
         return
     _check_without_suite(suite)
-    rows = _questions(questions)
+    rows, bad = _questions(questions)
     folder = _model(model)
 
     from cacheblend.cli.models import model_folder, open_engine
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.settings import layers_of
-    from cacheblend.evaluation import make_scorers, summarise
+    from cacheblend.evaluation import make_scorers, summarise, usable_rows
     from cacheblend.evaluation.choices import make_methods
     from cacheblend.evaluation.scorers import check_scorers
 
@@ -77,15 +77,17 @@ def evaluate(
     ) as engine:
         methods = choose(profile=engine.settings.config)
         split = _split(engine, rows, questions.chunk_tokens)
-        name = questions.data.stem if questions.data else ""
+        if questions.skip_bad:
+            split = usable_rows(engine, settings, split, bad)
+        name = questions.file.stem if questions.file else ""
         found = _run(engine, split, methods, settings, out, name, quiet=json)
         made = make_scorers(scorers, engine.builder.encode) if engine.builder else []
-        summary = summarise(found, made, seed=seed)
+        summary = summarise(found, made, seed=seed) | {"bad_rows": bad}
         if deviation_rows:
             summary = _deviations(engine, split, methods, settings, deviation_rows, found, summary, quiet=json)
-        assert found.folder is not None and questions.data is not None
+        assert found.folder is not None and questions.file is not None
         to = Destination(found.folder, json, json_file)
-        write_results(engine, found, summary, scorers, questions.data.name, to)
+        write_results(engine, found, summary, scorers, questions.file.name, to)
 
 
 def _run_suite(
@@ -130,14 +132,13 @@ def _check_without_suite(suite: SuiteChoice) -> None:
             raise InvalidInputError(f"{option} belongs to the suite; add --suite nano, or leave it out")
 
 
-def _questions(options: QuestionOptions) -> "list[QuestionRow]":
-    """The rows; read before the model is opened, which takes longer."""
+def _questions(options: QuestionOptions) -> "tuple[list[QuestionRow], list[str]]":
+    """The rows, and why others are left out; read before the model is opened, which takes longer."""
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.data import read_questions
 
-    if options.data is None:
+    if options.file is None:
         raise InvalidInputError("there is nothing to ask: give --data FILE, or --suite nano")
-    return read_questions(options.data, options.form)[: options.limit]
+    return options.read(options.file)
 
 
 def _model(model: Path | None) -> Path:

@@ -23,7 +23,7 @@ class GateOptions:
 
     Attributes:
         model: folder, or ``nano``.
-        questions: their file and the layout of their prompts; `data` is given.
+        questions: their file and the layout of their prompts; a file is given.
         anchor: of the passages.
         selectors, ratios: to try; empty for all.
         seed: of the split of the rows.
@@ -46,7 +46,6 @@ class GateOptions:
 def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     """Runs the gate, prints what it found, writes the profile. True if a setting passed."""
     from cacheblend.core.config import BlendConfig
-    from cacheblend.data import read_questions
     from cacheblend.engines.settings import check_writable, write_profile
     from cacheblend.evaluation.candidates import grid
     from cacheblend.evaluation.gate import profile_of, run_gate
@@ -54,11 +53,11 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     from cacheblend.evaluation.templates import read_template
 
     asked, device = options.questions, options.device
-    assert asked.data is not None  # the command has checked that
+    assert asked.file is not None  # the command has checked that
     template = read_template(asked.template, asked.templates)
     if asked.chat is not None:
         template = replace(template, chat=asked.chat)
-    questions = read_questions(asked.data, asked.form)[: asked.limit]
+    questions, bad = asked.read(asked.file)
     if options.profile is not None:
         check_writable(options.profile)
     bar = replace(bar, stop=template.stop, scorer=WordF1())
@@ -68,16 +67,16 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
         options.model, options.store, config, dtype=device.dtype, device=device.device, quiet=as_json
     ) as engine:
         candidates = grid(len(engine.survey.layout.layers), options.selectors, options.ratios)
-        rows = _rows(engine, questions, template.layout, asked.chunk_tokens)
+        rows = _rows(engine, questions, template, asked.chunk_tokens, bad if asked.skip_bad else None)
         with progress("asking", "rows", quiet=as_json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=options.seed, progress=advance)
         written = options.profile if result.verdict != "too few rows" else None
         if written is not None:
-            write_profile(written, profile_of(engine, result, asked.data))
+            write_profile(written, profile_of(engine, result, asked.file))
     if as_json:
-        print_json(result.to_dict() | {"profile": None if written is None else str(written)})
+        print_json(result.to_dict() | {"profile": None if written is None else str(written), "bad_rows": bad})
     else:
-        _show(result, options, written)
+        _show(result, options, written, bad)
     return result.verdict == "passed"
 
 
@@ -92,10 +91,16 @@ def _check_grid(options: GateOptions) -> None:
         grid(layers, options.selectors, options.ratios)
 
 
-def _rows(engine: "BlendEngine", questions: Any, layout: Any, chunk_tokens: int) -> list["GateRow"]:
-    """Prompts of any length; the gate counts those that are too long and leaves them out."""
+def _rows(
+    engine: "BlendEngine", questions: Any, template: Any, chunk_tokens: int, bad: list[str] | None
+) -> list["GateRow"]:
+    """Prompts of any length; the gate counts those that are too long and leaves them out.
+
+    Rows that make no prompt are left out if `bad` is a list, which gets the reasons.
+    """
     from cacheblend.data.split import split_contexts
     from cacheblend.engines.hf import Passage
+    from cacheblend.evaluation import Settings, usable_rows
     from cacheblend.evaluation.gate import GateRow
 
     def count(text: str) -> int:
@@ -103,17 +108,20 @@ def _rows(engine: "BlendEngine", questions: Any, layout: Any, chunk_tokens: int)
         return len(engine.builder.encode(text))
 
     rows = []
-    for question in split_contexts(questions, count, chunk_tokens):
+    split = split_contexts(questions, count, chunk_tokens)
+    for question in split if bad is None else usable_rows(engine, Settings(template), split, bad):
         passages = [Passage(text.text, text.title) for text in question.passages]
-        rows.append(GateRow(layout.parts(engine, passages, question.question), question.answers))
+        rows.append(GateRow(template.layout.parts(engine, passages, question.question), question.answers))
     return rows
 
 
 # ---- what is shown ----------------------------------------------------------------------------------------
 
 
-def _show(result: "GateResult", options: GateOptions, written: Path | None) -> None:
+def _show(result: "GateResult", options: GateOptions, written: Path | None, bad: list[str]) -> None:
     out = console()
+    if bad:
+        out.print(f"note: {len(bad)} rows cannot be used and were left out; the first: {bad[0]}", soft_wrap=True)
     searched = "search: all settings, on rows that are used for nothing else"
     out.print(_table(searched, result.searched, result.bar))
     if result.confirmed:
