@@ -2,18 +2,21 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from cacheblend.cli.models import model_name, open_engine
 from cacheblend.cli.options import DeviceOptions
 from cacheblend.cli.output import console, print_json, progress, share_text
 from cacheblend.cli.prompt_options import QuestionOptions
+from cacheblend.cli.question_files import settings_of, split_rows
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from cacheblend.core.config import AnchorKind
+    from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine
+    from cacheblend.evaluation import Settings
     from cacheblend.evaluation.gate import Bar, GateResult, GateRow, Tried
 
 
@@ -50,24 +53,21 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     from cacheblend.evaluation.candidates import grid
     from cacheblend.evaluation.gate import profile_of, run_gate
     from cacheblend.evaluation.scorers import WordF1
-    from cacheblend.evaluation.templates import read_template
 
     asked, device = options.questions, options.device
     assert asked.file is not None  # the command has checked that
-    template = read_template(asked.template, asked.templates)
-    if asked.chat is not None:
-        template = replace(template, chat=asked.chat)
+    settings = settings_of(asked, None, bar.answer_tokens)
     questions, bad = asked.read(asked.file)
     if options.profile is not None:
         check_writable(options.profile)
-    bar = replace(bar, stop=template.stop, scorer=WordF1())
+    bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
     config = BlendConfig(capture=False, anchor=cast("AnchorKind", options.anchor))  # which checks it
     _check_grid(options)
     with open_engine(
         options.model, options.store, config, dtype=device.dtype, device=device.device, quiet=as_json
     ) as engine:
         candidates = grid(len(engine.survey.layout.layers), options.selectors, options.ratios)
-        rows = _rows(engine, questions, template, asked.chunk_tokens, bad if asked.skip_bad else None)
+        rows = _rows(engine, split_rows(engine, questions, asked, settings, bad), settings)
         with progress("asking", "rows", quiet=as_json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=options.seed, progress=advance)
         written = options.profile if result.verdict != "too few rows" else None
@@ -91,27 +91,16 @@ def _check_grid(options: GateOptions) -> None:
         grid(layers, options.selectors, options.ratios)
 
 
-def _rows(
-    engine: "BlendEngine", questions: Any, template: Any, chunk_tokens: int, bad: list[str] | None
-) -> list["GateRow"]:
-    """Prompts of any length; the gate counts those that are too long and leaves them out.
-
-    Rows that make no prompt are left out if `bad` is a list, which gets the reasons.
-    """
-    from cacheblend.data.split import split_contexts
+def _rows(engine: "BlendEngine", questions: "list[QuestionRow]", settings: "Settings") -> list["GateRow"]:
+    """Prompts of any length; the gate counts those that are too long and leaves them out."""
     from cacheblend.engines.hf import Passage
-    from cacheblend.evaluation import Settings, usable_rows
     from cacheblend.evaluation.gate import GateRow
 
-    def count(text: str) -> int:
-        assert engine.builder is not None  # opened with its tokenizer
-        return len(engine.builder.encode(text))
-
     rows = []
-    split = split_contexts(questions, count, chunk_tokens)
-    for question in split if bad is None else usable_rows(engine, Settings(template), split, bad):
+    for question in questions:
         passages = [Passage(text.text, text.title) for text in question.passages]
-        rows.append(GateRow(template.layout.parts(engine, passages, question.question), question.answers))
+        parts = settings.template.layout.parts(engine, passages, question.question)
+        rows.append(GateRow(parts, question.answers))
     return rows
 
 
