@@ -1,7 +1,7 @@
 """The methods that the figures compare, by family: a family has the same name and colour in all of them."""
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.select.selectors import Hkvd, NoRows, Selector
+from cacheblend.core.select.selectors import Gradual, Hkvd, NoRows, Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation.methods import FullRecompute, Fused, Label, Method, PrefixCaching
 
@@ -64,7 +64,7 @@ def _hkvd(family: str, ratio: float, name: str) -> Fused:
 
 
 def _selector(family: str, ratio: float) -> Selector:
-    return BlendConfig().make_selector(ratio) if family == GRADUAL else Hkvd((1,), (ratio,), "v")
+    return Gradual(ratio) if family == GRADUAL else Hkvd((1,), (ratio,), "v")
 
 
 def _has_ratio(own: BlendConfig) -> bool:

@@ -61,7 +61,8 @@ def _lines(whole: dict[str, Any], parts: Sequence[Part]) -> Iterator[str]:
     yield f"# The paper's evaluation: {whole['model']}"
     yield ""
     yield (
-        f"{whole['machine_line']}. blend: {whole['settings_of_blend']}. Answers are greedy, of at most {whole['max_tokens']} tokens."
+        f"{whole['machine_line']}. blend: {whole['settings_of_blend']}. Answers are greedy, of at most "
+        f"{whole['max_tokens']} tokens."
     )
     yield from ("", "| data | rows | left out |", "|---|---:|---:|")
     yield from (f"| {_cell(of['name'])} | {of['rows']} | {len(of['bad_rows'])} |" for of in whole["data"])

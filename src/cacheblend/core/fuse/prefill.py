@@ -115,7 +115,7 @@ class BlendedPrefill:
 
     def _start(self, plan: BlendPlan) -> None:
         self._plan, self._runner = plan, self._open_runner(plan)
-        check_selector(self._selector, self._runner.num_layers)
+        self._selector = check_selector(self._selector, self._runner.num_layers)
         self._loader = self._open_loader(plan, first_reused_layer(self._selector))
         self._rows = rows = ActiveRows(plan, self._runner.embed())
         self._layer, self._kv = 0, list[LayerKV]()
@@ -272,8 +272,13 @@ class BlendedPrefill:
             self._loader.release(layer)
 
 
-def check_selector(selector: Selector, num_layers: int) -> None:
-    """Raises `InvalidInputError` if the selector checks at a layer that the model does not have."""
+def check_selector(selector: Selector, num_layers: int) -> Selector:
+    """The selector for a model of so many layers.
+
+    Raises:
+        InvalidInputError: it checks at a layer that the model does not have.
+    """
+    selector = selector.of_model(num_layers)
     if selector.check_layers and num_layers == 1:
         raise InvalidInputError(
             f"check layer {selector.check_layers[-1]} does not exist: the model has one layer only, and nothing is "
@@ -283,6 +288,7 @@ def check_selector(selector: Selector, num_layers: int) -> None:
         raise InvalidInputError(
             f"check layer {selector.check_layers[-1]} does not exist: the model has layers 0..{num_layers - 1}"
         )
+    return selector
 
 
 def first_reused_layer(selector: Selector) -> int:
