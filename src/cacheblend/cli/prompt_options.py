@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine, SamplingParams
 
-DATA_HELP = "Questions with passages: JSON or JSONL, formats as for --format."
+DATA_HELP = "Questions with passages: JSON or JSONL, formats as for --format. Several times for evaluate --paper."
 Limit = Annotated[
     int | None,
     typer.Option("--limit", min=1, help="Use only the first so many rows or passages.", rich_help_panel=PROMPT),
