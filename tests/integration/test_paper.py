@@ -401,7 +401,7 @@ def test_plain_evaluation_skips_and_counts_bad_rows(
     good = {"question": "When was it lit?", "passages": [{"text": text} for text in PASSAGES[:2]], "answers": ["1871"]}
     file = tmp_path / "mixed.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in (BAD[0], good, BAD[1])))
-    cli = command(capsys, "evaluate", "--model", folder, "--data", file, "--out", tmp_path, "--max-tokens", 2)
+    cli = command(capsys, "evaluate", *map(str, ("--model", folder, "--data", file, "--out", tmp_path, "-n", 2)))
     assert "line 1" in cli().err
     assert "--skip-bad" in cli().err
     said = cli("--skip-bad", "--json")

@@ -17,7 +17,11 @@ from cacheblend.evaluation.run_config import describe
 from cacheblend.evaluation.runner import Case
 from cacheblend.evaluation.scorers import Scorer
 
-CODE = ("bench/paper", "bench/clients.py")
+CODE = (
+    *(f"bench/paper/{name}.py" for name in ("compared", "side_by_side", "batch", "rate", "device")),
+    "bench/clients.py",
+)
+"""The source files that affect measurements which are no rows of an evaluation."""
 Progress = Callable[[str, int, int], None]
 """Called with (name of the part, done, in all)."""
 

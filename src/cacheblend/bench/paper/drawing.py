@@ -20,6 +20,8 @@ COLOURS = {
     ONE_CHECK: "#009e73",
 }
 MARKERS = {FULL: "o", PREFIX: "s", REUSE: "X", BLEND: "D", GRADUAL: "^", ONE_CHECK: "v"}
+LAYERS = {family: number for number, family in enumerate(TITLES)}
+"""Later families are drawn over earlier ones, and thinner, so that equal curves can both be seen."""
 TTFT = "time to first token, s (median, quartiles)"
 LOG_FROM = 8  # largest over smallest time
 PANEL_WIDTH, PANEL_HEIGHT, PANELS_PER_LINE = 5.0, 4.0, 3
@@ -94,7 +96,8 @@ def curves(axes: Any, points: Sequence[Point], value: Value, x: Callable[[Point]
         found = [(x(point), value(point)) for point in points if point["family"] == family]
         placed = sorted((at, ends) for at, ends in found if ends is not None)
         if placed:
-            _draw(axes, family, [at for at, _ in placed], [ends for _, ends in placed], linewidth=1.6)
+            width = 3.6 - 0.45 * LAYERS[family]
+            _draw(axes, family, [at for at, _ in placed], [ends for _, ends in placed], linewidth=width)
 
 
 def mark(axes: Any, point: Point, measure: str) -> None:
@@ -153,7 +156,7 @@ def _draw(
         yerr=[[middle - low for middle, low, _ in found], [high - middle for middle, _, high in found]],
         color=COLOURS[family],
         marker=MARKERS[family],
-        markersize=6,
+        markersize=10 - LAYERS[family],
         elinewidth=1,
         capsize=2,
         label=TITLES[family],
