@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.data import QuestionRow, Text, read_questions
+from cacheblend.data import BadRowError, QuestionRow, Text, read_questions
 from cacheblend.data.split import split_contexts, split_text
 
 OWN = {
@@ -198,3 +198,33 @@ def test_only_contexts_are_split() -> None:
 def test_a_lone_surrogate_is_refused_with_its_place(tmp_path: Path, row: dict[str, Any], place: str) -> None:
     with pytest.raises(InvalidInputError, match=f"{place}: the text has a lone surrogate at character 0"):
         read_questions(write(tmp_path, row))
+
+
+# ---- rows that cannot be used -------------------------------------------------------------------------------
+
+WRONG: list[Any] = [
+    {**BARE, "passages": []},
+    {**BARE, "passages": "none"},
+    {**BARE, "question": " "},
+    {"question": "Who?"},
+    {**BARE, "answers": ["\ud800"]},
+    {},
+    3,
+]
+
+
+@given(st.lists(st.one_of(st.just(OWN), st.sampled_from(WRONG)), min_size=1, max_size=12))
+def test_rows_that_cannot_be_used_are_left_out_and_counted(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any]
+) -> None:
+    file, bad = write(tmp_path_factory.mktemp("rows"), *rows, as_list=True), list[str]()
+    wrong = [number for number, row in enumerate(rows) if row is not OWN]
+    if len(wrong) == len(rows):
+        with pytest.raises(InvalidInputError, match=f"none of its {len(rows)} rows can be used"):
+            read_questions(file, bad=bad)
+        return
+    assert len(read_questions(file, bad=bad)) == len(rows) - len(wrong)
+    assert [f"row {number}" in reason for number, reason in zip(wrong, bad, strict=True)] == [True] * len(wrong)
+    if wrong:
+        with pytest.raises(BadRowError, match=rf"row {wrong[0]}.*skip_bad \(--skip-bad\) leaves out"):
+            read_questions(file)

@@ -96,11 +96,11 @@ def doctor(
 
     chosen = model.chosen()
     if not gate.quality:
-        if questions.data is not None:
+        if questions.data:
             raise InvalidInputError("--data is for the quality gate; add --quality")
         _examine(model, device, json)
         return
-    if model.model is None or chosen.model is None or questions.data is None:
+    if model.model is None or chosen.model is None or questions.file is None:
         raise InvalidInputError("--quality needs a model folder (--model) and questions with passages (--data)")
 
     from cacheblend.cli.quality import run_quality

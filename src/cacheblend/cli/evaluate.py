@@ -1,5 +1,6 @@
 """`cacheblend evaluate`: parses options; what is evaluated, and how, is in `cacheblend.evaluation`."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from cacheblend.cli.evaluate_options import (
     MethodOptions,
     OptionalModel,
     Out,
+    Paper,
     Scorers,
     SuiteChoice,
     TopK,
@@ -19,6 +21,7 @@ from cacheblend.cli.evaluate_output import Destination, progress_bars, say, writ
 from cacheblend.cli.options import IN_MEMORY, Anchor, AsJson, DeviceOptions, JsonFile, Seed, StoreOptions
 from cacheblend.cli.output import check_folder, check_outputs, progress
 from cacheblend.cli.prompt_options import MaxTokens, QuestionOptions
+from cacheblend.cli.question_files import given_options, needed_model, settings_of, split_rows
 
 if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
@@ -32,6 +35,7 @@ def evaluate(
     suite: SuiteChoice,
     method: MethodOptions,
     device: DeviceOptions,
+    paper: Paper = False,
     model: OptionalModel = None,
     top_k: TopK = None,
     max_tokens: MaxTokens = 32,
@@ -50,14 +54,17 @@ def evaluate(
     """
     check_outputs(json_file)
     check_folder("--out", out)
+    to = Destination(out, json, json_file)
+    if paper:
+        _run_paper(ctx, model, questions, method.ratio, top_k, max_tokens, scorer, anchor, device, to)
+        return
     if suite.suite is not None:
-        passed = _run_suite(ctx, model, questions, suite, device, seed, Destination(out, json, json_file))
-        if not passed:
+        if not _run_suite(ctx, model, questions, suite, device, seed, to):
             raise typer.Exit(1)
         return
     _check_without_suite(suite)
-    rows = _questions(questions)
-    folder = _model(model)
+    rows, bad = _questions(questions)
+    folder = needed_model(model)
 
     from cacheblend.cli.models import model_folder, open_engine
     from cacheblend.core.config import BlendConfig
@@ -71,21 +78,50 @@ def evaluate(
     choose = partial(make_methods, **method.choices())
     # a wrong choice is reported before the model is opened
     _check_methods(choose(profile=BlendConfig()), layers_of(model_folder(folder)), deviation=deviation_rows > 0)
-    settings = _settings(questions, top_k, max_tokens)
+    settings = settings_of(questions, top_k, max_tokens)
     with open_engine(
         folder, store.store, {"anchor": anchor}, dtype=device.dtype, device=device.device, quiet=json
     ) as engine:
         methods = choose(profile=engine.settings.config)
-        split = _split(engine, rows, questions.chunk_tokens)
-        name = questions.data.stem if questions.data else ""
+        split = split_rows(engine, rows, questions, settings, bad)
+        name = questions.file.stem if questions.file else ""
         found = _run(engine, split, methods, settings, out, name, quiet=json)
         made = make_scorers(scorers, engine.builder.encode) if engine.builder else []
-        summary = summarise(found, made, seed=seed)
+        summary = summarise(found, made, seed=seed) | {"bad_rows": bad}
         if deviation_rows:
             summary = _deviations(engine, split, methods, settings, deviation_rows, found, summary, quiet=json)
-        assert found.folder is not None and questions.data is not None
-        to = Destination(found.folder, json, json_file)
-        write_results(engine, found, summary, scorers, questions.data.name, to)
+        assert found.folder is not None and questions.file is not None
+        write_results(engine, found, summary, scorers, questions.file.name, replace(to, folder=found.folder))
+
+
+def _run_paper(
+    ctx: typer.Context,
+    model: Path | None,
+    questions: QuestionOptions,
+    ratios: list[str] | None,
+    top_k: list[int] | None,
+    max_tokens: int,
+    scorers: list[str] | None,
+    anchor: str,
+    device: DeviceOptions,
+    to: Destination,
+) -> None:
+    from cacheblend.cli.paper import PaperOptions, refuse_options, run_paper_command
+
+    refuse_options(given_options(ctx))
+    run_paper_command(
+        PaperOptions(
+            model=needed_model(model),
+            questions=questions,
+            ratios=ratios or (),
+            chunk_numbers=top_k or (),
+            max_tokens=max_tokens,
+            scorers=scorers or ("f1", "em"),
+            anchor=anchor,
+            device=device,
+            to=to,
+        )
+    )
 
 
 def _run_suite(
@@ -101,7 +137,7 @@ def _run_suite(
     from cacheblend.cli.models import SHIPPED
     from cacheblend.cli.suite import SuiteOptions, refuse_options, run_suite_command
 
-    refuse_options(_given(ctx))
+    refuse_options(given_options(ctx))
     assert suite.suite is not None
     options = SuiteOptions(
         name=suite.suite,
@@ -116,12 +152,6 @@ def _run_suite(
     return run_suite_command(options)
 
 
-def _given(ctx: typer.Context) -> list[str]:
-    """Options that were set on the command line, by their first names."""
-    sources = [(option.opts[0], ctx.get_parameter_source(option.name or "")) for option in ctx.command.params]
-    return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
-
-
 def _check_without_suite(suite: SuiteChoice) -> None:
     from cacheblend.core.errors import InvalidInputError
 
@@ -130,24 +160,13 @@ def _check_without_suite(suite: SuiteChoice) -> None:
             raise InvalidInputError(f"{option} belongs to the suite; add --suite nano, or leave it out")
 
 
-def _questions(options: QuestionOptions) -> "list[QuestionRow]":
-    """The rows; read before the model is opened, which takes longer."""
+def _questions(options: QuestionOptions) -> "tuple[list[QuestionRow], list[str]]":
+    """The rows, and why others are left out; read before the model is opened, which takes longer."""
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.data import read_questions
 
-    if options.data is None:
+    if options.file is None:
         raise InvalidInputError("there is nothing to ask: give --data FILE, or --suite nano")
-    return read_questions(options.data, options.form)[: options.limit]
-
-
-def _model(model: Path | None) -> Path:
-    from cacheblend.cli.models import model_folder
-    from cacheblend.core.errors import InvalidInputError
-
-    if model is None:
-        raise InvalidInputError("--data needs a model: give --model FOLDER, or --model nano for the one that ships")
-    model_folder(model)
-    return model
+    return options.read(options.file)
 
 
 def _check_methods(methods: "list[Method]", layers: int | None, *, deviation: bool) -> None:
@@ -161,26 +180,6 @@ def _check_methods(methods: "list[Method]", layers: int | None, *, deviation: bo
     for method in methods:
         if layers is not None and method.label.family != PROFILE:
             method.check(layers)
-
-
-def _settings(questions: QuestionOptions, top_k: list[int] | None, tokens: int) -> "Settings":
-    from dataclasses import replace
-
-    from cacheblend.evaluation import Settings, read_template
-
-    chosen = read_template(questions.template, questions.templates)
-    if questions.chat is not None:
-        chosen = replace(chosen, chat=questions.chat)
-    return Settings(chosen, tuple(dict.fromkeys(top_k)) if top_k else (None,), tokens)
-
-
-def _split(engine: "BlendEngine", questions: "list[QuestionRow]", chunk_tokens: int) -> "list[QuestionRow]":
-    """The rows, LongBench contexts cut into passages."""
-    from cacheblend.data.split import split_contexts
-
-    builder = engine.builder
-    assert builder is not None  # a model folder is opened with its tokenizer
-    return split_contexts(questions, lambda text: len(builder.encode(text)), chunk_tokens)
 
 
 def _run(

@@ -43,6 +43,15 @@ TopK = Annotated[
         show_default=False,
     ),
 ]
+Paper = Annotated[
+    bool,
+    typer.Option(
+        "--paper",
+        help="The CacheBlend paper's evaluation on your data, in one report: several --data; --ratio and --top-k are "
+        "the points of two sweeps; 50 rows of each file unless --limit says otherwise.",
+        rich_help_panel=METHODS,
+    ),
+]
 Out = Annotated[
     Path, typer.Option("--out", "-o", help="Folder in which the folder of results is made.", rich_help_panel=OUTPUT)
 ]

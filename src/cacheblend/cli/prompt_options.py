@@ -11,9 +11,10 @@ from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, OUTPUT, PROMPT
 
 if TYPE_CHECKING:
     from cacheblend.core.plan.prompt import Prompt
+    from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine, SamplingParams
 
-DATA_HELP = "Questions with passages: JSON or JSONL, formats as for --format."
+DATA_HELP = "Questions with passages: JSON or JSONL, formats as for --format. Several times for evaluate --paper."
 Limit = Annotated[
     int | None,
     typer.Option("--limit", min=1, help="Use only the first so many rows or passages.", rich_help_panel=PROMPT),
@@ -121,10 +122,10 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """Questions with passages from a file, and the layout of their prompts."""
+    """Questions with passages from files, and the layout of their prompts."""
 
     data: Annotated[
-        Path | None, typer.Option("--data", "-d", help=DATA_HELP, rich_help_panel=PROMPT, show_default=False)
+        list[Path] | None, typer.Option("--data", "-d", help=DATA_HELP, rich_help_panel=PROMPT, show_default=False)
     ] = None
     form: Annotated[
         str,
@@ -135,6 +136,15 @@ class QuestionOptions:
         ),
     ] = "auto"
     limit: Limit = None
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Leave out rows that cannot be used (no passages, an empty text, a wrong field) and count them. "
+            "Default: the first one is an error.",
+            rich_help_panel=PROMPT,
+        ),
+    ] = False
     chunk_tokens: Annotated[
         int,
         typer.Option(
@@ -155,3 +165,30 @@ class QuestionOptions:
         ),
     ] = None
     chat: Chat = None
+
+    @property
+    def file(self) -> Path | None:
+        """The file; None if none is given.
+
+        Raises:
+            InvalidInputError: there are several.
+        """
+        from cacheblend.core.errors import InvalidInputError
+
+        if self.data and len(self.data) > 1:
+            raise InvalidInputError(
+                f"--data is given {len(self.data)} times; several files are compared with evaluate --paper"
+            )
+        return self.data[0] if self.data else None
+
+    def read(self, file: Path) -> "tuple[list[QuestionRow], list[str]]":
+        """The first rows of a file that can be used, at most `limit`, and the reasons for those that cannot.
+
+        Raises:
+            InvalidInputError: see `read_questions`.
+        """
+        from cacheblend.data import read_questions
+
+        bad: list[str] = []
+        rows = read_questions(file, self.form, bad=bad if self.skip_bad else None)
+        return rows[: self.limit], bad

@@ -2,18 +2,21 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from cacheblend.cli.models import model_name, open_engine
 from cacheblend.cli.options import DeviceOptions
 from cacheblend.cli.output import console, print_json, progress, share_text
 from cacheblend.cli.prompt_options import QuestionOptions
+from cacheblend.cli.question_files import settings_of, split_rows
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from cacheblend.core.config import AnchorKind
+    from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine
+    from cacheblend.evaluation import Settings
     from cacheblend.evaluation.gate import Bar, GateResult, GateRow, Tried
 
 
@@ -23,7 +26,7 @@ class GateOptions:
 
     Attributes:
         model: folder, or ``nano``.
-        questions: their file and the layout of their prompts; `data` is given.
+        questions: their file and the layout of their prompts; a file is given.
         anchor: of the passages.
         selectors, ratios: to try; empty for all.
         seed: of the split of the rows.
@@ -46,38 +49,34 @@ class GateOptions:
 def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     """Runs the gate, prints what it found, writes the profile. True if a setting passed."""
     from cacheblend.core.config import BlendConfig
-    from cacheblend.data import read_questions
     from cacheblend.engines.settings import check_writable, write_profile
     from cacheblend.evaluation.candidates import grid
     from cacheblend.evaluation.gate import profile_of, run_gate
     from cacheblend.evaluation.scorers import WordF1
-    from cacheblend.evaluation.templates import read_template
 
     asked, device = options.questions, options.device
-    assert asked.data is not None  # the command has checked that
-    template = read_template(asked.template, asked.templates)
-    if asked.chat is not None:
-        template = replace(template, chat=asked.chat)
-    questions = read_questions(asked.data, asked.form)[: asked.limit]
+    assert asked.file is not None  # the command has checked that
+    settings = settings_of(asked, None, bar.answer_tokens)
+    questions, bad = asked.read(asked.file)
     if options.profile is not None:
         check_writable(options.profile)
-    bar = replace(bar, stop=template.stop, scorer=WordF1())
+    bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
     config = BlendConfig(capture=False, anchor=cast("AnchorKind", options.anchor))  # which checks it
     _check_grid(options)
     with open_engine(
         options.model, options.store, config, dtype=device.dtype, device=device.device, quiet=as_json
     ) as engine:
         candidates = grid(len(engine.survey.layout.layers), options.selectors, options.ratios)
-        rows = _rows(engine, questions, template.layout, asked.chunk_tokens)
+        rows = _rows(engine, split_rows(engine, questions, asked, settings, bad), settings)
         with progress("asking", "rows", quiet=as_json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=options.seed, progress=advance)
         written = options.profile if result.verdict != "too few rows" else None
         if written is not None:
-            write_profile(written, profile_of(engine, result, asked.data))
+            write_profile(written, profile_of(engine, result, asked.file))
     if as_json:
-        print_json(result.to_dict() | {"profile": None if written is None else str(written)})
+        print_json(result.to_dict() | {"profile": None if written is None else str(written), "bad_rows": bad})
     else:
-        _show(result, options, written)
+        _show(result, options, written, bad)
     return result.verdict == "passed"
 
 
@@ -92,28 +91,26 @@ def _check_grid(options: GateOptions) -> None:
         grid(layers, options.selectors, options.ratios)
 
 
-def _rows(engine: "BlendEngine", questions: Any, layout: Any, chunk_tokens: int) -> list["GateRow"]:
+def _rows(engine: "BlendEngine", questions: "list[QuestionRow]", settings: "Settings") -> list["GateRow"]:
     """Prompts of any length; the gate counts those that are too long and leaves them out."""
-    from cacheblend.data.split import split_contexts
     from cacheblend.engines.hf import Passage
     from cacheblend.evaluation.gate import GateRow
 
-    def count(text: str) -> int:
-        assert engine.builder is not None  # opened with its tokenizer
-        return len(engine.builder.encode(text))
-
     rows = []
-    for question in split_contexts(questions, count, chunk_tokens):
+    for question in questions:
         passages = [Passage(text.text, text.title) for text in question.passages]
-        rows.append(GateRow(layout.parts(engine, passages, question.question), question.answers))
+        parts = settings.template.layout.parts(engine, passages, question.question)
+        rows.append(GateRow(parts, question.answers))
     return rows
 
 
 # ---- what is shown ----------------------------------------------------------------------------------------
 
 
-def _show(result: "GateResult", options: GateOptions, written: Path | None) -> None:
+def _show(result: "GateResult", options: GateOptions, written: Path | None, bad: list[str]) -> None:
     out = console()
+    if bad:
+        out.print(f"note: {len(bad)} rows cannot be used and were left out; the first: {bad[0]}", soft_wrap=True)
     searched = "search: all settings, on rows that are used for nothing else"
     out.print(_table(searched, result.searched, result.bar))
     if result.confirmed:

@@ -46,30 +46,55 @@ class QuestionRow:
     is_context: bool = False
 
 
-def read_questions(path: Path, form: str = "auto") -> list[QuestionRow]:
+class BadRowError(InvalidInputError):
+    """A row that cannot be used, where the others may be."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; skip_bad (--skip-bad) leaves out such rows and counts them")
+        self.reason = reason
+
+
+def read_questions(path: Path, form: str = "auto", *, bad: list[str] | None = None) -> list[QuestionRow]:
     """Reads all rows of a file.
 
     Args:
         path: file with a JSON list, or JSON lines.
-        form: one of `FORMATS`; ``auto`` detects it from the fields of the first row.
+        form: one of `FORMATS`; ``auto`` detects it from the fields of the first row that can be used.
+        bad: the reasons for rows that cannot be used are added to this list, and these rows left out; None: the first
+            one is an error.
 
     Raises:
-        InvalidInputError: the file cannot be read or has no rows, or a row has another form or is empty.
+        BadRowError: a row has another form or is empty.
+        InvalidInputError: the file cannot be read, or has no rows that can be used.
     """
     if form not in FORMATS:
         raise InvalidInputError(f"there is no format {form!r}; choose from {', '.join(FORMATS)}")
     rows: list[QuestionRow] = []
+    reasons: list[str] = []
     for number, (where, _, item) in enumerate(read_items(path)):
-        if not isinstance(item, dict):
-            raise InvalidInputError(f"{where}: expected an object, found {kind(item)}")
-        if not item:
-            raise InvalidInputError(f"{where}: the row is empty; remove it")
-        if form == "auto":
-            form = _detect(item, where)
-        rows.append(_READERS[form](item, where, str(number)))
+        try:
+            row = _object(item, where)
+            form = _detect(row, where) if form == "auto" else form
+            rows.append(_READERS[form](row, where, str(number)))
+        except InvalidInputError as error:
+            if bad is None:
+                raise BadRowError(str(error)) from error
+            reasons.append(str(error))
+    if reasons and not rows:
+        raise InvalidInputError(f"{path}: none of its {len(reasons)} rows can be used; the first: {reasons[0]}")
     if not rows:
         raise InvalidInputError(f"{path} has no rows")
+    if bad is not None:
+        bad += reasons
     return rows
+
+
+def _object(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise InvalidInputError(f"{where}: expected an object, found {kind(item)}")
+    if not item:
+        raise InvalidInputError(f"{where}: the row is empty; remove it")
+    return item
 
 
 def _detect(item: dict[str, Any], where: str) -> str:

@@ -5,7 +5,7 @@ from cacheblend.evaluation.choices import METHODS, make_methods
 from cacheblend.evaluation.methods import Asked, Fused, Label, Method, Outcome
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.run_config import Settings
-from cacheblend.evaluation.runner import Evaluation, evaluate
+from cacheblend.evaluation.runner import Evaluation, evaluate, usable_rows
 from cacheblend.evaluation.scorers import SCORERS, Scorer, make_scorers
 from cacheblend.evaluation.summary import summarise, with_cells
 from cacheblend.evaluation.templates import Template, read_template
@@ -30,5 +30,6 @@ __all__ = [
     "make_scorers",
     "read_template",
     "summarise",
+    "usable_rows",
     "with_cells",
 ]

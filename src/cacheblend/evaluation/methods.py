@@ -125,7 +125,7 @@ class FullRecompute(_AnyModel):
     def answer(self, asked: Asked) -> Outcome:
         """See `Method`."""
         started = time.perf_counter()
-        return _finish(asked, full_recompute(asked.engine, asked.prompt), started)
+        return finish_answer(asked, full_recompute(asked.engine, asked.prompt), started)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class PrefixCaching(_AnyModel):
     def answer(self, asked: Asked) -> Outcome:
         """See `Method`."""
         started = time.perf_counter()
-        return _finish(asked, prefix_caching(asked.engine, asked.prompt), started)
+        return finish_answer(asked, prefix_caching(asked.engine, asked.prompt), started)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Fused:
     def answer(self, asked: Asked) -> Outcome:
         """See `Method`."""
         started = time.perf_counter()
-        return _finish(asked, fused(asked.engine, asked.prompt, self.selector), started)
+        return finish_answer(asked, fused(asked.engine, asked.prompt, self.selector), started)
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,14 @@ class _Decoded:
         return self.prompt_tokens + len(self.token_ids) - 1
 
 
-def _finish(asked: Asked, first: FirstToken, started: float) -> Outcome:
+def finish_answer(asked: Asked, first: FirstToken, started: float) -> Outcome:
+    """Decodes the answer behind a method's first token.
+
+    Args:
+        asked: the question.
+        first: of its prompt; decoding consumes its KV.
+        started: when the method began, by `time.perf_counter`.
+    """
     decoded = _decode(asked, asked.prompt, first)
     report = first.report or BlendReport()
     return Outcome(

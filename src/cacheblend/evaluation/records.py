@@ -10,14 +10,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, Self, TypeVar
 
 from cacheblend.core.errors import InvalidInputError
 
+T = TypeVar("T")
 CONFIG, ROWS = "config.json", "rows.jsonl"
 _RENAMED = {"arm": "method"}  # keys of cells in files of earlier versions
 
@@ -86,20 +87,25 @@ class RowResult:
         return replace(row, cells=cells, too_long=[(k, reason) for k, reason in fields["too_long"]])
 
 
-class RowLog:
-    """The finished rows; written to the folder, if any, as soon as they are added. Close it, or use `with`.
+class LineLog(Generic[T]):
+    """Results in a folder's file of JSON lines, each written as soon as it is added. Close it, or use `with`.
 
     Args:
-        folder: created if missing; None keeps the rows in memory.
+        folder: created if missing; None keeps the results in memory.
         config: the config of the run.
+        parse: makes a result of a line's JSON.
+
+    Attributes:
+        folder: as given.
+        items: the results that were in the file.
+        torn: the process that wrote the file was killed while it wrote the last line, which is dropped.
 
     Raises:
-        InvalidInputError: a row in the folder is damaged, or another process writes to it.
+        InvalidInputError: a line in the folder is damaged, or another process writes to it.
     """
 
-    def __init__(self, folder: Path | None, config: Mapping[str, Any]) -> None:
-        self.folder, self.torn = folder, False
-        self.rows: dict[int, RowResult] = {}
+    def __init__(self, folder: Path | None, config: Mapping[str, Any], parse: Callable[[Any], T]) -> None:
+        self.folder, self.torn, self.items = folder, False, list[T]()
         self._file: IO[bytes] | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -107,16 +113,15 @@ class RowLog:
             try:
                 self._lock(folder)
                 write_whole(folder / CONFIG, json.dumps(config, ensure_ascii=False, indent=2) + "\n")
-                self._read(folder / ROWS)
+                self._read(folder / ROWS, parse)
             except BaseException:
                 self._file.close()
                 raise
 
-    def add(self, row: RowResult) -> None:
-        """Adds a row; after this call, killing the process does not lose it."""
-        self.rows[row.number] = row
+    def append(self, line: Any) -> None:
+        """Adds a line of JSON; after this call, killing the process does not lose it."""
         if self._file is not None:
-            self._file.write(json.dumps(asdict(row), ensure_ascii=False).encode() + b"\n")
+            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -124,7 +129,7 @@ class RowLog:
         if self._file is not None:
             self._file.close()
 
-    def __enter__(self) -> "RowLog":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,7 +142,7 @@ class RowLog:
         except BlockingIOError as error:
             raise InvalidInputError(f"{folder} is being written by another process; wait until it ends") from error
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path, parse: Callable[[Any], T]) -> None:
         assert self._file is not None
         self._file.seek(0)
         raw = self._file.read()
@@ -147,12 +152,24 @@ class RowLog:
             self._file.truncate(whole)
         for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
             try:
-                row = RowResult.of_dict(json.loads(line))
+                self.items.append(parse(json.loads(line)))
             except (ValueError, TypeError, KeyError) as error:
                 raise InvalidInputError(
                     f"{path}, line {number}: damaged ({error}); delete that line to evaluate its row again"
                 ) from error
-            self.rows[row.number] = row
+
+
+class RowLog(LineLog[RowResult]):
+    """The finished rows by number, see `LineLog`."""
+
+    def __init__(self, folder: Path | None, config: Mapping[str, Any]) -> None:
+        super().__init__(folder, config, RowResult.of_dict)
+        self.rows = {row.number: row for row in self.items}
+
+    def add(self, row: RowResult) -> None:
+        """Adds a row, see `append`."""
+        self.rows[row.number] = row
+        self.append(asdict(row))
 
 
 def folder_name(name: str, config: Mapping[str, Any]) -> str:

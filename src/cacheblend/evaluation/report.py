@@ -33,8 +33,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 def notes(summary: dict[str, Any]) -> list[str]:
     """What the tables do not show: what was skipped, and why."""
-    rows, missing = summary["rows"], summary["answers_missing"]
-    lines = []
+    rows, missing, bad = summary["rows"], summary["answers_missing"], summary.get("bad_rows", [])
+    lines = [f"{len(bad)} rows cannot be used and were left out; the first: {bad[0]}"] if bad else []
     if missing == rows and summary["scorers"]:
         lines.append("no row has gold answers, so there are no scores; agreement with full recompute needs none")
     elif missing and summary["scorers"]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.data import QuestionRow
+from cacheblend.data import BadRowError, QuestionRow
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, touch
@@ -76,13 +76,14 @@ def evaluate(
         progress: see `Progress`.
 
     Raises:
-        InvalidInputError: no rows, a row that makes no valid prompt, no prompt that fits the model's context, a check
-            layer that the model does not have, or two methods with the same name.
+        BadRowError: a row that makes no valid prompt; `usable_rows` leaves such rows out.
+        InvalidInputError: no rows, no prompt that fits the model's context, a check layer that the model does not have,
+            or two methods with the same name.
     """
     methods, settings = list(make_methods() if methods is None else methods), settings or Settings()
     progress = progress or (lambda stage, done, total: None)
     _check(engine, rows, methods)
-    cases = [_case(engine, settings, number, row) for number, row in enumerate(rows)]
+    cases = make_cases(engine, settings, rows)
     if not any(case.prompts for case in cases):
         raise InvalidInputError(
             f"none of the {len(cases)} prompts fits {engine.survey.max_length_reason} {engine.survey.max_length}; "
@@ -94,8 +95,8 @@ def evaluate(
         resumed, scale = len(log.rows), ComputeScale.of(engine)
         pending = [case for case in cases if case.number not in log.rows]
         progress("answering", len(log.rows), len(cases))
-        for index, group in enumerate(_groups(engine, pending)):
-            _warm(engine, group, progress, first=index == 0)
+        for index, group in enumerate(groups_that_fit(engine, pending)):
+            store_passages(engine, group, progress, first=index == 0)
             for case in group:
                 log.add(_run(engine, case, methods, settings, scale))
                 progress("answering", len(log.rows), len(cases))
@@ -108,7 +109,7 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """A row with its prompts by `top_k`, and the reasons for those that are skipped."""
 
     number: int
@@ -119,7 +120,47 @@ class _Case:
 
     @property
     def longest(self) -> Prompt:
+        """The longest of the prompts."""
         return max(self.prompts.values(), key=len)
+
+
+def make_cases(
+    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str] | None = None
+) -> list[Case]:
+    """The rows' prompts; those that exceed the model's context are left out of a case, with the reason.
+
+    Args:
+        engine: that will be asked.
+        settings: layout and numbers of passages.
+        rows: see `evaluate`.
+        bad: gets the reasons for rows that make no valid prompt, which are left out; None: the first one is an error.
+
+    Raises:
+        BadRowError: a row that makes no valid prompt.
+    """
+    cases = []
+    for number, row in enumerate(rows):
+        try:
+            cases.append(_case(engine, settings, number, row))
+        except InvalidInputError as error:
+            if bad is None:
+                raise BadRowError(str(error)) from error
+            bad.append(str(error))
+    return cases
+
+
+def usable_rows(
+    engine: BlendEngine, settings: Settings, rows: Sequence[QuestionRow], bad: list[str]
+) -> list[QuestionRow]:
+    """The rows that make valid prompts; arguments as for `make_cases`.
+
+    Raises:
+        InvalidInputError: there are none.
+    """
+    usable = [case.row for case in make_cases(engine, settings, rows, bad)]
+    if rows and not usable:
+        raise InvalidInputError(f"none of the {len(rows)} rows can be used; the first: {bad[-len(rows)]}")
+    return usable
 
 
 def _check(engine: BlendEngine, rows: Sequence[QuestionRow], methods: Sequence[Method]) -> None:
@@ -134,7 +175,7 @@ def _check(engine: BlendEngine, rows: Sequence[QuestionRow], methods: Sequence[M
         method.check(len(engine.survey.layout.layers))
 
 
-def _case(engine: BlendEngine, settings: Settings, number: int, row: QuestionRow) -> _Case:
+def _case(engine: BlendEngine, settings: Settings, number: int, row: QuestionRow) -> Case:
     where = f"row {number}" + (f" (id {row.id})" if row.id not in ("", str(number)) else "")
     if not row.passages:
         raise InvalidInputError(f"{where}: it has no passages")
@@ -143,7 +184,7 @@ def _case(engine: BlendEngine, settings: Settings, number: int, row: QuestionRow
         raise InvalidInputError(
             f"{where}: the question is empty and the template adds nothing to it; use another template"
         )
-    case = _Case(number, row, [Passage(text.text, text.title) for text in row.passages], {}, {})
+    case = Case(number, row, [Passage(text.text, text.title) for text in row.passages], {}, {})
     try:
         for k in settings.top_k:
             try:
@@ -155,11 +196,11 @@ def _case(engine: BlendEngine, settings: Settings, number: int, row: QuestionRow
     return case
 
 
-def _groups(engine: BlendEngine, cases: Sequence[_Case]) -> Iterator[list[_Case]]:
+def groups_that_fit(engine: BlendEngine, cases: Sequence[Case]) -> Iterator[list[Case]]:
     """Groups of cases whose passages fill at most half of the store, so that none is evicted before it is used."""
     stats = engine.store.stats()
     capacity = math.inf if stats.max_bytes is None else stats.max_bytes / 2 / engine.survey.layout.block_bytes(1)
-    group: list[_Case] = []
+    group: list[Case] = []
     tokens = 0
     for case in cases:
         size = len(case.longest) if case.prompts else 0
@@ -172,7 +213,7 @@ def _groups(engine: BlendEngine, cases: Sequence[_Case]) -> Iterator[list[_Case]
         yield group
 
 
-def _warm(engine: BlendEngine, group: Sequence[_Case], progress: Progress, *, first: bool) -> None:
+def store_passages(engine: BlendEngine, group: Sequence[Case], progress: Progress, *, first: bool = True) -> None:
     """Stores the passages; before the first row also the text preceding them, as a running server would have it."""
     prompts = [case.longest for case in group if case.prompts]
     if not prompts:
@@ -191,7 +232,7 @@ def _warm(engine: BlendEngine, group: Sequence[_Case], progress: Progress, *, fi
 
 
 def _run(
-    engine: BlendEngine, case: _Case, methods: Sequence[Method], settings: Settings, scale: ComputeScale
+    engine: BlendEngine, case: Case, methods: Sequence[Method], settings: Settings, scale: ComputeScale
 ) -> RowResult:
     """Runs all methods on a row; every other row in reverse order, so that drift of the machine favours none."""
     cells: list[Cell] = []

@@ -48,12 +48,14 @@ def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: 
 
 def _overhead(engine: BlendEngine, cost_model: CostModel, rng: random.Random, tokens: int, rounds: int) -> float:
     """How many times longer a row-layer takes in a blend of stored chunks, at the lowest ratio, than in a prefill."""
-    chunks = [chunk(_ids(engine, rng, _CHUNK)) for _ in range(max(1, (tokens - 64) // _CHUNK))]
+    around = min(32, tokens // 4)
+    size = max(1, min(_CHUNK, tokens - 2 * around))  # a short context holds less than a chunk of the usual size
+    chunks = [chunk(_ids(engine, rng, size)) for _ in range(max(1, (tokens - 2 * around) // size))]
     own = {bytes(each.token_ids) for each in chunks}
     engine.warm(chunks)
     try:
         rng.shuffle(chunks)
-        prompt = Prompt.of([text(_ids(engine, rng, 32)), *chunks, text(_ids(engine, rng, 32))])
+        prompt = Prompt.of([text(_ids(engine, rng, around)), *chunks, text(_ids(engine, rng, around))])
         plan = engine.planner.plan(prompt, engine.store)
         expected = controller_of(cost_model, engine.config, engine.stored_layout).decide(plan).compute_s
         return _seconds(engine, prompt, rounds) / expected

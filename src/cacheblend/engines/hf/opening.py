@@ -112,7 +112,10 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
 
 def _tokenizer(folder: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one of config.json alone
+            raise ValueError("its vocabulary is empty")
+        return tokenizer
     except Exception as error:
         refused = InvalidInputError(
             f"{folder} has no tokenizer that transformers can open: {loading_reason(error)}; add or repair its files"
