@@ -23,7 +23,7 @@ GATED = tuple(name for name in CATEGORIES if name != "chain2")
 
 CODE = (
     *("core", "store", "engines"),
-    *(f"evaluation/{name}.py" for name in ("agreement", "bounds", "compute", "gate", "gate_run", "scorers")),
+    *(f"evaluation/{name}.py" for name in ("agreement", "bootstrap", "compute", "gate", "gate_run", "scorers")),
 )
 """The source files that affect the verdict."""
 

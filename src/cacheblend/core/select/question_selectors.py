@@ -63,6 +63,11 @@ class Query(Selector):
         _check_question(self.pool, self.lead, self.question_rows, self.words)
         _check_hops(self.hops, self.hop_spans)
 
+    @property
+    def share(self) -> float:
+        """The ratio."""
+        return self.ratio
+
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`."""
         return spans_by_attention(candidates, self.pool, self.words, count)
@@ -119,6 +124,11 @@ class Hybrid(Selector):
             )
         if self.rank not in get_args(Rank):
             raise InvalidInputError(f"rank must be one of {', '.join(get_args(Rank))}, got {self.rank!r}")
+
+    @property
+    def share(self) -> float:
+        """The last check layer's ratio."""
+        return self.ratios[-1]
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`."""

@@ -66,6 +66,16 @@ class Selector(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """What the settings call it."""
+        return type(self).__name__.removesuffix("Rows").lower()
+
+    @property
+    def share(self) -> float | None:
+        """Of all candidates, the share that is recomputed in the end; None: it depends on what is found."""
+        return None
+
+    @property
     def check_layers(self) -> tuple[int, ...]:
         """Layers, ascending, at whose entrance `select` is called with deviations."""
         return ()
@@ -132,6 +142,11 @@ class Hkvd(Selector):
         check_schedule(self.check_layers, self.ratios)
         check_measure(self.measure)
 
+    @property
+    def share(self) -> float:
+        """The last check layer's ratio."""
+        return self.ratios[-1]
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The top share by deviation."""
         deviation, layer = measured(candidates)
@@ -171,6 +186,11 @@ class Head(Selector):
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
+    @property
+    def share(self) -> float:
+        """The ratio."""
+        return self.ratio
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The rows nearest to the start of their chunk; ties go to the row that comes first in the prompt."""
         count = row_count(self.ratio, candidates.total)
@@ -187,6 +207,11 @@ class RandomRows(Selector):
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
+    @property
+    def share(self) -> float:
+        """The ratio."""
+        return self.ratio
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Drawn on the CPU, so that every device draws the same rows."""
         n = len(candidates.positions)
@@ -199,6 +224,11 @@ class RandomRows(Selector):
 class AllRows(Selector):
     """All loaded rows are recomputed: full recompute through the fused path."""
 
+    @property
+    def share(self) -> float:
+        """All of them."""
+        return 1.0
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """All candidates."""
         return torch.arange(len(candidates.positions), device=candidates.positions.device)
@@ -207,6 +237,16 @@ class AllRows(Selector):
 @dataclass(frozen=True)
 class NoRows(Selector):
     """No loaded row is recomputed: full reuse."""
+
+    @property
+    def name(self) -> str:
+        """``none``."""
+        return "none"
+
+    @property
+    def share(self) -> float:
+        """None of them."""
+        return 0.0
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """No candidate."""

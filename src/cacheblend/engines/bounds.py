@@ -1,16 +1,13 @@
-"""Lower bounds of measurements on few rows: exact for proportions, bootstrap for means."""
+"""Exact lower bounds of proportions that were measured on few rows (Clopper-Pearson)."""
 
 import math
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.evaluation.bootstrap import bootstrap_means
 
-RESAMPLES = 10_000
 _HALVINGS = 60
 
 
@@ -68,25 +65,6 @@ def allowed_errors(rows: int, threshold: float, confidence: float) -> int:
     while errors + 1 < rows and reaches(rows - errors - 1, rows, threshold, confidence):
         errors += 1
     return errors
-
-
-def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confidence: float, seed: int = 0) -> float:
-    """One-sided lower bound of a mean (percentile bootstrap).
-
-    Args:
-        values: one per row; for paired methods, their differences.
-        confidence: of the one-sided bound.
-        seed: of the resampling.
-
-    Raises:
-        InvalidInputError: there are no values.
-    """
-    check_share("confidence", confidence)
-    found = np.asarray(values, dtype=np.float64)
-    if found.size == 0:
-        raise InvalidInputError("a mean needs at least one value")
-    means = bootstrap_means(found[:, None], resamples=RESAMPLES, level=2 * confidence - 1, seed=seed)
-    return float(means.low[0])
 
 
 def check_share(name: str, value: float) -> None:
