@@ -1,7 +1,8 @@
 """Exact lower bounds of proportions that were measured on few rows (Clopper-Pearson)."""
 
 import math
-from functools import cache
+from bisect import bisect_left
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from cacheblend.core.errors import InvalidInputError
 _HALVINGS = 60
 
 
+@lru_cache(4096)
 def lower_bound(successes: int, trials: int, confidence: float) -> float:
     """One-sided lower bound of a proportion (Clopper-Pearson), valid for any number of trials.
 
@@ -45,6 +47,7 @@ def reaches(successes: int, trials: int, threshold: float, confidence: float) ->
     return _tail(_log_coefficients(successes, trials), successes, trials, threshold) <= 1 - confidence
 
 
+@lru_cache(64)
 def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
     """Fewest rows whose lower bound reaches the threshold with `errors` failures: 299 for 99 % at 95 %.
 
@@ -53,10 +56,14 @@ def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
     """
     check_share("threshold", threshold)
     check_share("confidence", confidence)
-    rows = max(math.floor(math.log(1 - confidence) / math.log(threshold)), errors + 1)
-    while not reaches(rows - errors, rows, threshold, confidence):
-        rows += 1
-    return rows
+
+    def suffices(rows: int) -> bool:
+        return reaches(rows - errors, rows, threshold, confidence)
+
+    low = high = max(math.floor(math.log(1 - confidence) / math.log(threshold)), errors + 1)
+    while not suffices(high):
+        low, high = high + 1, 2 * high
+    return low + bisect_left(range(low, high), x=True, key=suffices)
 
 
 def allowed_errors(rows: int, threshold: float, confidence: float) -> int:

@@ -57,5 +57,5 @@ def kl_divergence(full: torch.Tensor, other: torch.Tensor) -> float:
     """KL(full || other) of the distributions of two logits, [vocab] each, in nats; at most `MOST_KL`."""
     log_full, log_other = full.double().cpu().log_softmax(-1), other.double().cpu().log_softmax(-1)
     share = log_full.exp()
-    kl = float(torch.where(share > 0, share * (log_full - log_other), 0.0).sum())
+    kl = float(torch.where(share == 0, 0.0, share * (log_full - log_other)).sum())
     return MOST_KL if math.isnan(kl) else min(max(kl, 0.0), MOST_KL)

@@ -21,6 +21,9 @@ from cacheblend.engines.bounds import allowed_errors, lower_bound
 from cacheblend.engines.shadow.settings import ShadowSettings
 
 STEP = 1.5
+LEAST = 0.01
+"""A ratio from which so many steps lead to full recompute that answers would be wrong for long; 0 has none at all."""
+
 FULL_ABOVE = 2 / 3
 """Ratios above it are full recompute: loading, and choosing rows, would cost more than the rows left."""
 
@@ -32,12 +35,12 @@ def factors_from(ratio: float | None) -> tuple[float, ...]:
     """By step what a ratio is multiplied with, infinite for full recompute; a ratio of 1 has no further step.
 
     Args:
-        ratio: the configured one; None, or 0: it cannot be raised in steps.
+        ratio: the configured one; None, or below `LEAST`: it cannot be raised in steps.
     """
     factors = [1.0]
-    if ratio:
-        if ratio >= 1:
-            return (1.0,)
+    if ratio is not None and ratio >= 1:
+        return (1.0,)
+    if ratio is not None and ratio >= LEAST:
         while ratio * factors[-1] * STEP <= FULL_ABOVE:
             factors.append(factors[-1] * STEP)
     return (*factors, math.inf)
