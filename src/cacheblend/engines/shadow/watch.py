@@ -247,7 +247,11 @@ class ShadowWatch:
                 "%s: recompute ratio %s to %s: agreement with full prefill %.3f, lower bound %.3f (%d), floor %s",
                 self.model,
                 "raised" if change.raised else "lowered",
-                "full recompute" if self.is_full else self.ratio,
+                "full recompute"
+                if self.is_full
+                else "the selector's own"
+                if self.ratio is None
+                else f"{self.ratio:.3g}",
                 *found,
                 self.settings.floor,
             )
