@@ -26,9 +26,10 @@ class Probe(IntEnum):
     THING = 0  # after "The boot belongs to": the boot
     PRONOUN = 1  # the person or firm that a pronoun refers to
     CHAIN = 2  # the owner of the other thing, who therefore owns this one
-    ASKED = 3  # the owner of the thing that the question names
-    COMPARED = 4  # at the second owner in the answer to a comparison: the first owner
-    VERDICT = 5  # at the same token: whether both owners are the same
+    LONG_CHAIN = 3  # the same where the other thing's owner is known by a chain too
+    ASKED = 4  # the owner of the thing that the question names
+    COMPARED = 5  # at the second owner in the answer to a comparison: the first owner
+    VERDICT = 6  # at the same token: whether both owners are the same
 
 
 @dataclass
@@ -77,8 +78,9 @@ class Encoder:
         example = Example()
         for token in [self.bos, *(self.system if system else ()), self.user]:
             self._add(example, token, "nothing")
+        far = frozenset(fact.thing for fact in scene.facts if fact.category == "chain3")
         for index, passage in enumerate(scene.passages):
-            self._passage(example, passage, 0 if gaps is None else gaps[index])
+            self._passage(example, passage, far, 0 if gaps is None else gaps[index])
             self._add(example, self.separator, "nothing")
         for index, question in enumerate(questions):
             if index:
@@ -86,23 +88,24 @@ class Encoder:
             self._turn(example, question)
         return example
 
-    def _passage(self, example: Example, passage: Sequence[Sentence], gap: int) -> None:
+    def _passage(self, example: Example, passage: Sequence[Sentence], far: frozenset[str], gap: int) -> None:
         first = True
         for sentence in passage:
             knows = sentence.knows | _repeated_at_full_stop(sentence)
             for at, word in enumerate(sentence.words):
                 if at in knows:
-                    self._add_probes(example, word, *knows[at])
+                    self._add_probes(example, word, *knows[at], far)
                 self._add(example, self.word(word, first), "text", gap if first else 0)
                 first = False
 
-    def _add_probes(self, example: Example, word: str, thing: str, owner: str) -> None:
+    def _add_probes(self, example: Example, word: str, thing: str, owner: str, far: frozenset[str]) -> None:
         here = len(example.ids)
         if thing and thing != word:
             example.probes.append((Probe.THING, here, self.word(thing)))
         if owner and owner != word:
-            chain = thing != word and word in lexicon.OBJECTS
-            example.probes.append((Probe.CHAIN if chain else Probe.PRONOUN, here, self.word(owner)))
+            chain = Probe.LONG_CHAIN if thing in far else Probe.CHAIN
+            probe = chain if thing != word and word in lexicon.OBJECTS else Probe.PRONOUN
+            example.probes.append((probe, here, self.word(owner)))
 
     def _turn(self, example: Example, question: Question) -> None:
         for at, word in enumerate(question.words):
@@ -112,7 +115,7 @@ class Encoder:
             self._add(example, self.word(word, at == 0), "nothing")
         self._add(example, self.assistant, "nothing")
         for at, word in enumerate(question.answer):
-            if at and word in lexicon.KIND_OF:
+            if at and word in lexicon.KIND_OF and question.category == "comparison":
                 example.probes.append((Probe.COMPARED, len(example.ids), self.word(question.answer[0])))
                 example.probes.append((Probe.VERDICT, len(example.ids), self.word(question.answer[-1])))
             self._add(example, self.word(word, at == 0), question.category)

@@ -101,6 +101,8 @@ MIXTURE = {
     "cross-hard": 2.0,
     "chain": 2.0,
     "chain2": 1.0,
+    "chain3": 2.0,
+    "list": 1.0,
     "comparison": 2.0,
     "unanswerable": 1.0,
 }
@@ -130,7 +132,8 @@ class Recipe:
         default_factory=lambda: {
             Probe.THING: 2,
             Probe.PRONOUN: 5,
-            Probe.CHAIN: 8,
+            Probe.CHAIN: 7,
+            Probe.LONG_CHAIN: 9,
             Probe.ASKED: 10,
             Probe.COMPARED: 4,
             Probe.VERDICT: 7,
@@ -138,7 +141,7 @@ class Recipe:
     )
 
 
-_FIRST_PROBES = (Probe.THING, Probe.PRONOUN, Probe.CHAIN, Probe.ASKED)
+_FIRST_PROBES = (Probe.THING, Probe.PRONOUN, Probe.CHAIN, Probe.LONG_CHAIN, Probe.ASKED)
 
 RECIPE = Recipe(
     stages=(
@@ -192,7 +195,9 @@ RECIPE = Recipe(
             direct_only=0.05,
             weights=MIXTURE,
             decay=0.9,
-            goal={"direct": 0.95, "local": 0.95, "cross": 0.95, "cross-hard": 0.9, "chain": 0.9, "comparison": 0.8},
+            more=300,
+            goal={"direct": 0.95, "local": 0.95, "cross": 0.95, "comparison": 0.8}
+            | dict.fromkeys(("cross-hard", "chain", "chain2", "chain3", "list"), 0.9),
         ),
     )
 )

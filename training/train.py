@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from cacheblend.nano.scenes import Style
+from cacheblend.nano.scenes import CATEGORIES, Style
 from cacheblend.nano.tokenizer import build_tokenizer, save_tokenizer
 from training.batches import draw_batch
 from training.encoding import Encoder
@@ -221,7 +221,7 @@ def plot_losses(history: list[dict[str, Any]], path: Path) -> None:
         above.plot(minutes, [line[name] for line in lines], label={"loss": "answers", "text loss": "text"}[name])
     above.set(ylabel="next-token loss, nats", yscale="log", title="Training: loss and share of correct answer tokens")
     above.legend(frameon=False)
-    for name in ("direct", "local", "cross", "cross-hard", "chain", "chain2", "comparison", "unanswerable"):
+    for name in CATEGORIES:
         below.plot(minutes, [100 * line.get(name, math.nan) for line in lines], label=name)
     below.set(xlabel="minutes", ylabel="correct answer tokens, %", ylim=(0, 101))
     below.legend(frameon=False, ncols=2)

@@ -54,7 +54,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr(module, "SETTINGS", Settings(max_tokens=2))
         patch.setattr(suites, "CALIBRATION_ROWS", 8)
         patch.setattr(suites, "SWEEP_RATIOS", (0.1,))
-        patch.setattr(suites, "GRADUAL_RATIOS", ((0.6, 0.4, 0.2, 0.1),))
+        patch.setattr(suites, "HOP_RATIOS", (0.1,))
         yield
     torch.set_num_threads(threads)
 
@@ -119,8 +119,10 @@ def test_a_prompt_over_the_context_is_left_out_of_the_measurement(engine: BlendE
 
 def test_labels_say_the_real_ratio(plan: MainPlan) -> None:
     ratios = {method.label.name: method.label.ratio for method in plan.methods}
-    assert ratios["blend"] == ratios["blend hkvd @1 r=0.15"] == 0.15  # without a profile the blend is the defaults'
-    assert isinstance(suites.LEAN, Hybrid) and ratios["blend lean"] == suites.LEAN.ratios[-1]
+    assert ratios["blend"] == ratios[suites.PAPER] == 0.15  # without a profile the blend is the defaults'
+    assert ratios[suites.CODE] == 0.16
+    lean = suites.lean_selector()
+    assert ratios["blend lean"] == (lean.ratios[-1] if isinstance(lean, Hybrid) else getattr(lean, "ratio", None))
     assert 0 < (ratios["random rows"] or 0) < 1
 
 

@@ -11,6 +11,7 @@ from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import (
     AllRows,
+    Gradual,
     Head,
     Hkvd,
     NoRows,
@@ -99,7 +100,7 @@ def test_what_decides_quality_is_a_type_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["hkvd", "query", "hybrid", "threshold", "head", "random", "none", "all"])
 def test_every_selector_can_be_named(name: str) -> None:
     kind = {
-        "hkvd": Hkvd,
+        "hkvd": Gradual,
         "query": Query,
         "hybrid": Hybrid,
         "threshold": Threshold,
@@ -112,7 +113,14 @@ def test_every_selector_can_be_named(name: str) -> None:
 
 
 def test_the_defaults_are_the_papers() -> None:
-    assert BlendConfig().make_selector() == Hkvd((1,), (0.15,), "kv")
+    assert BlendConfig().make_selector() == Gradual(0.15, "kv")
+
+
+def test_one_check_is_named_by_its_layer_or_its_ratio() -> None:
+    assert BlendConfig(check_layers=(1,)).make_selector() == Hkvd((1,), (0.15,))
+    assert BlendConfig(ratios=(0.2,)).make_selector() == Hkvd((1,), (0.2,))
+    assert BlendConfig(ratios=(0.2,)).make_selector(0.3) == Hkvd((1,), (0.3,))
+    assert BlendConfig(measure="v").make_selector(0.3) == Gradual(0.3, "v")
 
 
 def test_the_ratio_of_a_request_overrides_the_configured_ones() -> None:

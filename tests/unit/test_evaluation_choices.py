@@ -17,7 +17,7 @@ def names(**choices: Any) -> list[str]:
 def test_all_methods_by_name() -> None:
     methods = make_methods(["full", "prefix", "reuse", "blend", "map-reduce", "map-rerank", "full"])
     assert [method.label.kind for method in methods] == ["full", "prefix", "reuse", "blend", "map-reduce", "map-rerank"]
-    assert methods[3].label.name == "blend hkvd @1 r=0.15"
+    assert methods[3].label.name == "blend hkvd gradual r=0.15"
     assert isinstance(methods[3], Fused) and methods[3].selector == BlendConfig().make_selector()
 
 
@@ -36,8 +36,8 @@ def test_blend_is_every_combination() -> None:
 def test_methods_of_one_family_differ_by_their_ratio() -> None:
     methods = make_methods(["blend"], selectors=["hkvd", "none"], ratios=[0.05, 0.3])
     assert [(method.label.family, method.label.ratio) for method in methods] == [
-        ("hkvd @1", 0.05),
-        ("hkvd @1", 0.3),
+        ("hkvd gradual", 0.05),
+        ("hkvd gradual", 0.3),
         ("none", None),
     ]
 
@@ -59,7 +59,9 @@ def test_settings_stand_behind_the_selectors_name() -> None:
     assert SelectorChoice.parse("hkvd:measure=v").selector((0.1,), (2,)) == Hkvd((2,), (0.1,), "v")
     assert SelectorChoice.parse("threshold:threshold=2.5").selector((0.1,), (1,)) == Threshold(2.5, (1,))
     assert SelectorChoice.parse("random").selector((0.1,), (1,)) == RandomRows(0.1)
-    assert names(selectors=["hkvd", "hkvd:measure=v"]) == ["blend hkvd @1 r=0.15", "blend hkvd:measure=v @1 r=0.15"]
+    found = names(selectors=["hkvd", "hkvd:measure=v"], check_layers=[None, (1,)])
+    both = ("hkvd", "hkvd:measure=v")
+    assert found == [f"blend {name} {checks} r=0.15" for name in both for checks in ("gradual", "@1")]
 
 
 @pytest.mark.parametrize(
@@ -90,4 +92,4 @@ def test_unknown_methods_and_none_at_all() -> None:
 
 def test_the_profile_stands_beside_the_same_settings_given_by_hand() -> None:
     methods = make_methods(["blend"], selectors=["hkvd", "profile"], profile=BlendConfig())
-    assert [method.label.name for method in methods] == ["blend profile", "blend hkvd @1 r=0.15"]
+    assert [method.label.name for method in methods] == ["blend profile", "blend hkvd gradual r=0.15"]

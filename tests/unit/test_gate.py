@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.selectors import AllRows, Hkvd
+from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
 from cacheblend.engines.bounds import allowed_errors, lower_bound, needed_rows, reaches
 from cacheblend.evaluation import gate
 from cacheblend.evaluation.agreement import Sample, Summary, equal_share, summarise
@@ -143,8 +143,9 @@ def test_the_grid_takes_what_a_user_names() -> None:
     assert [candidate.name for candidate in found] == ["hkvd@1 r=0.2", "hkvd@2 r=0.2", "all"]
     assert found[0].selector() == Hkvd((1,), (0.2,))
     assert found[-1].selector() == AllRows()
-    assert grid(12, ["gradual"], [0.2])[0].selector() == Hkvd((1, 2, 3), (0.6, 0.4, 0.2))
-    assert [candidate.name for candidate in grid(2, ["hkvd", "gradual"], [0.2])] == ["hkvd@1 r=0.2"]
+    assert grid(12, ["gradual"], [0.2])[0].selector() == Gradual(0.2)
+    found = grid(2, ["hkvd", "gradual"], [0.2])
+    assert [candidate.name for candidate in found] == ["hkvd@1 r=0.2", "gradual r=0.2"]
 
 
 def test_the_grid_takes_further_settings_of_a_selector() -> None:
@@ -171,7 +172,7 @@ def test_a_grid_that_cannot_be(arguments: tuple[int, list[str]], message: str) -
 def test_expected_compute_of_rows_that_are_all_loaded() -> None:
     by_name = {candidate.name: expected_compute(candidate, 10) for candidate in grid(10, ratios=[0.2])}
     assert by_name["hkvd@1 r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
-    assert by_name["gradual r=0.2"] == pytest.approx((1 + 0.6 + 0.4 + 0.2 * 7) / 10)
+    assert by_name["gradual r=0.2"] == pytest.approx((1 + 0.2 * 9) / 10)
     assert by_name["query r=0.2"] == pytest.approx(0.2)
 
 

@@ -116,7 +116,7 @@ def test_categories_are_what_they_say() -> None:
                     assert fact.passage == number and fact.owner == owner
                     if fact.category == "direct":
                         assert sentence.words[index] == owner
-                    if fact.category in ("cross", "cross-hard", "chain2"):
+                    if fact.category in ("cross", "cross-hard", "chain2", "chain3"):
                         assert named_before
                     if fact.category == "local":
                         assert named_here
@@ -126,7 +126,7 @@ def test_categories_are_what_they_say() -> None:
                         assert index != len(sentence.words) - 2 or sentence.words[0] in ("He", "She", "The")
                     if fact.category == "unanswerable":
                         assert owner == lexicon.UNKNOWN
-    assert all(counts[c] for c in CATEGORIES if c != "comparison")
+    assert all(counts[c] for c in CATEGORIES if c not in ("comparison", "list"))
 
 
 def test_comparisons_join_two_passages_and_are_fair() -> None:
@@ -139,6 +139,36 @@ def test_comparisons_join_two_passages_and_are_fair() -> None:
             assert question.answer == (one.owner, "and", other.owner, ":", "yes" if one.owner == other.owner else "no")
             verdicts.append(question.answer[-1] == "yes")
     assert 0.3 < sum(verdicts) / len(verdicts) < 0.7
+
+
+def test_lists_name_two_owners_that_two_passages_tell() -> None:
+    found = 0
+    for scene in scenes(40):
+        where = {fact.thing: fact for fact in scene.facts}
+        for question in scene.questions(random.Random(1))["list"]:
+            one, other = (where[thing] for thing in question.owners)
+            assert one.passage != other.passage and one.owner != other.owner
+            assert {one.category, other.category} == {"cross"}
+            assert question.answer == (one.owner, "and", other.owner)
+            found += 1
+    assert found > 40
+
+
+def test_chains_take_one_hop_more_with_each_name() -> None:
+    """Read off the text: the other thing of a chain has the category of one hop less, in an earlier passage."""
+    fewer = {"chain": ("direct", "local", "local-hard"), "chain2": ("cross", "cross-hard"), "chain3": ("chain2",)}
+    seen = dict.fromkeys(fewer, 0)
+    for scene in scenes(150):
+        where = {fact.thing: fact for fact in scene.facts}
+        for sentence in (sentence for passage in scene.passages for sentence in passage):
+            words = sentence.words
+            if words[-4:-2] != ["with", "the"] or where[words[1]].category not in fewer:
+                continue
+            fact, other = where[words[1]], where[words[-2]]
+            assert other.category in fewer[fact.category]
+            assert other.passage < fact.passage and other.owner == fact.owner
+            seen[fact.category] += 1
+    assert min(seen.values()) >= 10
 
 
 def test_rows_are_drawn_alike_for_a_seed_and_differ_between_seeds() -> None:

@@ -8,8 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from cacheblend.cli.option_groups import with_groups
-from cacheblend.cli.options import BlendOptions, ChunkOptions, SelectionOptions
+from cacheblend.cli.options import BlendOptions, ChunkOptions
 from cacheblend.cli.prompt_options import SamplingOptions
+from cacheblend.cli.selection_options import SelectionOptions
 from cacheblend.cli.values import numbers
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
@@ -93,7 +94,7 @@ def test_hops_belong_to_selectors_that_ask_the_question() -> None:
 
 
 def test_ratios_and_check_layers_belong_together() -> None:
-    assert SelectionOptions(["0.3"]).settings() == {"recompute_ratio": 0.3, "check_layers": (1,)}
+    assert SelectionOptions(["0.3"]).settings() == {"recompute_ratio": 0.3}
     assert SelectionOptions(check_layers="2").settings() == {"recompute_ratio": 0.15, "check_layers": (2,)}
     for wrong in (
         SelectionOptions(["0.3", "0.2"]),

@@ -11,8 +11,9 @@ import pytest
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Measurement, Profile, quality_settings
+from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selection import Selection, selection_fields
-from cacheblend.core.select.selectors import AllRows, Hkvd
+from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
 from cacheblend.engines.settings import PROFILE_NAME, check_writable, read_profile, resolve_settings, write_profile
 
 SETTINGS = {"selector": "hkvd", "check_layers": (1, 2), "ratios": (0.4, 0.2), "recompute_ratio": 0.2}
@@ -71,7 +72,7 @@ def test_a_profile_may_have_hops(tmp_path: Path) -> None:
             "hops must be a whole number, 0 to 4 (0: only the question), got 9",
         ),
         ({"settings": {"selector": "query", "hops": "one"}}, "hops"),
-        ({"format": 2}, "field 'format'"),
+        ({"format": 3}, "field 'format'"),
         ({"format": None}, "field 'format': it is missing"),
         ({"fingerprint": 3}, "field 'fingerprint'"),
         ({"colour": 1}, "field 'colour': this version knows no such field"),
@@ -184,10 +185,26 @@ def test_a_profile_that_says_not_to_blend(tmp_path: Path, caplog: pytest.LogCapt
     write_profile(tmp_path / PROFILE_NAME, Profile("f1", {"selector": "all"}, MEASURED))
     found = resolve_settings({"salt": "x"}, tmp_path, "f1")
     assert found.selector() == AllRows()
-    assert found.selector(0.3) == Hkvd(ratios=(0.3,)), "an explicit ratio blends"
+    assert found.selector(0.3) == Gradual(0.3), "an explicit ratio blends"
     assert len(caplog.records) == 1
     assert "nothing is blended" in caplog.text
-    assert resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1").selector() == Hkvd(ratios=(0.3,))
+    assert resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1").selector() == Gradual(0.3)
+
+
+def test_a_profile_of_the_first_format_keeps_its_one_check() -> None:
+    """It was measured when hkvd without check layers had one check."""
+    for settings, wanted in (
+        ({"selector": "hkvd", "recompute_ratio": 0.2}, Hkvd((1,), (0.2,))),
+        ({"recompute_ratio": 0.2}, Hkvd((1,), (0.2,))),
+        ({"selector": "hkvd", "check_layers": [2]}, Hkvd((2,), (0.15,))),
+        ({"selector": "query"}, Query(0.15)),
+    ):
+        data = Profile("f1", {}).to_dict() | {"settings": settings}
+        first = Profile.from_dict(data | {"format": 1}, "p")
+        assert first.selection.make_selector() == wanted
+        assert Profile.from_dict(first.to_dict(), "p").selection.make_selector() == wanted, "written again"
+    second = Profile.from_dict(Profile("f1", {"selector": "hkvd"}).to_dict(), "p")
+    assert second.selection.make_selector() == Gradual(0.15)
 
 
 def test_a_profile_elsewhere(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import (
     AllRows,
     Candidates,
+    Gradual,
     Head,
     Hkvd,
     NoRows,
@@ -144,3 +145,34 @@ def test_row_count_is_within_the_rows(ratio: float, total: int) -> None:
     count = row_count(ratio, total)
     assert 0 <= count <= total
     assert abs(count - ratio * total) <= 0.5
+
+
+# ---- gradual filtering ------------------------------------------------------------------------------------
+
+
+@given(ratio=shares, layers=st.integers(2, 100))
+def test_gradual_filtering_costs_what_one_check_with_its_ratio_costs(ratio: float, layers: int) -> None:
+    selector = Gradual(ratio).of_model(layers)
+    assert isinstance(selector, Hkvd)  # which also refuses ratios that rise or leave 0..1
+    assert selector.check_layers == tuple(range(1, 1 + min(4, layers - 1)))
+    ends = (*selector.check_layers[1:], layers)
+    rows = sum(
+        share * (end - start) for share, start, end in zip(selector.ratios, selector.check_layers, ends, strict=True)
+    )
+    assert rows == pytest.approx(ratio * (layers - 1))
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4, 5, 12, 80])
+def test_gradual_filtering_of_all_rows_keeps_all_and_of_none_keeps_none(layers: int) -> None:
+    for ratio, kept in ((1.0, 1000), (0.0, 0)):
+        selector = Gradual(ratio).of_model(layers)
+        assert isinstance(selector, Hkvd)
+        assert {row_count(share, 1000) for share in selector.ratios} == {kept}
+
+
+def test_gradual_filtering_is_asked_for_a_model_first() -> None:
+    with pytest.raises(InvalidInputError, match="of_model"):
+        Gradual(0.15).select(candidates([1.0] * 4))
+    assert Gradual(0.15, "v").of_model(12) == Gradual(0.15, "v").of_model(12).of_model(12)
+    with pytest.raises(InvalidInputError, match=r"0\.\.1"):
+        Gradual(1.5)

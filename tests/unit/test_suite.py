@@ -9,19 +9,19 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.evaluation.records import CONFIG, ROWS, Cell, RowResult
-from cacheblend.evaluation.suite import GRADUAL_RATIOS, LEAN, SWEEP_RATIOS, Suite, finished_seeds, sweep_methods
-from cacheblend.evaluation.suite_figures import BARS, at_equal_compute, figures
+from cacheblend.evaluation.suite import HOP_RATIOS, SWEEP_RATIOS, Suite, finished_seeds, lean_selector, sweep_methods
+from cacheblend.evaluation.suite_figures import ACROSS, BARS, at_equal_compute, figures
 from cacheblend.nano.scenes import CATEGORIES
 
 METHODS = ("full", "reuse", "blend", "blend lean", "random rows")
-COMPUTE = {"full": 1.0, "reuse": 0.02, "blend": 0.24, "blend lean": 0.16, "random rows": 0.242}
+COMPUTE = {"full": 1.0, "reuse": 0.02, "blend": 0.16, "blend lean": 0.11, "random rows": 0.162}
 PER_CATEGORY = 10
 HELD = {"holds": True, "rows": 800}
 
 
 def make_rows(wrong: dict[tuple[str, str], int] | None = None, without: tuple[str, ...] = ()) -> list[RowResult]:
     """All right but the first so many of (method, category); no cell of the categories in `without`."""
-    plain = {("reuse", "cross"): 8, ("random rows", "cross"): 7}
+    plain = {("reuse", "cross"): 8} | {("random rows", category): 7 for category in ACROSS}
     wrong = plain | (wrong or {})
     rows = []
     for category in CATEGORIES:
@@ -39,17 +39,17 @@ def make_rows(wrong: dict[tuple[str, str], int] | None = None, without: tuple[st
 def test_every_bar_has_a_figure_and_holds_where_all_is_well() -> None:
     found = figures(make_rows(), HELD)
     assert set(found["bars"]) == set(BARS)
-    assert set(found["figures"]) == {*BARS, "random_compute", "blend_loss_with_chain2"}
+    assert set(found["figures"]) == {*BARS, "random_compute"}
     assert all(bar["ok"] is True for bar in found["bars"].values())
     assert found["figures"]["full_min"] == 100
     assert found["figures"]["reuse_cross_loss"] == 80
     assert found["figures"]["blend_over_random"] == 70
-    assert found["figures"]["random_compute"] == pytest.approx(24.2)
+    assert found["figures"]["random_compute"] == pytest.approx(16.2)
     assert found["figures"]["gate_holds"] is True
     assert found["bars"]["gate_holds"]["n"] == 800
     assert found["bars"]["blend_compute"] == {
-        "value": pytest.approx(24), "bar": 25, "at": "most", "ok": True,
-        "low": pytest.approx(24), "high": pytest.approx(24), "n": 80,
+        "value": pytest.approx(16), "bar": 17, "at": "most", "ok": True,
+        "low": pytest.approx(16), "high": pytest.approx(16), "n": 100,
     }  # fmt: skip
 
 
@@ -59,11 +59,13 @@ def test_a_worst_figure_carries_its_category_and_that_one_s_interval() -> None:
     assert 0 <= bar["low"] < 20 < bar["high"] <= 60
 
 
-def test_chain2_is_reported_and_held_to_nothing() -> None:
-    found = figures(make_rows({("blend", "chain2"): 4}), HELD)
-    for key, rows in (("blend_worst_loss", PER_CATEGORY), ("blend_loss", 70)):
-        assert (found["bars"][key]["value"], found["bars"][key]["ok"], found["bars"][key]["n"]) == (0, True, rows)
-    assert found["figures"]["blend_loss_with_chain2"] == 5
+@pytest.mark.parametrize("category", ["chain2", "chain3", "list"])
+def test_no_category_is_spared(category: str) -> None:
+    found = figures(make_rows({("blend", category): 4, ("blend lean", category): 4}), HELD)["bars"]
+    assert (found["blend_worst_loss"]["value"], found["blend_worst_loss"]["category"]) == (40, category)
+    for key in ("blend_worst_loss", "blend_loss", "lean_loss"):
+        assert found[key]["ok"] is False
+    assert found["lean_loss"]["value"] == 4
 
 
 def test_intervals_of_differences_are_paired() -> None:
@@ -76,8 +78,8 @@ def test_a_category_without_a_cell_makes_its_figures_none_and_no_other() -> None
     found = figures(make_rows(without=("chain",)), HELD)
     unknown = {key for key, value in found["figures"].items() if value is None}
     assert unknown == {
-        "full_hard_chain_min", "blend_compute", "blend_loss", "blend_loss_with_chain2", "blend_worst_loss",
-        "random_compute", "lean_compute",
+        "full_hard_chain_min", "blend_compute", "blend_loss", "blend_worst_loss", "blend_over_random",
+        "random_compute", "lean_compute", "lean_loss",
     }  # fmt: skip
     assert all(found["bars"][key]["ok"] is None and found["bars"][key]["reason"] for key in unknown & set(BARS))
 
@@ -123,12 +125,25 @@ def test_the_sweep_has_every_selector_at_real_ratios() -> None:
     for label in labels:
         by_family.setdefault(label.family, []).append(label.ratio)
     four = list(SWEEP_RATIOS)
-    for family in ("hkvd @1", "hkvd @2", "hybrid @2", "hybrid @4", "head", "random"):
+    for family in (
+        "hkvd gradual",
+        "hkvd @1",
+        "hkvd @2",
+        "hkvd:measure=v @1",
+        "hybrid @2",
+        "hybrid @4",
+        "head",
+        "random",
+    ):
         assert by_family[family] == four
-    assert by_family["hkvd @1,2,3,4"] == [ratios[-1] for ratios in GRADUAL_RATIOS]
+    with_hops = [family for family in by_family if "hops=1" in family]
+    assert len(with_hops) == 6 and all(by_family[family] == list(HOP_RATIOS) for family in with_hops)
     assert set(by_family["query"]) > set(four)
     assert len({label.name for label in labels}) == len(labels)
-    assert LEAN in [getattr(method, "selector", None) for method in sweep_methods()]
+
+
+def test_the_lean_profile_that_ships_is_a_blend_of_the_question() -> None:
+    assert lean_selector().question_rows > 0
 
 
 def test_parts_are_sized_by_the_rows_of_a_category() -> None:

@@ -1,4 +1,7 @@
-"""A request's blocks read from a folder by layer, as the loader reads them, against one plain read of as many bytes.
+"""A request's blocks read from a folder by layer, as the loader reads them, against plain reads of as many bytes.
+
+A plain read puts every MiB into the same memory, where the next one replaces it. A *kept* read is the least that a
+store can do: records one by one, each into memory of its own, and its checksum.
 
 warm     everything in the page cache
 cold     nothing in it
@@ -24,6 +27,7 @@ from cacheblend.core.load.staging import StagingMemory, memory_of
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store import DiskStore, KVStore
+from cacheblend.store.format.checksum import digest
 
 WAYS = ("warm", "cold", "direct")
 BLOCK = 256
@@ -61,10 +65,13 @@ def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> di
             reader = DiskStore(path / "store", max_bytes=None, direct=is_direct)
             stack.enter_context(reader)
             reader.find(names)
-            seconds: dict[str, list[float]] = {"by_layer": [], "plain": []}
+            seconds: dict[str, list[float]] = {"by_layer": [], "plain": [], "kept": []}
             arms: dict[str, Callable[[], float]] = {
                 "by_layer": partial(read_by_layer, reader, names, layout),
                 "plain": partial(_read_plain, plain, direct=is_direct),
+                "kept": partial(
+                    _read_kept, plain, layout.block_bytes(BLOCK) // len(layout.layers), nbytes, direct=is_direct
+                ),
             }
             for run in range(runs + 1):
                 for name, read in arms.items():
@@ -74,7 +81,9 @@ def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> di
                     if run:
                         seconds[name].append(taken)
             rates = {name: nbytes / statistics.median(taken) for name, taken in seconds.items()}
-            result[way] = {"seconds": seconds, "bytes_per_s": rates, "share": rates["by_layer"] / rates["plain"]}
+            of_kept = rates["by_layer"] / rates["kept"]
+            share = rates["by_layer"] / rates["plain"]
+            result[way] = {"seconds": seconds, "bytes_per_s": rates, "share": share, "of_kept": of_kept}
         return result
 
 
@@ -146,6 +155,24 @@ def _read_plain(path: Path, *, direct: bool) -> float:
         return time.perf_counter() - started
     finally:
         os.close(fd)
+        memory.close()
+
+
+def _read_kept(path: Path, record: int, nbytes: int, *, direct: bool) -> float:
+    """Seconds of reading records behind each other into one memory, each with its checksum."""
+    memory = mmap.mmap(-1, nbytes)
+    view = memoryview(memory)
+    view[::4096] = bytes(len(view[::4096]))  # has its pages, as staging memory that is used again does
+    fd = os.open(path, os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0))
+    try:
+        started = time.perf_counter()
+        for offset in range(0, nbytes, record):
+            os.preadv(fd, [view[offset : offset + record]], offset)
+            digest(view[offset : offset + record])
+        return time.perf_counter() - started
+    finally:
+        os.close(fd)
+        view.release()
         memory.close()
 
 

@@ -87,6 +87,7 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
     result["disk"] = disk_reading.measure(layout, tokens, settings.folder, settings.prompt.runs)
     for way, figure in zip(disk_reading.WAYS, DISK_FIGURES, strict=True):
         figures[figure] = result["disk"][way] and result["disk"][way]["share"]
+        figures[f"{way}_of_kept"] = result["disk"][way] and result["disk"][way]["of_kept"]
     if settings.redis is not None:
         advance("Redis")
         result["redis"] = _redis(layout, tokens, settings.redis, settings.prompt.runs)
@@ -212,6 +213,7 @@ def table(result: dict[str, Any]) -> str:
             lines.append(
                 f"{name}: {rates['by_layer'] / 1e9:.2f} GB/s by layer, {rates['plain'] / 1e9:.2f} GB/s plain "
                 f"({100 * part['share']:.0f} %)"
+                + (f", {rates['kept'] / 1e9:.2f} GB/s kept and checked" if "kept" in rates else "")
             )
     lines.append("bytes over bf16: " + ", ".join(f"{k} {v:.3f}" for k, v in result["codec_bytes"].items()))
     return "\n".join(lines)

@@ -25,7 +25,9 @@ from cacheblend.bench.stamp import stamp
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.profile import quality_settings
 from cacheblend.core.report import BlendReport
+from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import NoRows, check_ratio
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
@@ -48,7 +50,9 @@ class TtftSettings:
         model: a model folder; or `shape`: random weights of a known shape.
         data: real passages (JSON as the CacheBlend authors' inputs, JSON lines, or text); None: random tokens.
         chunks, chunk_tokens, question_tokens, plain_tokens: the prompt.
-        ratios: each is measured as its own blend arm.
+        selection: how the blend arms select rows.
+        ratios: each is measured as its own blend arm; that of `selection` with its own check layers' ratios.
+        profile: name under which the first blend arm's gain is among the figures.
         arms: of `ARMS`; ``miss`` is blend with nothing stored.
         stores: ``memory``, ``disk`` (without memory in front); arms that load run on each.
         runs: measured rounds, after one warm-up.
@@ -64,7 +68,9 @@ class TtftSettings:
     chunk_tokens: int = 512
     question_tokens: int = 32
     plain_tokens: int = 32
+    selection: Selection = field(default_factory=Selection)
     ratios: tuple[float, ...] = (0.15,)
+    profile: str | None = None
     arms: tuple[str, ...] = ("full", "prefix", "reuse", "blend")
     stores: tuple[str, ...] = ("memory",)
     runs: int = 5
@@ -119,6 +125,8 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
             arms = _measure(point, model, tokenizer, on_progress)
             points.append((point, [summary(arm, arms) for arm in arms]))
         result: dict[str, Any] = {
+            "figures": _figures(settings, points[0][1]),
+            "selection": quality_settings(settings.selection),
             "arms": points[0][1],
             "model": name,
             "prompt": _prompt_facts(points[0][0]),
@@ -131,6 +139,15 @@ def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str
             }
             result["arms"] = [arm for _, summary in points for arm in summary]
     return result
+
+
+def _figures(settings: TtftSettings, arms: list[dict[str, Any]]) -> dict[str, Any]:
+    """The gain of each blend from the first store, by its ratio; the first of them also by the profile's name."""
+    blends = [arm for arm in arms if arm["arm"] == "blend" and arm["store"] == settings.stores[0]]
+    found = {f"blend_{arm['ratio']:g}_speedup": arm["speedup_vs_full"] for arm in blends}
+    if settings.profile and blends:
+        found[f"{settings.profile}_speedup"] = blends[0]["speedup_vs_full"]
+    return found
 
 
 def _points(settings: TtftSettings) -> list[TtftSettings]:
@@ -223,18 +240,25 @@ def _arms(settings: TtftSettings, engines: dict[str, BlendEngine], empty: BlendE
             arms.append(Arm(name, partial(fused, empty, selector=empty.config.make_selector())))
         else:
             for store, engine in engines.items():
-                arms += _cached_arms(name, store, engine, settings.ratios)
+                arms += _cached_arms(name, store, engine, settings)
     return arms
 
 
-def _cached_arms(name: str, store: str, engine: BlendEngine, ratios: tuple[float, ...]) -> list[Arm]:
+def _cached_arms(name: str, store: str, engine: BlendEngine, settings: TtftSettings) -> list[Arm]:
     if name == "prefix":
         return [Arm(name, partial(prefix_caching, engine), store=store)]
     if name == "reuse":
         return [Arm(name, partial(fused, engine, selector=NoRows()), ratio=0.0, store=store)]
+    selection = settings.selection
+    own = selection.final_ratio
     return [
-        Arm(name, partial(fused, engine, selector=engine.config.make_selector(ratio)), ratio=ratio, store=store)
-        for ratio in ratios
+        Arm(
+            name,
+            partial(fused, engine, selector=selection.make_selector(None if ratio == own else ratio)),
+            ratio=ratio,
+            store=store,
+        )
+        for ratio in settings.ratios
     ]
 
 

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cacheblend.cli.evaluate_output import progress_bars, say
-from cacheblend.cli.options import BLENDING, OUTPUT, AsJson
+from cacheblend.cli.options import OUTPUT, AsJson
 from cacheblend.cli.output import INSTALL_PLOT, console, picture_file, print_json, seconds_text, visible
+from cacheblend.cli.selection_options import BLENDING
 
-HKVD = "Share of loaded tokens that the blend by HKVD recomputes."
+HKVD = "Share of loaded tokens that the blends by HKVD recompute."
 ASKED, SEED = "Questions of each category.", "Seed of passages, orders and questions."
 DRAWN = "File of the picture: .png, .svg or .pdf."
 KEPT = "Keep model, passages, questions and store in this new folder."
@@ -159,8 +160,8 @@ def _table(result: dict[str, Any]) -> Table:
 
     table, methods = Table("", "", **TABLE), result["methods"]
     for method in methods:
-        style, heading = "bold green" if method["kind"] == "blend" else "", method["kind"].replace("hkvd", "HKVD")
-        table.add_column(heading, justify="right", no_wrap=True, style=style, header_style=style)
+        style = "bold green" if method["kind"] == "blend" else ""
+        table.add_column(method["kind"], justify="right", no_wrap=True, style=style, header_style=style)
     for category, (meaning, _) in CATEGORIES.items():
         answers = [method["right"][category] for method in methods]
         cells = [Text(f"{sum(each)}/{len(each)}", "red" if 2 * sum(each) <= len(each) else "") for each in answers]
@@ -178,6 +179,7 @@ def _table(result: dict[str, Any]) -> Table:
     settings = describe({name: value for name, value in result["settings"].items() if name != "source"})
     table.caption = (
         f"prefix: in another order no stored prefix matches.\nblend: the model's own settings ({settings}).\n"
-        f"HKVD: the paper's selector, at{methods[-1]['title'].removeprefix('blend, HKVD')}, check layer 1."
+        f"gradual: {methods[-2]['title']}, as the paper describes it.\n"
+        f"one check: {methods[-1]['title']}, of values at layer 1, as in the authors' code."
     )
     return table

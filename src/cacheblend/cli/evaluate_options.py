@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheblend.cli.options import MODEL_OPTION, OUTPUT, PROMPT, Ratios
+from cacheblend.cli.options import MODEL_OPTION, OUTPUT, PROMPT
 from cacheblend.cli.prompt_options import Methods
+from cacheblend.cli.selection_options import Ratios
 from cacheblend.cli.values import names, numbers
 
 METHODS, SCORES = "Methods", "Scores"
@@ -101,7 +102,8 @@ class MethodOptions:
         list[str] | None,
         typer.Option(
             "--check-layers",
-            help="Check layers of blend: 1, or 1,2,3 for gradual filtering; several times. Default: 1.",
+            help="Check layers of blend: 1, or 1,2,3 with as many ratios; several times. Default: the selector's own, "
+            "which are 1 to 4 with falling ratios for hkvd (gradual filtering) and 1 for hybrid.",
             rich_help_panel=METHODS,
             show_default=False,
         ),
@@ -117,5 +119,5 @@ class MethodOptions:
             "names": names(self.methods) if self.methods else ("full", "prefix", "reuse", "blend"),
             "selectors": tuple(self.selector or ("hkvd",)),
             "ratios": [numbers("--ratio", text, float) for text in self.ratio or ("0.15",)],
-            "check_layers": [numbers("--check-layers", text, int) for text in self.check_layers or ("1",)],
+            "check_layers": [numbers("--check-layers", text, int) for text in self.check_layers or ()] or [None],
         }

@@ -15,12 +15,12 @@ from cacheblend.cli.options import (
     ChunkOptions,
     DeviceOptions,
     ModelOptions,
-    SelectionOptions,
     StoreOptions,
     check_settings,
 )
 from cacheblend.cli.output import INSTALL_PLOT, console, print_json, progress
 from cacheblend.cli.prompt_options import PromptOptions
+from cacheblend.cli.selection_options import SelectionOptions
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf import BlendEngine

@@ -5,16 +5,16 @@ Defaults are `BlendConfig`'s; they are written out here because importing it tak
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend.cli.values import numbers
+from cacheblend.cli.selection_options import BLENDING, SelectionOptions
 
 if TYPE_CHECKING:
     from cacheblend.core.config import BlendConfig
 
-MODEL, BLENDING, PROMPT, OUTPUT = "Model", "Blending", "Prompt", "Output"
+MODEL, PROMPT, OUTPUT = "Model", "Prompt", "Output"
 MOST_TOKENS = 1 << 24
 """Upper bound of options that count tokens: far above any model's context, and small enough to allocate."""
 MOST_SEED = (1 << 63) - 1
@@ -69,18 +69,6 @@ CostModelFile = Annotated[
         "--cost-model",
         help="Cost model of `calibrate`: load only what is faster loaded than computed.",
         rich_help_panel=BLENDING,
-    ),
-]
-Ratios = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ratio",
-        "-r",
-        help="Share of the loaded tokens to recompute, 0..1; falling ones with commas for several --check-layers. "
-        "Default: the model's profile, or 0.15. Commands that compare settings take it several times, and 0.15 by "
-        "default.",
-        rich_help_panel=BLENDING,
-        show_default=False,
     ),
 ]
 OneRatio = Annotated[
@@ -182,125 +170,6 @@ class ChunkOptions:
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig`."""
         return {"anchor": self.anchor, "block_size": self.block_size, "codec": self.codec, "salt": self.salt}
-
-
-@dataclass(frozen=True)
-class SelectionOptions:
-    """Which loaded rows are recomputed. What is not given is taken from the model's profile, or `BlendConfig`."""
-
-    ratio: Ratios = None
-    selector: Annotated[
-        str | None,
-        typer.Option(
-            "--selector",
-            help="hkvd: rows whose KV deviates most; query: sentences that the question attends to; hybrid: both; "
-            "or threshold, head, random, none, all. Default: the model's profile, or hkvd.",
-            rich_help_panel=BLENDING,
-            show_default=False,
-        ),
-    ] = None
-    check_layers: Annotated[
-        str | None,
-        typer.Option(
-            "--check-layers",
-            help="Layers before which deviation is measured: 1, or 1,2,3 for gradual filtering. Default: the model's "
-            "profile, or 1.",
-            rich_help_panel=BLENDING,
-            show_default=False,
-        ),
-    ] = None
-    measure: Annotated[
-        Literal["kv", "k", "v"] | None,
-        typer.Option(
-            "--measure",
-            help="Deviation over keys and values, or one of them. Default: the model's profile, or kv.",
-            rich_help_panel=BLENDING,
-            show_default=False,
-        ),
-    ] = None
-    threshold: Annotated[
-        float | None,
-        typer.Option("--threshold", min=0, help="Bound of --selector threshold.", rich_help_panel=BLENDING),
-    ] = None
-    hops: Annotated[
-        int | None,
-        typer.Option(
-            "--hops",
-            min=0,
-            max=4,
-            help="How often --selector query or hybrid asks the best sentences that it has found in turn. Default: the "
-            "model's profile, or 0.",
-            rich_help_panel=BLENDING,
-            show_default=False,
-        ),
-    ] = None
-    hop_spans: Annotated[
-        int | None,
-        typer.Option(
-            "--hop-spans",
-            min=1,
-            max=8,
-            help="Most sentences that a hop asks. Default: the model's profile, or 2.",
-            rich_help_panel=BLENDING,
-            show_default=False,
-        ),
-    ] = None
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            "--profile",
-            help="The model's profile, where it is not blend-profile.json in its folder.",
-            rich_help_panel=BLENDING,
-            show_default=False,
-        ),
-    ] = None
-
-    def settings(self) -> dict[str, Any]:
-        """Fields of `BlendConfig` that the user set; the others are left to the model's profile.
-
-        Raises:
-            InvalidInputError: ratios and check layers do not fit each other, or are no numbers; or a threshold or hops
-                are given for another selector.
-        """
-        self._check_effect("--threshold", self.threshold, "threshold")
-        self._check_effect("--hops", self.hops, "query", "hybrid")
-        self._check_effect("--hop-spans", self.hop_spans, "query", "hybrid")
-        given = ("selector", "measure", "threshold", "hops", "hop_spans")
-        settings = {name: value for name in given if (value := getattr(self, name)) is not None}
-        if self.ratio or self.check_layers:
-            ratios, layers = self._levels()
-            settings |= {"recompute_ratio": ratios[-1], "check_layers": layers}
-            settings |= {"ratios": ratios} if len(ratios) > 1 else {}
-        return settings
-
-    def _check_effect(self, option: str, value: float | None, *selectors: str) -> None:
-        from cacheblend.core.errors import InvalidInputError
-
-        if value is not None and self.selector not in selectors:
-            raise InvalidInputError(
-                f"{option} {value:g} has no effect without --selector {' or '.join(selectors)}; add it, or leave "
-                f"{option} out"
-            )
-
-    def _levels(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """Ratios and check layers: one ratio for all layers, or one for each (gradual filtering)."""
-        from cacheblend.core.errors import InvalidInputError
-
-        given, selector = self.ratio or ["0.15"], self.selector or "hkvd"
-        if len(given) > 1:
-            raise InvalidInputError(
-                f"--ratio is given {len(given)} times, this command takes one; several check layers' ratios are "
-                f"written with commas: --ratio {','.join(given)}"
-            )
-        ratios = numbers("--ratio", given[0], float)
-        layers = numbers("--check-layers", self.check_layers or "1", int)
-        if len(ratios) > 1 and selector not in ("hkvd", "hybrid"):
-            raise InvalidInputError(f"--ratio {given[0]}: only hkvd and hybrid take several; {selector} takes one")
-        if len(ratios) > 1 and len(ratios) != len(layers):
-            raise InvalidInputError(
-                f"--ratio {given[0]}: {len(ratios)} ratios need as many --check-layers, got {len(layers)}"
-            )
-        return ratios, layers
 
 
 @dataclass(frozen=True)

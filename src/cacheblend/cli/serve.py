@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend.cli.options import (
-    BLENDING,
     IN_MEMORY,
     MOST_TOKENS,
     BlendOptions,
@@ -21,6 +20,7 @@ from cacheblend.cli.options import (
     StoreOptions,
 )
 from cacheblend.cli.output import console
+from cacheblend.cli.selection_options import BLENDING
 
 if TYPE_CHECKING:
     from cacheblend.core.errors import InvalidInputError

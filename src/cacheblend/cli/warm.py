@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend.cli.options import (
-    BLENDING,
     MOST_TOKENS,
     PROMPT,
     AsJson,
@@ -18,6 +17,7 @@ from cacheblend.cli.options import (
 )
 from cacheblend.cli.output import console, print_json, progress, seconds_text, size_text
 from cacheblend.cli.prompt_options import LayoutOptions, Limit
+from cacheblend.cli.selection_options import BLENDING
 
 if TYPE_CHECKING:
     from cacheblend.data import Text

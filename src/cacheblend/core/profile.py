@@ -14,7 +14,8 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selection import Selection, selection_fields
 
-FORMAT = 1
+FORMAT = 2
+_FIRST_FORMAT = 1  # hkvd without check layers had one check, at layer 1
 _LARGEST = 1e300  # number in a file; larger whole numbers cannot be floats
 
 
@@ -126,13 +127,16 @@ class Profile:
                 and field.
         """
         top = _fields(data, where, "", {"format", "fingerprint", "blend", "settings", "measured"})
-        if top["format"] != FORMAT:
+        if top["format"] not in (_FIRST_FORMAT, FORMAT):
             raise InvalidInputError(
-                f"{where}, field 'format': this version reads profiles of format {FORMAT}, not {top['format']!r}"
+                f"{where}, field 'format': this version reads profiles of formats {_FIRST_FORMAT} and {FORMAT}, not "
+                f"{top['format']!r}"
             )
         if not isinstance(top["fingerprint"], str) or not top["fingerprint"]:
             raise _wrong(where, "fingerprint", "a text", top["fingerprint"])
         settings = _settings(top["settings"], where)
+        if top["format"] == _FIRST_FORMAT and settings.get("selector", "hkvd") == "hkvd":
+            settings.setdefault("check_layers", (1,))
         measured = _measurement(top["measured"], where)
         try:
             profile = Profile(top["fingerprint"], settings, measured)

@@ -72,7 +72,7 @@ def controller_of(cost_model: CostModel, config: BlendConfig, layout: KVLayout) 
 
 def make_controller(cost_model: CostModel, config: BlendConfig, layers: int, bytes_per_token: float) -> Controller:
     """The same, by the model's layers and the bytes of a stored token over all of them."""
-    selector = config.make_selector()
+    selector = config.make_selector().of_model(layers)
     early = selector.at_start or not selector.check_layers
     return Controller(
         cost_model,

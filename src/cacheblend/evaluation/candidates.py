@@ -6,14 +6,12 @@ from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selection import Selection
+from cacheblend.core.select.selector_choice import Ratios, SelectorChoice
 from cacheblend.core.select.selectors import Selector, check_ratio
-from cacheblend.evaluation.choices import SelectorChoice
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 SELECTORS = ("hkvd", "gradual", "query", "hybrid")
 HKVD_CHECKS = (1, 2)
-GRADUAL_CHECKS = (1, 2, 3)
-GRADUAL_FACTORS = (3, 2, 1)  # multiples of the final ratio
 WITHOUT_RATIO = {"all": 1.0, "none": 0.0}
 
 
@@ -39,7 +37,7 @@ def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = (
 
     Args:
         layers: number of layers of the model; candidates with check layers beyond it are left out.
-        selectors: selector names of `Selection`, and ``gradual`` (hkvd with decreasing ratios), optionally with
+        selectors: selector names of `Selection`, and ``gradual`` (hkvd without check layers), optionally with
             further settings (see `SelectorChoice`); empty: `SELECTORS`.
         ratios: shares of loaded tokens to recompute; empty: `RATIOS`.
 
@@ -60,10 +58,11 @@ def expected_compute(candidate: Candidate, layers: int) -> float:
     config = Selection(**candidate.settings)
     if config.selector in WITHOUT_RATIO:
         return WITHOUT_RATIO[config.selector]
-    checks = config.make_selector().check_layers
+    selector = config.make_selector().of_model(layers)
+    checks = selector.check_layers
     if not checks:
         return config.recompute_ratio
-    shares = config.ratios or (config.recompute_ratio,) * len(checks)
+    shares: Ratios = getattr(selector, "ratios", (config.recompute_ratio,) * len(checks))
     ends = (*checks[1:], layers)
     active = sum(share * (end - start) for share, start, end in zip(shares, checks, ends, strict=False))
     return (checks[0] + active) / layers
@@ -82,9 +81,9 @@ def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[
                 for ratio in ratios:
                     yield _candidate(f"{name} r={ratio:g}", base | _at(ratio) | {"check_layers": (check,)})
     elif base["selector"] == "gradual":
-        if GRADUAL_CHECKS[-1] < layers:
+        if layers > 1:
             for ratio in ratios:
-                yield _candidate(f"{choice.text} r={ratio:g}", base | _gradual(ratio))
+                yield _candidate(f"{choice.text} r={ratio:g}", base | _at(ratio) | {"selector": "hkvd"})
     else:
         for ratio in ratios:
             yield _candidate(f"{choice.text} r={ratio:g}", base | _at(ratio))
@@ -102,8 +101,3 @@ def _candidate(name: str, settings: dict[str, Any]) -> Candidate:
 
 def _at(ratio: float) -> dict[str, Any]:
     return {"recompute_ratio": ratio}
-
-
-def _gradual(ratio: float) -> dict[str, Any]:
-    ratios = tuple(min(1.0, round(factor * ratio, 6)) for factor in GRADUAL_FACTORS)
-    return {"selector": "hkvd", "recompute_ratio": ratio, "check_layers": GRADUAL_CHECKS, "ratios": ratios}

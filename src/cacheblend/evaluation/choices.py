@@ -1,72 +1,16 @@
 """Makes methods from names, selectors, ratios and check layers: each combination once."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.selection import Selection
-from cacheblend.core.select.selectors import NoRows, Selector
+from cacheblend.core.select.selector_choice import Ratios, SelectorChoice
+from cacheblend.core.select.selectors import Gradual, NoRows, Selector
 from cacheblend.evaluation.methods import FullRecompute, Fused, Label, MapReduce, MapRerank, Method, PrefixCaching
 
 METHODS = ("full", "prefix", "reuse", "blend", "map-reduce", "map-rerank")
 PROFILE = "profile"
-Ratios = tuple[float, ...]
-"""One ratio, or decreasing ones, one for each check layer."""
-
-_SEPARATE_OPTIONS = ("selector", "recompute_ratio", "ratios", "check_layers")
-
-
-@dataclass(frozen=True)
-class SelectorChoice:
-    """A selector as requested: ``hkvd``, or with settings of `Selection`, ``hkvd:measure=v``.
-
-    Attributes:
-        text: as given by the user.
-        settings: fields for `Selection`.
-    """
-
-    text: str
-    settings: tuple[tuple[str, Any], ...]
-
-    @staticmethod
-    def parse(text: str) -> "SelectorChoice":
-        """``name`` or ``name:setting=value,setting=value``.
-
-        Raises:
-            InvalidInputError: an unknown setting, or a setting without a value.
-        """
-        name, _, rest = text.partition(":")
-        known = [field.name for field in fields(Selection) if field.name not in _SEPARATE_OPTIONS]
-        settings: dict[str, Any] = {"selector": name.strip()}
-        for part in filter(None, (part.strip() for part in rest.split(","))):
-            key, equals, value = part.partition("=")
-            if equals and key not in known:
-                raise InvalidInputError(
-                    f"selector {text!r}: there is no setting {key!r} here; settings are {', '.join(known)}"
-                )
-            if not equals:
-                raise InvalidInputError(
-                    f"selector {text!r}: {part!r} is not of the form setting=value; settings are {', '.join(known)}"
-                )
-            settings[key] = _value(value)
-        return SelectorChoice(text.strip(), tuple(settings.items()))
-
-    def selector(self, ratios: Ratios, check_layers: tuple[int, ...]) -> Selector:
-        """The selector with these settings.
-
-        Raises:
-            InvalidInputError: an unknown selector, or a value outside its range.
-        """
-        settings = dict(self.settings) | {"recompute_ratio": ratios[-1], "check_layers": check_layers}
-        if len(ratios) > 1:
-            settings["ratios"] = ratios
-        try:
-            return Selection(**settings).make_selector()
-        except TypeError as error:
-            raise InvalidInputError(f"selector {self.text!r}: a setting has the wrong type: {error}") from error
 
 
 def make_methods(
@@ -74,7 +18,7 @@ def make_methods(
     *,
     selectors: Sequence[str] = ("hkvd",),
     ratios: Sequence[Ratios | float] = (0.15,),
-    check_layers: Sequence[Sequence[int]] = ((1,),),
+    check_layers: Sequence[Sequence[int] | None] = (None,),
     profile: BlendConfig | None = None,
 ) -> list[Method]:
     """Makes the named methods; ``blend`` makes one for each combination of selectors, ratios and check layers.
@@ -86,7 +30,7 @@ def make_methods(
         names: of `METHODS`.
         selectors: see `SelectorChoice`; ``profile`` blends with `profile` and ignores ratios and check layers.
         ratios: each is one ratio, or decreasing ones.
-        check_layers: each is one list of check layers.
+        check_layers: each is one list of check layers, or None for the selector's own: hkvd then filters gradually.
         profile: the model's own settings (`BlendEngine.settings`).
 
     Raises:
@@ -116,20 +60,21 @@ def _tuples(ratios: Sequence[Ratios | float]) -> list[Ratios]:
 def _blends(
     selectors: Sequence[str],
     ratios: list[Ratios],
-    check_layers: Sequence[Sequence[int]],
+    check_layers: Sequence[Sequence[int] | None],
     profile: BlendConfig | None,
 ) -> list[Method]:
+    checks = list(dict.fromkeys(None if layers is None else tuple(layers) for layers in check_layers))
     for decreasing in ratios:
-        if len(decreasing) > 1 and not any(len(layers) == len(decreasing) for layers in check_layers):
+        if len(decreasing) > 1 and not any(layers and len(layers) == len(decreasing) for layers in checks):
             raise InvalidInputError(
-                f"{len(decreasing)} decreasing ratios {decreasing} need as many check layers, got {list(check_layers)}"
+                f"{len(decreasing)} decreasing ratios {decreasing} need as many check layers, got {checks}"
             )
     seen: list[Selector] = []
     methods: list[Method] = [] if PROFILE not in selectors else [_of_profile(profile)]
     for choice in (SelectorChoice.parse(text) for text in dict.fromkeys(selectors) if text != PROFILE):
-        for layers in dict.fromkeys(map(tuple, check_layers)):
+        for layers in checks:
             for decreasing in ratios:
-                if len(decreasing) not in (1, len(layers)):
+                if len(decreasing) not in (1, len(layers or (1,))):
                     continue
                 selector = choice.selector(decreasing, layers)
                 if selector not in seen:
@@ -147,17 +92,12 @@ def _of_profile(profile: BlendConfig | None) -> Method:
     return Fused(Label(f"blend {PROFILE}", "blend", PROFILE, PROFILE, ratio, selector.check_layers), selector)
 
 
-def _label(choice: SelectorChoice, decreasing: Ratios, layers: tuple[int, ...], selector: Selector) -> Label:
+def _label(choice: SelectorChoice, decreasing: Ratios, layers: tuple[int, ...] | None, selector: Selector) -> Label:
     # A selector that is the same at r = 0 and r = 1 has no ratio.
     has_ratio = choice.selector((0.0,), layers) != choice.selector((1.0,), layers)
     at = " @" + ",".join(map(str, selector.check_layers)) if selector.check_layers else ""
+    if isinstance(selector, Gradual):
+        at = " gradual"  # where it checks depends on the model
     family = f"{choice.text}{at}"
     name = f"blend {family}" + (" r=" + ",".join(f"{r:g}" for r in decreasing) if has_ratio else "")
     return Label(name, "blend", family, choice.text, decreasing[-1] if has_ratio else None, selector.check_layers)
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -10,7 +10,7 @@ from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.selectors import NoRows
+from cacheblend.core.select.selectors import Gradual, Hkvd, NoRows
 from cacheblend.data import QuestionRow, Text
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.live_check import LiveCheck
@@ -110,7 +110,7 @@ def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, pro
     Args:
         engine: engine with the shipped model; it must not capture missed chunks.
         rows: see `draw_demo`.
-        ratio: recompute ratio of the blend by HKVD.
+        ratio: recompute ratio of the blends by HKVD.
         progress: see `evaluate`.
 
     Returns:
@@ -137,14 +137,16 @@ def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, pro
 
 
 def demo_methods(profile: BlendConfig, ratio: float) -> list[Method]:
-    """Full recompute, prefix caching, full reuse, blend with the model's settings (unless those are HKVD's), HKVD."""
-    own, hkvd = profile.make_selector(), BlendConfig(recompute_ratio=ratio).make_selector()
+    """Full recompute, prefix caching, full reuse, blends: with the model's settings (unless those are one of the
+    others), by HKVD as the paper describes it, by HKVD as in the authors' code."""
+    own, gradual, one_check = profile.make_selector(), Gradual(ratio), Hkvd((1,), (ratio,), "v")
     return [
         FullRecompute(Label("full recompute", "full", "full")),
         PrefixCaching(Label("prefix caching", "prefix", "prefix")),
         Fused(Label("full reuse", "reuse", "reuse"), NoRows()),
-        *([Fused(Label("blend", "blend", "blend"), own)] if own != hkvd else []),
-        Fused(Label(f"blend, HKVD r = {ratio:g}", "blend", "hkvd", "hkvd", ratio, hkvd.check_layers), hkvd),
+        *([Fused(Label("blend", "blend", "blend"), own)] if own not in (gradual, one_check) else []),
+        Fused(Label(f"HKVD, gradual, r = {ratio:g}", "blend", "gradual", "hkvd", ratio, gradual.check_layers), gradual),
+        Fused(Label(f"HKVD, one check, r = {ratio:g}", "blend", "one check", "hkvd", ratio, (1,)), one_check),
     ]
 
 
@@ -180,6 +182,6 @@ def by_difference(evaluation: dict[str, Any]) -> list[int]:
 
     def rank(row: dict[str, Any]) -> tuple[bool, bool, int]:
         right = {family: cell["scores"]["em"] == 1 for family, cell in zip(families, row["cells"], strict=True)}
-        return right["reuse"] or not right["full"], not (right["hkvd"] and right.get("blend", True)), row["number"]
+        return right["reuse"] or not right["full"], not (right["gradual"] and right.get("blend", True)), row["number"]
 
     return [row["number"] for row in sorted(evaluation["cells"], key=rank)]

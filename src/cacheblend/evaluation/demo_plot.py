@@ -8,7 +8,8 @@ from cacheblend.evaluation.demo import CATEGORIES
 from cacheblend.evaluation.inspection.figure_style import STYLE, new_figure
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
-COLOURS = {"full": "#3b3b3b", "prefix": "#8c8c8c", "reuse": "#d55e00", "blend": "#0072b2", "hkvd": "#56b4e9"}
+COLOURS = {"full": "#3b3b3b", "prefix": "#8c8c8c", "reuse": "#d55e00", "blend": "#0072b2"}
+COLOURS |= {"gradual": "#56b4e9", "one check": "#009e73"}
 WRONG, QUIET = "#bdbdbd", "#666666"
 ACROSS, NOTE = ("cross", "cross-hard", "chain", "comparison"), "the answer needs another passage"
 DOTS_PER_LINE = 4

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.question_selectors import Hybrid
-from cacheblend.core.select.selectors import RandomRows, Selector
+from cacheblend.core.select.selectors import Gradual, Hkvd, RandomRows, Selector
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.settings import read_profile
 from cacheblend.evaluation.choices import make_methods
 from cacheblend.evaluation.methods import Fused, Label, Method
 from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
 from cacheblend.evaluation.run_config import Settings
 from cacheblend.evaluation.runner import Evaluation, Progress, evaluate
+from cacheblend.nano import LEAN_PROFILE_NAME, model_path
 from cacheblend.nano.questions import draw_questions
 from cacheblend.nano.scenes import CATEGORIES
 
@@ -32,14 +33,20 @@ SWEEP_SEED, CALIBRATION_SEED, GATE_SEED = 4, 800, 900
 SETTINGS = Settings(max_tokens=8)
 
 BLEND, LEAN_BLEND, RANDOM_ROWS = "blend", "blend lean", "random rows"
-LEAN: Selector = Hybrid((4,), (0.05,), early=0.28, words=1.0)
+PAPER, CODE = "HKVD, gradual (the paper)", "HKVD, one check of values (its code)"
+"""What the paper describes (section 4.3), and what the authors' code does; each with its own ratio."""
 """The selector with the best result on cross at a total compute of 17 % or less. Chosen before the suite was run, on
 other draws (seeds from 50 on) than those reported; its compute is one of the suite's bars."""
 
 SWEEP_RATIOS = (0.05, 0.1, 0.15, 0.3)
+HOP_RATIOS = (0.05, 0.1, 0.15)
 WORDS = "question_words=1"
-GRADUAL_RATIOS = ((0.3, 0.2, 0.1, 0.03), (0.6, 0.4, 0.2, 0.06), (0.9, 0.6, 0.3, 0.09))
-"""Gradual filtering at layers 1 to 4: the ratios that preserved most answers on tuning draws (docs/log.md)."""
+HOPS = f"{WORDS},hops=1,hop_spans=2"
+ABLATIONS = {
+    "windows": ("lead=0", "lead=2", "lead=3"),  # an attended sentence alone, or with so many in front of it
+    "closure": ("question_words=0,hops=1,hop_spans=8", "question_words=1,hops=1,hop_spans=8"),
+}
+"""Settings besides `HOPS` of query, at the same ratios: contiguous windows; rows that chosen rows attend to, too."""
 CALIBRATION_ROWS = 16  # each of a different scene
 SPARE = 0.0025  # share of a full prefill added to random rows, so that they are not cheaper on other prompts
 RATIO_STEPS = 1000
@@ -91,7 +98,7 @@ class MainPlan:
 
 
 def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
-    """Full recompute, full reuse, blends (profile, paper, lean), and random rows at the compute of the profile's blend.
+    """Full recompute, full reuse, blends (profile, HKVD in two ways, lean), and random rows at the profile's compute.
 
     Without a profile, the defaults take its place. Measures `CALIBRATION_ROWS` prompts about ten times.
 
@@ -103,8 +110,9 @@ def plan_main(engine: BlendEngine, suite: Suite) -> MainPlan:
     methods = [
         *make_methods(("full", "reuse")),  # nothing precedes the first passage, so prefix caching equals full recompute
         _fused(BLEND, selector, "profile"),
-        *make_methods(("blend",)),
-        _fused(LEAN_BLEND, LEAN, "lean"),
+        _fused(PAPER, Gradual(0.15), "hkvd gradual"),
+        _fused(CODE, Hkvd((1,), (0.16,), "v"), "hkvd one check"),
+        _fused(LEAN_BLEND, lean_selector(), "lean"),
         _fused(RANDOM_ROWS, RandomRows(ratio), "random"),
     ]
     shaping = {
@@ -182,12 +190,13 @@ def run_sweep(engine: BlendEngine, suite: Suite, out: Path, progress: Progress |
 
 
 def sweep_methods() -> list[Method]:
-    """Full recompute, full reuse, and each selector at several ratios; includes `LEAN` and the profile's setting."""
+    """Full recompute, full reuse, each selector at several ratios, and what was tried with hops (`ABLATIONS`)."""
     return [
         *make_methods(("full", "reuse")),
-        *make_methods(("blend",), selectors=["hkvd"], ratios=SWEEP_RATIOS, check_layers=[(1,), (2,)]),
-        *make_methods(("blend",), selectors=["hkvd"], ratios=GRADUAL_RATIOS, check_layers=[(1, 2, 3, 4)]),
+        *make_methods(("blend",), selectors=["hkvd"], ratios=SWEEP_RATIOS, check_layers=[None, (1,), (2,)]),
+        *make_methods(("blend",), selectors=["hkvd:measure=v"], ratios=SWEEP_RATIOS, check_layers=[(1,)]),
         *make_methods(("blend",), selectors=["query", f"query:{WORDS}"], ratios=[*SWEEP_RATIOS, 0.2]),
+        *make_methods(("blend",), selectors=_with_hops(), ratios=HOP_RATIOS),
         *make_methods(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(2,), (4,)]),
         *make_methods(
             ("blend",),
@@ -197,6 +206,16 @@ def sweep_methods() -> list[Method]:
         ),
         *make_methods(("blend",), selectors=["head", "random"], ratios=SWEEP_RATIOS),
     ]
+
+
+def _with_hops() -> list[str]:
+    tried = [setting for settings in ABLATIONS.values() for setting in settings]
+    return [f"query:{HOPS}", *(f"query:{HOPS},{setting}" for setting in tried)]
+
+
+def lean_selector() -> Selector:
+    """What the shipped model's lean profile selects."""
+    return read_profile(model_path() / LEAN_PROFILE_NAME).selection.make_selector()
 
 
 def finished_seeds(folder: Path) -> dict[int, list[RowResult]]:

@@ -18,9 +18,6 @@ from cacheblend.evaluation.suite import GATE_SEED, SETTINGS, Suite
 from cacheblend.nano.questions import draw_questions, lines
 from cacheblend.nano.scenes import CATEGORIES
 
-GATED = tuple(name for name in CATEGORIES if name != "chain2")
-"""The categories that the shipped profile was gated on; the gate's verdict only covers such data."""
-
 CODE = (
     *("core", "store", "engines"),
     *(f"evaluation/{name}.py" for name in ("agreement", "bootstrap", "compute", "gate", "gate_run", "scorers")),
@@ -53,7 +50,7 @@ def check_gate(engine: BlendEngine, suite: Suite, out: Path, progress: Progress 
     bar = Bar(scorer=WordF1())
     if profile.measured.threshold:
         bar = replace(bar, threshold=profile.measured.threshold, confidence=profile.measured.confidence)
-    rows = draw_questions(GATE_SEED, -(-suite.gate_rows // len(GATED)), GATED, per_scene=1)
+    rows = draw_questions(GATE_SEED, -(-suite.gate_rows // len(CATEGORIES)), per_scene=1)
     config = _describe(engine, bar, rows)
     file = out / f"{folder_name('suite-nano-gate', config)}.json"
     if file.is_file():

@@ -7,6 +7,9 @@ It shows on any laptop what blending does to answers: many answers need more tha
 from importlib.resources import files
 from pathlib import Path
 
+LEAN_PROFILE_NAME = "blend-profile-lean.json"
+"""Name of the file with settings that compute less and lose a little; beside the profile, in the model's folder."""
+
 
 def model_path() -> Path:
     """Folder of the model, as `AutoModelForCausalLM.from_pretrained` and `--model` take it."""

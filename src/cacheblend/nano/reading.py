@@ -10,14 +10,13 @@ from dataclasses import replace
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import lexicon
 from cacheblend.nano.lexicon import Kind
-from cacheblend.nano.scenes import Fact, Scene, Sentence, spell
+from cacheblend.nano.scenes import CHAINED_TO, Fact, Scene, Sentence, spell
 
 UNASKED = "unasked"
 """Category of a thing whose sentence refers to another thing with an owner that is unknown or stated later.
 `draw_scene` draws no such sentence. The thing counts as mentioned, but has no owner and is not asked for."""
 
 _FILLERS = frozenset(map(tuple, lexicon.FILLERS))
-_STATED = ("direct", "local", "local-hard", "cross", "cross-hard")  # facts that determine the owner of another thing
 Known = dict[int, tuple[str, str]]
 """See `Sentence.knows`."""
 
@@ -110,10 +109,10 @@ class _Reader:
         if fact is None:
             self.unresolved[thing] = other
             known = self._record_fact(thing, lexicon.UNKNOWN, "unanswerable")
-        elif fact.category not in _STATED:
+        elif fact.category not in CHAINED_TO:
             known = self._record_fact(thing, lexicon.UNKNOWN, UNASKED)
         else:
-            known = self._record_fact(thing, fact.owner, "chain2" if fact.category.startswith("cross") else "chain")
+            known = self._record_fact(thing, fact.owner, CHAINED_TO[fact.category])
         return {len(words) - 2: known}
 
     def _record_name(self, name: str) -> None:

@@ -11,6 +11,8 @@ in the same passage, in an earlier one, or nowhere.
 | cross-hard | the same, with the pronoun elsewhere in its sentence: "He took the boot." |
 | chain | "The boot lies with the harp.", with the owner of the harp stated in an earlier passage |
 | chain2 | the same, with the owner of the harp given by a pronoun whose antecedent is in yet another passage |
+| chain3 | one sentence more: "The bell lies with the boot.", where the boot is such a thing of chain2 |
+| list | the owners of two things in two passages, each given by a pronoun whose antecedent is in an earlier passage |
 | comparison | the owners of two things in two passages, and whether they are the same |
 | unanswerable | nothing: no passage states the owner, and the answer is "unknown" |
 """
@@ -22,7 +24,21 @@ from dataclasses import dataclass, field
 from cacheblend.nano import lexicon
 from cacheblend.nano.lexicon import Kind
 
-CATEGORIES = ("direct", "local", "cross", "cross-hard", "chain", "chain2", "comparison", "unanswerable")
+CATEGORIES = (
+    "direct",
+    "local",
+    "cross",
+    "cross-hard",
+    "chain",
+    "chain2",
+    "chain3",
+    "list",
+    "comparison",
+    "unanswerable",
+)
+CHAINED_TO = {"direct": "chain", "local": "chain", "local-hard": "chain", "cross": "chain2", "cross-hard": "chain2"}
+CHAINED_TO |= {"chain2": "chain3"}
+"""Category of a thing that lies with another one, by the other one's category; with others it cannot lie."""
 _RESERVED = 4  # things that no passage mentions, for unanswerable questions
 
 
@@ -109,6 +125,8 @@ class Scene:
             found["unanswerable"] += [_who_has(thing, lexicon.UNKNOWN, "unanswerable") for thing in self.unmentioned]
         if "comparison" in found:
             found["comparison"] = self._comparisons(rng)
+        if "list" in found:
+            found["list"] = self._lists(rng)
         for questions in found.values():
             rng.shuffle(questions)
         return found
@@ -136,6 +154,16 @@ class Scene:
                 pair = [one, rng.choice(others)]
                 rng.shuffle(pair)
                 found.append(_same_owner(pair[0], pair[1]))
+        return found
+
+    def _lists(self, rng: random.Random) -> list[Question]:
+        """Pairs of things of different owners, stated in different passages by pronouns."""
+        across = [fact for fact in self.facts if fact.category == "cross"]
+        found = []
+        for one in rng.sample(across, min(len(across), 12)):
+            others = [other for other in across if other.passage != one.passage and other.owner != one.owner]
+            if others:
+                found.append(_who_has_both(one, rng.choice(others)))
         return found
 
 
@@ -260,16 +288,13 @@ class _Generator:
     def _chain(self) -> Sentence | None:
         """A thing that lies with another one of an earlier passage, or, rarely, with an unmentioned one."""
         rng = self.rng
-        stated = [
-            f for f in self.facts if f.passage < self.passage and f.category not in ("unanswerable", "chain", "chain2")
-        ]
-        if not stated or rng.random() < 0.05:
+        earlier = [fact for fact in self.facts if fact.passage < self.passage and fact.category in CHAINED_TO]
+        if not earlier or rng.random() < 0.05:
             other, owner, category = rng.choice(self.unmentioned), lexicon.UNKNOWN, "unanswerable"
         else:
-            direct = [fact for fact in stated if fact.category == "direct"]
-            fact = rng.choice(direct if direct and rng.random() < 0.5 else stated)
-            across = fact.category in ("cross", "cross-hard")
-            other, owner, category = fact.thing, fact.owner, "chain2" if across else "chain"
+            wanted = rng.choice(("direct", "cross", "chain2", None))  # None: any
+            fact = rng.choice([fact for fact in earlier if fact.category == wanted] or earlier)
+            other, owner, category = fact.thing, fact.owner, CHAINED_TO[fact.category]
         thing = self._add_fact(owner, category)
         words = ["The", thing, *rng.choice(lexicon.BESIDE), "the", other, "."]
         return Sentence(words, {len(words) - 2: (thing, owner)})
@@ -277,6 +302,15 @@ class _Generator:
 
 def _who_has(thing: str, owner: str, category: str) -> Question:
     return Question(("Who", "has", "the", thing, "?"), (owner,), category, {thing: owner})
+
+
+def _who_has_both(one: Fact, other: Fact) -> Question:
+    return Question(
+        ("Who", "has", "the", one.thing, "and", "the", other.thing, "?"),
+        (one.owner, "and", other.owner),
+        "list",
+        {one.thing: one.owner, other.thing: other.owner},
+    )
 
 
 def _same_owner(one: Fact, other: Fact) -> Question:

@@ -1,7 +1,7 @@
 """Options that several benchmarks share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +9,8 @@ import typer
 
 from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile
 from cacheblend.cli.output import check_outputs, console, print_json, progress, write_json
+from cacheblend.cli.selection_options import SelectionOptions
+from cacheblend.cli.values import numbers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from cacheblend.bench.prompts import PromptShape
     from cacheblend.bench.ttft import TtftSettings
     from cacheblend.cli.options import ModelOrShape
+    from cacheblend.core.select.selection import Selection
 
 WHAT, HOW = "What is measured", "How it is measured"
 DEFAULT_SHAPE = "qwen2.5-0.5b"
@@ -129,6 +132,32 @@ def prompt_settings(model: "ModelOrShape", **settings: Any) -> "TtftSettings":
         shape=chosen.shape,
         **settings,
     )
+
+
+def selection_of(options: SelectionOptions) -> tuple["Selection", tuple[float, ...], str | None]:
+    """How rows are selected, the ratios to measure, and the name of the profile that says so, if one does.
+
+    Raises:
+        InvalidInputError: settings beside a profile, a profile that cannot be read, or as `SelectionOptions.settings`.
+    """
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.core.select.selection import Selection
+    from cacheblend.engines.settings import PROFILE_NAME, read_profile
+    from cacheblend.nano import LEAN_PROFILE_NAME, model_path
+
+    given, shipped = options.ratio or [], {"nano": PROFILE_NAME, "lean": LEAN_PROFILE_NAME}
+    if len(given) > 1 and (falling := [text for text in given if "," in text]):
+        raise InvalidInputError(f"--ratio {falling[0]}: falling ratios are measured alone; leave the others out")
+    if options.profile is None:
+        chosen = [Selection(**replace(options, ratio=[ratio]).settings()) for ratio in given or ["0.15"]]
+        return chosen[0], tuple(each.final_ratio for each in chosen), None
+    if set(replace(options, ratio=None).settings()):
+        raise InvalidInputError(f"the profile {options.profile} would not be used beside your own settings; give one")
+    name = str(options.profile)
+    file = model_path() / shipped[name] if name in shipped and not options.profile.exists() else options.profile
+    chosen_by = read_profile(file).selection
+    ratios = tuple(one for text in given for one in numbers("--ratio", text, float))
+    return chosen_by, ratios or (chosen_by.final_ratio,), "lean" if name == "lean" else "profile"
 
 
 def in_rounds(measure: Callable[[Callable[[int, int, str], None]], dict[str, Any]], quiet: bool) -> dict[str, Any]:

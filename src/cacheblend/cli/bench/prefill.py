@@ -19,26 +19,16 @@ from cacheblend.cli.bench.options import (
     ThreadOptions,
     in_rounds,
     prompt_settings,
+    selection_of,
 )
 from cacheblend.cli.options import ModelOrShape, OneRatio, Plot
 from cacheblend.cli.output import INSTALL_PLOT, check_outputs, console, picture_file, progress
+from cacheblend.cli.selection_options import SelectionOptions
 from cacheblend.cli.values import names
 
 Data = Annotated[
     Path | None,
     typer.Option("--data", "-d", help="Real passages. Default: random tokens.", rich_help_panel=WHAT),
-]
-Ratios = Annotated[
-    list[float] | None,
-    typer.Option(
-        "--ratio",
-        "-r",
-        min=0,
-        max=1,
-        help="Share of the loaded tokens to recompute; several times: each is measured. Default: 0.15.",
-        rich_help_panel=WHAT,
-        show_default=False,
-    ),
 ]
 Methods = Annotated[
     list[str] | None,
@@ -78,8 +68,8 @@ def ttft(
     rounds: RoundOptions,
     threads: ThreadOptions,
     result: ResultOptions,
+    selection: SelectionOptions,
     data: Data = None,
-    ratio: Ratios = None,
     methods: Methods = None,
     store: Stores = "memory",
     sweep: Sweep = None,
@@ -87,18 +77,22 @@ def ttft(
 ) -> None:
     """Time to first token: full prefill, prefix caching, full reuse and blend, alternating on the same prompts.
 
-    A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question.
+    A prompt is 32 tokens of plain text that no cache holds, the stored chunks in shuffled order, the question. Several
+    ratios are measured one by one. --profile takes a file, or nano or lean: the profiles of the model that ships.
     """
     curves = _curves_file(sweep, plot)
     check_outputs(curves)
     result.check()
+    chosen, ratios, profile = selection_of(selection)
     settings = prompt_settings(
         model,
         data=None if data is None else str(data),
         chunks=size.chunks,
         chunk_tokens=size.chunk_tokens,
         question_tokens=size.question_tokens,
-        ratios=tuple(ratio or (0.15,)),
+        selection=chosen,
+        ratios=ratios,
+        profile=profile,
         arms=names(methods or METHODS),
         stores=names([store]),
         runs=rounds.runs,

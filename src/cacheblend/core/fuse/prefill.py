@@ -107,6 +107,7 @@ class BlendedPrefill:
         started: float | None = None,
     ) -> None:
         self._open_runner, self._open_loader, self._selector = open_runner, open_loader, selector
+        self._named = selector.name, selector.share
         self._options = options or PrefillOptions()
         self._computed, self._fallbacks = ComputedRows(), list[str]()
         self._restarts = 0  # after rows had been dropped
@@ -117,7 +118,7 @@ class BlendedPrefill:
 
     def _start(self, plan: BlendPlan) -> None:
         self._plan, self._runner = plan, self._open_runner(plan)
-        check_selector(self._selector, self._runner.num_layers)
+        self._selector = check_selector(self._selector, self._runner.num_layers)
         self._loader = self._open_loader(plan, first_reused_layer(self._selector))
         self._rows = rows = ActiveRows(plan, self._runner.embed())
         self._layer, self._kv = 0, list[LayerKV]()
@@ -196,7 +197,7 @@ class BlendedPrefill:
         report = report_of(self._plan, self._computed, self._loader, self._rows.recomputed, plan_s, prefill_s)
         report.fallbacks = self._fallbacks
         if self._rows.total:
-            report.selector, report.recompute_ratio = self._selector.name, self._selector.share
+            report.selector, report.recompute_ratio = self._named
         result = PrefillResult(logits, self._kv, self._plan, report, self._loader.read_s)
         if self._options.on_result is not None:
             self._options.on_result(result, self._is_alone)
@@ -276,8 +277,13 @@ class BlendedPrefill:
             self._loader.release(layer)
 
 
-def check_selector(selector: Selector, num_layers: int) -> None:
-    """Raises `InvalidInputError` if the selector checks at a layer that the model does not have."""
+def check_selector(selector: Selector, num_layers: int) -> Selector:
+    """The selector for a model of so many layers.
+
+    Raises:
+        InvalidInputError: it checks at a layer that the model does not have.
+    """
+    selector = selector.of_model(num_layers)
     if selector.check_layers and num_layers == 1:
         raise InvalidInputError(
             f"check layer {selector.check_layers[-1]} does not exist: the model has one layer only, and nothing is "
@@ -287,6 +293,7 @@ def check_selector(selector: Selector, num_layers: int) -> None:
         raise InvalidInputError(
             f"check layer {selector.check_layers[-1]} does not exist: the model has layers 0..{num_layers - 1}"
         )
+    return selector
 
 
 def first_reused_layer(selector: Selector) -> int:

@@ -63,11 +63,6 @@ class Query(Selector):
         _check_question(self.pool, self.lead, self.question_rows, self.words)
         _check_hops(self.hops, self.hop_spans)
 
-    @property
-    def share(self) -> float:
-        """The ratio."""
-        return self.ratio
-
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`."""
         return spans_by_attention(candidates, self.pool, self.words, count)

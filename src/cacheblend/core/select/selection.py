@@ -8,6 +8,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, Rank
 from cacheblend.core.select.selectors import (
     AllRows,
+    Gradual,
     Head,
     Hkvd,
     NoRows,
@@ -21,12 +22,13 @@ from cacheblend.core.select.selectors import (
 
 @dataclass(frozen=True)
 class Selection:
-    """Everything that decides quality. The defaults are the paper's (section 5: check layer 1, r = 0.15).
+    """Everything that decides quality. The defaults are the paper's: gradual filtering by deviation, r = 0.15.
 
     Attributes:
         recompute_ratio: share of the loaded, non-prefix tokens that are recomputed, 0..1.
         selector: hkvd, query, hybrid, threshold, head, random, none or all.
-        check_layers: layers at whose entrance deviation is measured; several are gradual filtering.
+        check_layers: layers at whose entrance deviation is measured. None: hkvd filters gradually, see `Gradual`, and
+            hybrid, threshold, and hkvd with `ratios`, check at layer 1. (1,): one check, as in the authors' code.
         ratios: one ratio for each check layer, not rising; None: `recompute_ratio` at all of them.
         measure: deviation over ``"kv"``, ``"k"`` or ``"v"``.
         threshold: bound of the squared deviation, for the selector of that name.
@@ -47,7 +49,7 @@ class Selection:
 
     recompute_ratio: float = 0.15
     selector: str = "hkvd"
-    check_layers: tuple[int, ...] = (1,)
+    check_layers: tuple[int, ...] | None = None
     ratios: tuple[float, ...] | None = None
     measure: Literal["kv", "k", "v"] = "kv"
     threshold: float | None = None
@@ -70,7 +72,7 @@ class Selection:
 
     @property
     def final_ratio(self) -> float:
-        """Share of the loaded tokens that is recomputed after the last check layer."""
+        """Share of the loaded tokens that is recomputed after the last check layer, or on average if none is named."""
         return self.ratios[-1] if self.ratios else self.recompute_ratio
 
     def scaled(self, factor: float) -> Self:
@@ -89,12 +91,14 @@ class Selection:
         if ratio is not None:
             check_ratio(ratio)
         share = self.recompute_ratio if ratio is None else ratio
-        schedule = self.ratios if self.ratios and ratio is None else (share,) * len(self.check_layers)
+        checks = (1,) if self.check_layers is None else self.check_layers
+        schedule = self.ratios if self.ratios and ratio is None else (share,) * len(checks)
+        is_gradual = self.check_layers is None and self.ratios is None
         makers: dict[str, Callable[[], Selector]] = {
-            "hkvd": lambda: Hkvd(self.check_layers, schedule, self.measure),
+            "hkvd": lambda: Gradual(share, self.measure) if is_gradual else Hkvd(checks, schedule, self.measure),
             "query": lambda: Query(share, *self._question_settings),
-            "hybrid": lambda: self._hybrid(schedule),
-            "threshold": lambda: Threshold(self._bound(), self.check_layers, self.measure),
+            "hybrid": lambda: self._hybrid(checks, schedule),
+            "threshold": lambda: Threshold(self._bound(), checks, self.measure),
             "head": lambda: Head(share),
             "random": lambda: RandomRows(share),
             "none": NoRows,
@@ -104,12 +108,12 @@ class Selection:
             raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(makers)}")
         return makers[self.selector]()
 
-    def _hybrid(self, ratios: tuple[float, ...]) -> Hybrid:
-        check_schedule(self.check_layers, ratios)
+    def _hybrid(self, checks: tuple[int, ...], ratios: tuple[float, ...]) -> Hybrid:
+        check_schedule(checks, ratios)
         early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
         check_ratio(early)
         early = max(early, ratios[0])
-        return Hybrid(self.check_layers, ratios, early, self.rank, self.measure, *self._question_settings)
+        return Hybrid(checks, ratios, early, self.rank, self.measure, *self._question_settings)
 
     @property
     def _question_settings(self) -> tuple[Pool, int, int, float, int, int]:

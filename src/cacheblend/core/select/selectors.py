@@ -72,8 +72,8 @@ class Selector(Protocol):
 
     @property
     def share(self) -> float | None:
-        """Of all candidates, the share that is recomputed in the end; None: it depends on what is found."""
-        return None
+        """Share of the candidates that is recomputed, as the settings name it; None: it depends on what is found."""
+        return getattr(self, "ratio", None)
 
     @property
     def check_layers(self) -> tuple[int, ...]:
@@ -110,6 +110,10 @@ class Selector(Protocol):
         """Whether the deviation is taken over keys, values, or both."""
         return "kv"
 
+    def of_model(self, layers: int) -> "Selector":
+        """The same for a model of so many layers; engines ask this one."""
+        return self
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The candidates that stay active, on their device: [m] int64 indices into them, ascending. Or boolean [n], for
         which the host has to wait until the device knows how many there are."""
@@ -127,6 +131,8 @@ def as_mask(selected: torch.Tensor, candidates: int) -> torch.Tensor:
 @dataclass(frozen=True)
 class Hkvd(Selector):
     """The rows of highest KV deviation (paper section 4.3); several check layers are gradual filtering.
+
+    One check at layer 1 over the values alone is what the authors' code does; the paper describes `Gradual`.
 
     Attributes:
         check_layers: ascending, each at least 1 (layer 0's deviation is zero by construction).
@@ -153,6 +159,62 @@ class Hkvd(Selector):
         ratio = self.ratios[self.check_layers.index(layer)]
         count = min(row_count(ratio, candidates.total), len(deviation))
         return deviation.topk(count).indices.sort().values
+
+
+@dataclass(frozen=True)
+class Gradual(Selector):
+    """HKVD as the paper describes it (section 4.3, figure 9): at each of the first layers some rows are dropped.
+
+    The paper gives no ratios. Those of `GRADUAL_SHARES` are scaled so that a pass costs what one check at layer 1 with
+    the ratio costs: over the layers behind the first, the mean share of active rows is the ratio.
+
+    Attributes:
+        ratio: that mean share.
+        measure: deviation over K and V, or one of them.
+    """
+
+    ratio: float
+    measure: Measure = "kv"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        check_measure(self.measure)
+
+    @property
+    def name(self) -> str:
+        """``hkvd``."""
+        return "hkvd"
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Those of a model that has them all."""
+        return tuple(range(1, 1 + len(GRADUAL_SHARES)))
+
+    def of_model(self, layers: int) -> Selector:
+        """The check layers that the model has, and their ratios."""
+        checks = self.check_layers[: max(1, layers - 1)]
+        return Hkvd(checks, _gradual_ratios(self.ratio, checks, layers), self.measure)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Raises `InvalidInputError`: the ratios depend on the model's layers."""
+        raise InvalidInputError("how many rows gradual filtering keeps depends on the model; ask of_model(layers)")
+
+
+GRADUAL_SHARES = (0.5, 0.35, 0.18, 0.05)
+"""Shares that stay active after layers 1 to 4, before they are scaled (measured: docs/log.md)."""
+
+
+def _gradual_ratios(ratio: float, checks: tuple[int, ...], layers: int) -> tuple[float, ...]:
+    """A ratio for each check layer: `GRADUAL_SHARES` times one factor, at most 1, and `ratio` on average."""
+    shares = GRADUAL_SHARES[: len(checks)]
+    lasting = [*(1 for _ in checks[1:]), max(1, layers - checks[-1])]  # layers that run with each share
+    budget = ratio * sum(lasting)
+    for full in range(len(checks)):  # the first `full` ratios are 1, the factor gives the others
+        left = max(0.0, budget - sum(lasting[:full]))
+        factor = left / sum(share * count for share, count in zip(shares[full:], lasting[full:], strict=True))
+        if factor * shares[full] <= 1:
+            return (1.0,) * full + tuple(factor * share for share in shares[full:])
+    return (1.0,) * len(checks)
 
 
 @dataclass(frozen=True)
@@ -186,11 +248,6 @@ class Head(Selector):
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
-    @property
-    def share(self) -> float:
-        """The ratio."""
-        return self.ratio
-
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The rows nearest to the start of their chunk; ties go to the row that comes first in the prompt."""
         count = row_count(self.ratio, candidates.total)
@@ -206,11 +263,6 @@ class RandomRows(Selector):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-
-    @property
-    def share(self) -> float:
-        """The ratio."""
-        return self.ratio
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Drawn on the CPU, so that every device draws the same rows."""

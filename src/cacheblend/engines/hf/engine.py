@@ -79,8 +79,7 @@ class BlendEngine(Answering):
         self.settings = Settings(self.config)
         self.view = ModelView(model)
         self.survey = survey_model(model, self.view)
-        selector = self.config.make_selector()
-        check_selector(selector, len(self.survey.layout.layers))
+        selector = check_selector(self.config.make_selector(), len(self.survey.layout.layers))
         self.tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, self.survey, sentence_end_ids)
         self.builder = self.prompts.builder

@@ -53,7 +53,8 @@ class Scheduler:
 
     def __init__(self, engine: BlendEngine, limits: Limits | None = None) -> None:
         self._engine, self._limits = engine, limits or Limits()
-        last_check = max(engine.config.make_selector().check_layers, default=0)
+        selector = engine.config.make_selector().of_model(len(engine.survey.layout.layers))
+        last_check = max(selector.check_layers, default=0)
         self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, engine.config.tile_rows, JoinedRows)
         self._waiting: deque[Ticket] = deque()
         self._answering: list[Ticket] = []

@@ -184,7 +184,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             model,
             self._store,
             self._planner,
-            self._selector,
+            self._selector.of_model(layers),
             block_size=self._block_size,
             budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,

@@ -1,6 +1,7 @@
 """Measures one prompt: observes full recompute, full reuse and blend, and compares them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.selectors import Hkvd, NoRows, RandomRows, Selector
+from cacheblend.core.select.selectors import NoRows, RandomRows, Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import agreement
 from cacheblend.evaluation.inspection.deviation import (
@@ -99,12 +100,8 @@ def ratio_curves(config: BlendConfig, ratios: tuple[float, ...] = RATIOS) -> Cur
     A selector without a ratio (threshold, none, all) is replaced by HKVD.
     """
     name = config.selector if config.selector not in ("threshold", "none", "all", "random") else "hkvd"
-    made = {
-        ratio: Hkvd(config.check_layers, (ratio,) * len(config.check_layers), config.measure)
-        if name == "hkvd"
-        else config.make_selector(ratio)
-        for ratio in ratios
-    }
+    chosen = replace(config, selector=name)
+    made = {ratio: chosen.make_selector(ratio) for ratio in ratios}
     return {name: made, "random": {ratio: RandomRows(ratio) for ratio in ratios}}
 
 
