@@ -59,12 +59,15 @@ def test_a_lean_ratio_is_raised_until_agreement_holds() -> None:
     engine, made = opened(LEAN)
     with engine:
         asked = prompts(engine, "cross-hard", 24)
-        ask(engine, [asked[number % len(asked)] for number in range(70)])
-        history = made.history()
-        assert made.figures().raised >= 2 and made.ratio is not None and made.ratio > 2 * LEAN["recompute_ratio"]
-        before = [moment.agreement for moment in history if moment.ratio == LEAN["recompute_ratio"]]
-        assert before[-1] < FLOOR < history[-1].agreement
-        assert history[-1].rows >= 10 and history[-1].bound > 0.5
+        for _ in range(12):
+            ask(engine, asked)
+            holds = [each for each in made.history() if each.bound >= FLOOR]
+            if holds:
+                break
+        lean = [each for each in made.history() if each.ratio == LEAN["recompute_ratio"]]
+        assert lean[-1].agreement < FLOOR and all(each.bound < FLOOR for each in lean)
+        assert holds and holds[0].agreement > FLOOR and holds[0].ratio is not None
+        assert made.figures().raised >= 2 and holds[0].ratio > 2 * LEAN["recompute_ratio"]
 
 
 def test_an_ample_one_stays_and_a_change_of_traffic_moves_it() -> None:
@@ -111,15 +114,16 @@ def test_the_server_compares_shows_and_names_nobody(served: Served) -> None:
     web, engine, keys, tenants = served
     for salt in ("", "private salt"):
         for key in keys.values():
-            for _ in range(3):
+            for _ in range(2):
                 report = chat(web, key, salt=salt)
                 assert engine.flush(60)
     assert report["recompute_ratio"] == 0.12 and report["selector"] == "hybrid"
     assert chat(web, keys["alice"], recompute_ratio=0.05)["recompute_ratio"] == 0.05
     assert chat(web, keys["alice"], mode="full")["recompute_ratio"] is None
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while engine.shadow.waiting and time.monotonic() < end:
         time.sleep(0.02)
+    assert not engine.shadow.waiting
     text = metrics(web, keys["alice"])
     assert text.count("cacheblend_shadow_total{") == 3  # two tenants, and alice's own ratio
     for secret in ("alice", "bob", "private", *keys.values(), *tenants):
@@ -127,7 +131,7 @@ def test_the_server_compares_shows_and_names_nobody(served: Served) -> None:
     assert 'cacheblend_shadow_ratio{model="nano"} 0.12' in text
     headers = {"Authorization": f"Bearer {keys['alice']}"}
     found = web.get("/playground/shadow", headers=headers).json()
-    assert found["on"] and found["floor"] == 0.9 and found["compared"] >= 5 and found["ratio"] == 0.12
+    assert found["on"] and found["floor"] == 0.9 and found["compared"] >= 4 and found["ratio"] == 0.12
     assert "tenant" not in str(found) and all(0 <= each["bound"] <= each["agreement"] <= 1 for each in found["moments"])
     assert web.get("/playground/shadow").status_code == 401
     assert web.get("/playground/passages").json()["settings"]["shadow"] is True
