@@ -11,15 +11,10 @@ from hypothesis import strategies as st
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
+from cacheblend.engines.bounds import allowed_errors, lower_bound, needed_rows, reaches
 from cacheblend.evaluation import gate
 from cacheblend.evaluation.agreement import Sample, Summary, equal_share, summarise
-from cacheblend.evaluation.bounds import (
-    allowed_errors,
-    lower_bound,
-    mean_lower_bound,
-    needed_rows,
-    reaches,
-)
+from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.candidates import Candidate, expected_compute, grid
 from cacheblend.evaluation.gate import Bar, Skipped, Tried, attempts_for, promising, run_gate
 from cacheblend.evaluation.gate_run import Run

@@ -4,6 +4,7 @@ Passages are stored before, and the requests store nothing: each finds exactly t
 
 ttft       stored chunks in shuffled order, `full` and `blend` alternating
 overhead   a client's waiting time beyond the engine's planning and prefill, on the same requests
+shadow     throughput of saturated servers, one with the shadow check and one without, in turn
 replay     RAGPulse at saturation, one mode after the other, then at a few rates
 """
 
@@ -24,6 +25,7 @@ from cacheblend.bench.processes import START_S, answers, free_port, running
 from cacheblend.bench.prompts import LAST_ID, Prompts, PromptShape
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
 from cacheblend.bench.replaying import Sample, row_layer_ceiling
+from cacheblend.bench.shadowing import WITH, WITHOUT, Arm, shadow_overhead
 from cacheblend.bench.shapes import check_choice, config_of
 from cacheblend.bench.stamp import stamp
 from cacheblend.bench.vllm_server import shape_folder
@@ -33,8 +35,11 @@ Progress = Callable[[str, int, int], None]
 """Called with (one of `STAGES`, done, in all)."""
 
 FILL, RATES = "filling the store", "rates"
-STAGES = ("first tokens", FILL, "full, replay", "blend, replay", RATES)
+SHADOW = "shadow check"
+STAGES = ("first tokens", SHADOW, FILL, "full, replay", "blend, replay", RATES)
 MODES = ("full", "blend")
+SHADOW_REQUESTS = 4  # of each client in a round of the shadow check
+WAITING = "cacheblend_shadow_waiting"
 FILLING = 8  # passages of a request that has them stored
 
 
@@ -45,6 +50,7 @@ class Serving:
     Attributes:
         model: a model folder; or `shape`: random weights of a known shape.
         trace: folder of a RAGPulse trace; None leaves the replay out.
+        shadow: share of the requests that one of two servers checks (`bench.shadowing`); 0 leaves that out.
         prompt: shape of the first part's prompts.
         ratio: recompute ratio.
         runs: measured rounds of the first part, after one warm-up.
@@ -59,6 +65,7 @@ class Serving:
     model: str | None = None
     shape: str | None = None
     trace: Path | None = None
+    shadow: float = 0.0
     prompt: PromptShape = field(default_factory=PromptShape)
     ratio: float = 0.15
     runs: int = 5
@@ -138,6 +145,17 @@ class Client:
                     report = event.get("cacheblend") or report
         return Got(first, report)
 
+    def shadow_metrics(self) -> dict[str, float]:
+        """The server's metrics of the shadow check, with their labels."""
+        lines = self._http.get("/metrics").text.splitlines()
+        found = [line.rsplit(" ", 1) for line in lines if line.startswith("cacheblend_shadow")]
+        return {name: float(value) for name, value in found}
+
+    def settle(self) -> None:
+        """Returns when no answer waits to be compared."""
+        while any(value for name, value in self.shadow_metrics().items() if name.startswith(WAITING)):
+            time.sleep(0.1)
+
     def store(self, chunks: list[list[int]]) -> None:
         """Makes the server compute and store chunks.
 
@@ -166,6 +184,10 @@ def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
         client = stack.enter_context(serving(folder, what))
         result["ttft"] = _first_tokens(client, what, advance)
         figures = {name: result["ttft"].pop(name) for name in ("ttft_speedup", "overhead_ms")}
+        if what.shadow:
+            checked = stack.enter_context(serving(folder, what, what.shadow))
+            result["shadow"] = _shadow(client, checked, what, advance)
+            figures["shadow_overhead"] = result["shadow"]["overhead"]
         if sample is not None:
             result["replay"] = found = _replay(client, sample, what, advance)
             figures |= {
@@ -183,8 +205,8 @@ def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(folder: Path, what: Serving) -> Iterator[Client]:
-    """`cacheblend serve` on a free port; stopped at the end.
+def serving(folder: Path, what: Serving, shadow: float = 0.0) -> Iterator[Client]:
+    """`cacheblend serve` on a free port, with a shadow check of this share; stopped at the end.
 
     Raises:
         InvalidInputError: the server did not start; with the end of its output.
@@ -193,6 +215,7 @@ def serving(folder: Path, what: Serving) -> Iterator[Client]:
     arguments = [sys.executable, "-c", "from cacheblend.cli import main; main()", "serve", "--model", str(folder)]
     arguments += ["--port", str(port), "--store", "memory://?max_bytes=8GiB", "--active", str(what.clients)]
     arguments += ["--waiting", "1000", "--ratio", str(what.ratio), "--no-playground", "--no-capture", "--drain", "1"]
+    arguments += ["--shadow", str(shadow)]
     url = f"http://127.0.0.1:{port}"
     with running(arguments, os.environ, lambda: answers(f"{url}/v1/models")):
         with urllib.request.urlopen(f"{url}/v1/models") as response:
@@ -226,6 +249,28 @@ def _first_tokens(client: Client, what: Serving, advance: Progress) -> dict[str,
         "beyond_the_engine_s": beyond,
         "tokens": shape.tokens,
     }
+
+
+def _shadow(plain: Client, checked: Client, what: Serving, advance: Progress) -> dict[str, Any]:
+    """Blended requests with the check and without."""
+    prompts = Prompts(what.prompt, what.seed, what.vocab_size)
+    arms = {}
+    for name, client in ((WITHOUT, plain), (WITH, checked)):
+        client.store(prompts.chunks)
+
+        def ask(asked: Asked, client: Client = client) -> float:
+            return client.ask(asked, what.answer_tokens, "blend").ttft_s
+
+        arms[name] = Arm(ask, client.settle)
+    count = min(what.requests, SHADOW_REQUESTS * what.clients)
+    found = shadow_overhead(
+        arms,
+        lambda: [Asked(*prompts.draw()) for _ in range(count)],
+        rounds=what.runs,
+        clients=what.clients,
+        done=lambda number: advance(SHADOW, number, what.runs + 1),
+    )
+    return found | {"share": what.shadow, "requests": count, "metrics": checked.shadow_metrics()}
 
 
 def _replay(client: Client, sample: Sample, what: Serving, advance: Progress) -> dict[str, Any]:

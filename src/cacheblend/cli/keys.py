@@ -37,12 +37,12 @@ def remove(name: Name, file: KeyFile = DEFAULT) -> None:
 @app.command("ls")
 @with_groups
 def list_names(file: KeyFile = DEFAULT) -> None:
-    """List the names of the keys."""
+    """List the names of the keys, each with the label that the server's metrics have for it."""
     from cacheblend.serve.keys import read_keys
 
     check_file(file)
     for key in read_keys(file):
-        typer.echo(key.name)
+        typer.echo(f"{key.name}\t{key.label}")
 
 
 def check_file(file: Path) -> None:

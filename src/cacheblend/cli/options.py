@@ -47,6 +47,10 @@ Seed = Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of
 Trace = Annotated[
     Path | None, typer.Option("--trace", help="Folder of a RAGPulse trace: replay its requests.", show_default=False)
 ]
+Shadow = Annotated[
+    float,
+    typer.Option("--shadow", min=0, max=1, help="Share of blended answers to compute again in full, and compare."),
+]
 Anchor = Annotated[
     str,
     typer.Option(

@@ -16,6 +16,7 @@ from cacheblend.cli.options import (
     BlendOptions,
     DeviceOptions,
     ModelOptions,
+    Shadow,
     StoreOptions,
 )
 from cacheblend.cli.output import console
@@ -57,6 +58,17 @@ class ServerOptions:
             rich_help_panel=BLENDING,
         ),
     ] = 64
+    shadow: Shadow = 0.0
+    shadow_floor: Annotated[
+        float | None,
+        typer.Option(
+            "--shadow-floor",
+            min=0,
+            max=1,
+            help="Least agreement of checked answers; below it the recompute ratio is raised. Needs --shadow.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +236,8 @@ def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
         store_bytes=None if bounds.store_quota is None else parse_bytes(bounds.store_quota),
         pin_bytes=None if bounds.pin_quota is None else parse_bytes(bounds.pin_quota),
         playground=server.playground,
+        shadow=server.shadow,
+        shadow_floor=server.shadow_floor,
     )
 
 

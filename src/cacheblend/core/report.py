@@ -15,6 +15,9 @@ class BlendReport:
         missed_tokens: tokens of chunks that the store did not hold.
         text_tokens: tokens of plain text that were computed.
         recomputed_tokens: loaded tokens that were still recomputed after the last check layer.
+        selector: the name of the selector that chose them; empty if nothing but an exact prefix was loaded.
+        recompute_ratio: its ratio, as the settings name it; None if nothing but an exact prefix was loaded, or if its
+            share depends on what it finds (``threshold``).
         row_layers: rows times layers computed; a full prefill has `prompt_tokens` times the model's layers.
         question_row_layers: the part of `row_layers` that the question's pass and its hops computed.
         projected_rows: rows that only went through a layer's norm and projections.
@@ -36,6 +39,8 @@ class BlendReport:
     missed_tokens: int = 0
     text_tokens: int = 0
     recomputed_tokens: int = 0
+    selector: str = ""
+    recompute_ratio: float | None = None
     row_layers: int = 0
     question_row_layers: int = 0
     projected_rows: int = 0

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,16 +33,31 @@ class Settings:
         config: the settings in use.
         profile: the profile that set them; None if the user did, or they are the defaults.
         source: the origin in one line, for display.
+        raised_by: factor of the shares that requests name none of (the floor of the shadow check); infinite: full
+            recompute.
     """
 
     config: BlendConfig = field(default_factory=BlendConfig)
     profile: Profile | None = None
     source: str = "given by the caller"
+    raised_by: float = 1.0
+
+    @property
+    def is_full(self) -> bool:
+        """A request that names no ratio and no selector has everything recomputed that is not exact."""
+        return math.isinf(self.raised_by)
 
     def selector(self, ratio: float | None = None) -> Selector:
         """The selector of a request; an explicit ratio blends even where the profile says not to blend."""
-        forced = ratio is not None and self.profile is not None and not self.profile.blend
+        if ratio is None:
+            return (self.config if self.is_full else self.config.scaled(self.raised_by)).make_selector()
+        forced = self.profile is not None and not self.profile.blend
         return (BlendConfig() if forced else self.config).make_selector(ratio)
+
+    def at_least(self, ratio: float) -> Selector:
+        """The selector that the loading controller gets for a ratio of its choice: never one below that in force."""
+        own = self.selector()
+        return own if own.share is not None and own.share >= ratio else self.selector(ratio)
 
 
 def resolve_settings(

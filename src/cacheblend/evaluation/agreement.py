@@ -10,9 +10,10 @@ import torch
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.bounds import lower_bound
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import FirstToken, agreement, finish, full_recompute, fused
-from cacheblend.evaluation.bounds import lower_bound, mean_lower_bound
+from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.compute import ComputeScale
 
 

@@ -1,13 +1,17 @@
-"""Bootstrap intervals of means: rows are drawn with replacement, the same rows for all columns. Needs only numpy."""
+"""Bootstrap intervals of means: rows are drawn with replacement, the same rows for all columns."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.bounds import check_share
+
 Values = npt.NDArray[np.float64]
 BLOCK = 1 << 22  # row weights in memory at once
+RESAMPLES = 10_000  # of a bound
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,25 @@ def bootstrap_means(values: Values, *, resamples: int = 2000, level: float = 0.9
     known = count > 0
     ends[:, known] = np.nanpercentile(drawn[:, known], [50 - 50 * level, 50 + 50 * level], axis=0)
     return Means(mean, ends[0], ends[1], count)
+
+
+def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confidence: float, seed: int = 0) -> float:
+    """One-sided lower bound of a mean (percentile bootstrap).
+
+    Args:
+        values: one per row; for paired methods, their differences.
+        confidence: of the one-sided bound.
+        seed: of the resampling.
+
+    Raises:
+        InvalidInputError: there are no values.
+    """
+    check_share("confidence", confidence)
+    found = np.asarray(values, dtype=np.float64)
+    if found.size == 0:
+        raise InvalidInputError("a mean needs at least one value")
+    means = bootstrap_means(found[:, None], resamples=RESAMPLES, level=2 * confidence - 1, seed=seed)
+    return float(means.low[0])
 
 
 def _draws(rows: int, resamples: int, seed: int) -> Iterator[Values]:

@@ -15,11 +15,11 @@ import numpy as np
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.bounds import allowed_errors, check_share, needed_rows, reaches
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import touch
 from cacheblend.engines.hf.prompts import PromptLike
 from cacheblend.evaluation.agreement import Sample, Summary, compare, reference, summarise
-from cacheblend.evaluation.bounds import allowed_errors, check_share, needed_rows, reaches
 from cacheblend.evaluation.candidates import Candidate
 from cacheblend.evaluation.scorers import Scorer, best
 

@@ -20,7 +20,7 @@ from cacheblend.nano.scenes import CATEGORIES
 
 CODE = (
     *("core", "store", "engines"),
-    *(f"evaluation/{name}.py" for name in ("agreement", "bounds", "compute", "gate", "gate_run", "scorers")),
+    *(f"evaluation/{name}.py" for name in ("agreement", "bootstrap", "compute", "gate", "gate_run", "scorers")),
 )
 """The source files that affect the verdict."""
 

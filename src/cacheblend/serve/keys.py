@@ -34,6 +34,11 @@ class ApiKey:
     sha256: str
     tenant: str
 
+    @property
+    def label(self) -> str:
+        """What figures call the key; everyone with a key may read them, so it says nothing of whose it is."""
+        return self.sha256[:8] or self.name
+
 
 ANYONE = ApiKey("anyone", "", "")
 """The key of every request to a server without keys."""

@@ -7,6 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cacheblend.core.report import BlendReport
+from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.serve.shadow_metrics import ShadowCollector
 from cacheblend.store import KVStore, StoreStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,6 +61,7 @@ class Metrics:
         store: the store whose bytes are reported.
         waiting, active: return the present number of such requests.
         given_up: see `Background.given_up`.
+        shadow: the engine's shadow check; None: it has none.
     """
 
     def __init__(
@@ -67,10 +70,13 @@ class Metrics:
         waiting: Callable[[], int],
         active: Callable[[], int],
         given_up: Callable[[], Mapping[str, int]] = dict,
+        shadow: ShadowCheck | None = None,
     ) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_StoreBytes(store))
         registry.register(_GivenUp(given_up))
+        if shadow is not None:
+            registry.register(ShadowCollector(shadow.watch.figures, lambda: shadow.waiting))
         self._ttft = Histogram(
             "cacheblend_ttft_seconds",
             "Time to first token, including the time in the queue.",

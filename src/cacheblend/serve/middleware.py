@@ -67,6 +67,7 @@ def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
             "prompt_tokens": report.prompt_tokens,
             "hit_tokens": report.hit_tokens,
             "recomputed_tokens": report.recomputed_tokens,
+            "recompute_ratio": report.recompute_ratio,
             "generated_tokens": report.generated_tokens,
             "ttft_s": round(report.ttft_s, 4),
         }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.tickets import Limits
+from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.serve.keys import KeyRing
 
 
@@ -27,6 +28,8 @@ class ServeSettings:
         store_bytes: bytes that a key's chunks may take; None: no bound but the store's.
         pin_bytes: bytes that a key may pin; None: no bound but the store's.
         playground: whether the page is served; it shows no client's stored chunks.
+        shadow: share of the blended requests that is computed once more in full, and compared; 0: none.
+        shadow_floor: least agreement with full prefill, to which the recompute ratio is raised; None: it is not.
 
     Raises:
         InvalidInputError: a value is out of range.
@@ -46,6 +49,8 @@ class ServeSettings:
     store_bytes: int | None = None
     pin_bytes: int | None = None
     playground: bool = True
+    shadow: float = 0.0
+    shadow_floor: float | None = None
 
     def __post_init__(self) -> None:
         at_least_1 = ("chunk_tokens", "max_body_bytes", "max_prompt_tokens", "max_chunks", "max_choices", "max_tokens")
@@ -63,3 +68,14 @@ class ServeSettings:
                 f"at least 1 active and 0 waiting requests are needed, got {self.limits.active} and "
                 f"{self.limits.waiting}"
             )
+        if self.shadow_floor is not None and not self.shadow:
+            raise InvalidInputError(
+                f"a shadow floor of {self.shadow_floor} is held by comparing answers, and none is compared; also give "
+                "shadow, the share of the requests to compare (0.02)"
+            )
+        _ = self.shadow_settings  # refuses wrong values
+
+    @property
+    def shadow_settings(self) -> ShadowSettings | None:
+        """How answers are checked; None: they are not."""
+        return ShadowSettings(self.shadow, self.shadow_floor) if self.shadow else None

@@ -14,6 +14,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.background import run_apart
 from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.watching import watch
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.metrics import Metrics
@@ -39,12 +40,15 @@ class ServerState:
 
     def __init__(self, engine: BlendEngine, settings: ServeSettings) -> None:
         self.engine, self.settings = engine, settings
+        if settings.shadow_settings is not None:
+            watch(engine, settings.shadow_settings)
         self.scheduler = Scheduler(engine, settings.limits)
         self.metrics = Metrics(
             engine.store,
             lambda: self.scheduler.waiting,
             lambda: self.scheduler.active,
             lambda: engine.background.given_up,
+            engine.shadow,
         )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self._serial = asyncio.Lock()

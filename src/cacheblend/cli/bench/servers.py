@@ -17,7 +17,7 @@ from cacheblend.cli.bench.options import (
     ResultOptions,
     RoundOptions,
 )
-from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, ModelOrShape, OneRatio, Plot, Trace
+from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, ModelOrShape, OneRatio, Plot, Shadow, Trace
 from cacheblend.cli.output import picture_file, progress, stages
 
 if TYPE_CHECKING:
@@ -60,9 +60,12 @@ def serve(
     ratio: OneRatio = 0.15,
     requests: Requests = 100,
     clients: Clients = 8,
+    shadow: Shadow = 0.0,
     plot: Plot = None,
 ) -> None:
     """`cacheblend serve` over HTTP: first tokens, what the server adds, and a trace of real requests.
+
+    With --shadow also what checking that share of the answers costs: `figures.shadow_overhead`, a share of throughput.
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
@@ -80,6 +83,7 @@ def serve(
         model=None if chosen.model is None else str(chosen.model),
         shape=chosen.shape,
         trace=trace,
+        shadow=shadow,
         prompt=size.shape(),
         ratio=ratio,
         runs=rounds.runs,

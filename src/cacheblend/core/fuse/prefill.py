@@ -61,6 +61,7 @@ class PrefillOptions:
         on_layer: receives every layer's KV, which is then released; None: all of it is kept for the result.
         stays: layers lie in the engine's own cache, so that what the question's pass loaded need not be read again.
         attention: of scattered rows, where the engine has a faster one.
+        last_rows: rows at the prompt's end whose logits the result has, none of them a candidate.
         synchronize: waits for the device, so that a clock read afterwards is right.
         on_result: see `OnResult`.
     """
@@ -71,6 +72,7 @@ class PrefillOptions:
     on_layer: OnLayer | None = None
     stays: bool = False
     attention: RowAttention = attend_where_it_lies
+    last_rows: int = 1
     synchronize: Callable[[], None] = lambda: None
     on_result: OnResult | None = None
 
@@ -105,6 +107,7 @@ class BlendedPrefill:
         started: float | None = None,
     ) -> None:
         self._open_runner, self._open_loader, self._selector = open_runner, open_loader, selector
+        self._named = selector.name, selector.share
         self._options = options or PrefillOptions()
         self._computed, self._fallbacks = ComputedRows(), list[str]()
         self._restarts = 0  # after rows had been dropped
@@ -188,11 +191,13 @@ class BlendedPrefill:
         """Logits, KV cache and report; valid once `done`, asked for once."""
         if not self.done:
             raise InvalidInputError(f"the prefill is at layer {self.layer} of {self._runner.num_layers}; advance it")
-        logits = self._runner.logits(self._rows.hidden[-1:])
+        logits = self._runner.logits(self._rows.hidden[-self._options.last_rows :])
         self._options.synchronize()
         plan_s, prefill_s = self._planned - self._started, time.perf_counter() - self._planned
         report = report_of(self._plan, self._computed, self._loader, self._rows.recomputed, plan_s, prefill_s)
         report.fallbacks = self._fallbacks
+        if self._rows.total:
+            report.selector, report.recompute_ratio = self._named
         result = PrefillResult(logits, self._kv, self._plan, report, self._loader.read_s)
         if self._options.on_result is not None:
             self._options.on_result(result, self._is_alone)
@@ -224,7 +229,7 @@ class BlendedPrefill:
         if layer in self._selector.check_layers and rows.has_candidates:
             self._check(layer, kv)
         if layer == self._runner.num_layers - 1:
-            self._finish_all_but_last_row(layer, kv)
+            self._finish_all_but_last_rows(layer, kv)
         for tile in rows.tiles(self._options.tile_rows):
             attend = self._fuse_and_attend(layer, kv, rows.positions(tile))
             rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index[tile], attend)))
@@ -246,11 +251,11 @@ class BlendedPrefill:
             deviation = self._options.over_ranks(deviation, "sum")
         self._rows.keep(self._selector.select(self._rows.candidates(layer, deviation)))
 
-    def _finish_all_but_last_row(self, layer: int, kv: LayerCache) -> None:
+    def _finish_all_but_last_rows(self, layer: int, kv: LayerCache) -> None:
         """In the last layer only the keys and values of the other rows are needed, not their output."""
         for tile in self._rows.tiles(self._options.tile_rows):
             kv.write(self._rows.positions(tile), *self._project(layer, tile))
-        self._rows.keep_last()
+        self._rows.keep_last(self._options.last_rows)
 
     def _project(self, layer: int, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
         index = self._rows.index[tile]

@@ -14,7 +14,8 @@ class PrefillResult:
     """A finished prefill.
 
     Attributes:
-        logits: [vocab] of the last position; empty where the engine computes them itself.
+        logits: [vocab] of the last position; [n, vocab] of the last n, if more than one was asked for; empty where the
+            engine computes them itself.
         kv: the request's KV cache, one entry a layer; empty where it was handed out layer by layer.
         plan: the plan that was carried out in the end.
         report: what was reused and what it cost; times of decoding are still zero.

@@ -145,9 +145,9 @@ class ActiveRows:
             )
         return selected
 
-    def keep_last(self) -> None:
-        """Leaves the last row alone, which is no candidate: in the last layer only its output is read."""
-        self.hidden, self.index = self.hidden[-1:].clone(), self.index[-1:]
+    def keep_last(self, count: int = 1) -> None:
+        """Leaves the last rows, none of them a candidate: in the last layer only their output is read."""
+        self.hidden, self.index = self.hidden[-count:].clone(), self.index[-count:]
         self._candidates = self._candidates[:0]
 
     def of_runner(self, by_position: npt.NDArray[np.generic]) -> torch.Tensor:

@@ -37,5 +37,6 @@ class LayerRunner(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [vocab] of one row's final hidden state [1, width]; empty where the engine computes them itself."""
+        """Logits of the final hidden states [n, width] of the last n rows: [n, vocab], or [vocab] of one row; empty
+        where the engine computes them itself."""
         ...

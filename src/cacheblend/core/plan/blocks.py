@@ -163,3 +163,21 @@ class BlockSource(Protocol):
             memory: where records that the store does not hold in memory are put; None: in memory of their own.
         """
         ...
+
+
+class EmptySource:
+    """A `BlockSource` that holds no block: everything planned with it is computed."""
+
+    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
+        """None for each name."""
+        return [None] * len(names)
+
+    def read_layers(
+        self,
+        names: Sequence[BlockName],
+        layers: range,
+        heads: slice | None = None,
+        memory: RecordMemory | None = None,
+    ) -> list[list[torch.Tensor] | BlockLostError]:
+        """An error for each name."""
+        return [BlockLostError([name], "nothing is held here") for name in names]

@@ -120,6 +120,11 @@ class Hybrid(Selector):
         if self.rank not in get_args(Rank):
             raise InvalidInputError(f"rank must be one of {', '.join(get_args(Rank))}, got {self.rank!r}")
 
+    @property
+    def share(self) -> float:
+        """The last check layer's ratio."""
+        return self.ratios[-1]
+
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`."""
         return spans_by_attention(candidates, self.pool, self.words, count)

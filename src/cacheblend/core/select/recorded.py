@@ -28,6 +28,16 @@ class Recorded(Selector):
         return self.asked[-1].positions[self.keeps[-1]].tolist() if self.asked else []
 
     @property
+    def name(self) -> str:
+        """See `Selector`."""
+        return self.inner.name
+
+    @property
+    def share(self) -> float | None:
+        """See `Selector`."""
+        return self.inner.share
+
+    @property
     def check_layers(self) -> tuple[int, ...]:
         """See `Selector`."""
         return self.inner.check_layers

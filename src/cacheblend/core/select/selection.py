@@ -1,8 +1,8 @@
 """The settings that decide which rows are recomputed, and so the quality of an answer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, Rank
@@ -74,6 +74,13 @@ class Selection:
     def final_ratio(self) -> float:
         """Share of the loaded tokens that is recomputed after the last check layer, or on average if none is named."""
         return self.ratios[-1] if self.ratios else self.recompute_ratio
+
+    def scaled(self, factor: float) -> Self:
+        """The same with all shares so many times as large, each at most 1; a threshold stays as it is."""
+        ratio = min(1.0, self.recompute_ratio * factor)
+        ratios = None if self.ratios is None else tuple(min(1.0, each * factor) for each in self.ratios)
+        early = None if self.early_ratio is None else min(1.0, self.early_ratio * factor)
+        return replace(self, recompute_ratio=ratio, ratios=ratios, early_ratio=early)
 
     def make_selector(self, ratio: float | None = None) -> Selector:
         """The selector that these settings name; `ratio` overrides the configured one (and `ratios`).

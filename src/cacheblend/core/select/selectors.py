@@ -66,6 +66,16 @@ class Selector(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """What the settings call it."""
+        return type(self).__name__.removesuffix("Rows").lower()
+
+    @property
+    def share(self) -> float | None:
+        """Share of the candidates that is recomputed, as the settings name it; None: it depends on what is found."""
+        return getattr(self, "ratio", None)
+
+    @property
     def check_layers(self) -> tuple[int, ...]:
         """Layers, ascending, at whose entrance `select` is called with deviations."""
         return ()
@@ -138,6 +148,11 @@ class Hkvd(Selector):
         check_schedule(self.check_layers, self.ratios)
         check_measure(self.measure)
 
+    @property
+    def share(self) -> float:
+        """The last check layer's ratio."""
+        return self.ratios[-1]
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """The top share by deviation."""
         deviation, layer = measured(candidates)
@@ -164,6 +179,11 @@ class Gradual(Selector):
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         check_measure(self.measure)
+
+    @property
+    def name(self) -> str:
+        """``hkvd``."""
+        return "hkvd"
 
     @property
     def check_layers(self) -> tuple[int, ...]:
@@ -256,6 +276,11 @@ class RandomRows(Selector):
 class AllRows(Selector):
     """All loaded rows are recomputed: full recompute through the fused path."""
 
+    @property
+    def share(self) -> float:
+        """All of them."""
+        return 1.0
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """All candidates."""
         return torch.arange(len(candidates.positions), device=candidates.positions.device)
@@ -264,6 +289,16 @@ class AllRows(Selector):
 @dataclass(frozen=True)
 class NoRows(Selector):
     """No loaded row is recomputed: full reuse."""
+
+    @property
+    def name(self) -> str:
+        """``none``."""
+        return "none"
+
+    @property
+    def share(self) -> float:
+        """None of them."""
+        return 0.0
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """No candidate."""

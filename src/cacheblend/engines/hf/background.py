@@ -1,5 +1,9 @@
 """Background work: runs only while no request is running, bounded and deduplicated.
 
+    jobs        as soon as there are no requests; each as a whole
+    idle work   behind all jobs, and only after a while without requests; a slice at a time, so that a request finds the
+                model free soon
+
 A thread that has computed with OpenMP keeps its team of worker threads as long as it lives. libgomp's workers spin
 between two parallel regions only if there are no more workers than processors. With a second team they sleep, and each
 region waits for them to wake up: prefills on two cores took a fifth longer. So background work computes in threads that
@@ -13,9 +17,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cacheblend.core.errors import InvalidInputError
+
+QUIET_S = 0.05
+"""Seconds without a request before idle work goes on: in the gaps of a steady stream it would slow each request."""
 
 Found = TypeVar("Found")
 logger = logging.getLogger("cacheblend.engine")
@@ -34,11 +41,27 @@ class _Job:
     since: float = field(default_factory=time.monotonic)
 
 
+class IdleWork(Protocol):
+    """Work that can wait for any length of time."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to do."""
+        ...
+
+    def advance(self) -> None:
+        """Does a slice of it. Raises nothing."""
+        ...
+
+
 class Background:
     """A queue of small jobs, run between requests by one thread, which ends when no job may run.
 
     Args:
         limit: of waiting jobs; more are dropped and counted.
+
+    Attributes:
+        idle_work: what is done when nothing else is; None: nothing. Whoever sets it calls `wake` when there is some.
     """
 
     def __init__(self, limit: int) -> None:
@@ -51,6 +74,8 @@ class Background:
         self._flushing = 0
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._quiet_since = time.monotonic()
+        self.idle_work: IdleWork | None = None
         self.dropped = 0
         self.failed = 0
 
@@ -74,6 +99,12 @@ class Background:
         """Must be called once for each `begin_request`."""
         with self._changed:
             self._requests -= 1
+            self._quiet_since = time.monotonic()
+            self._start()
+
+    def wake(self) -> None:
+        """There is idle work."""
+        with self._changed:
             self._start()
 
     def submit(self, key: Hashable, job: Callable[[], Any], *, patient: bool = False) -> bool:
@@ -110,11 +141,25 @@ class Background:
             if key is None or self._working or time.monotonic() - self._jobs[key].since < after_s:
                 return False
             job = self._take(key)
-        self._run(job)
+        self._run(job.work)
+        return True
+
+    def advance_idle(self) -> bool:
+        """Does a slice of idle work in the calling thread, even during requests; False if there is none.
+
+        For the same caller as `catch_up`, which sees to it that requests hardly notice.
+        """
+        with self._changed:
+            work = self.idle_work
+            if self._working or self._closed or work is None or not work.has_work:
+                return False
+            self._working, self._running = True, None
+        self._run(work.advance)
         return True
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until every queued job is done, running jobs even during requests; False after `timeout` seconds."""
+        """Waits until every queued job is done, running jobs even during requests; False after `timeout` seconds. Idle
+        work is not waited for, but for a slice that is under way."""
         with self._changed:
             self._flushing += 1
             self._start()
@@ -138,27 +183,42 @@ class Background:
     def _may_work(self) -> bool:
         return bool(self._jobs) and not self._working and (self._requests == 0 or self._flushing > 0)
 
+    def _may_idle(self) -> bool:
+        """Idle work is there, and nothing else; it may have to wait for `_quiet_left_s` yet."""
+        if self.idle_work is None or self._requests or self._flushing or self._working or self._closed:
+            return False
+        return not self._jobs and self.idle_work.has_work
+
+    @property
+    def _quiet_left_s(self) -> float:
+        return self._quiet_since + QUIET_S - time.monotonic()
+
     def _start(self) -> None:
-        if self._thread is None and self._may_work():
+        if self._thread is None and (self._may_work() or self._may_idle()):
             self._thread = threading.Thread(target=self._work, name="cacheblend-background", daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                if not self._may_work():
+                while self._may_idle() and self._quiet_left_s > 0:
+                    self._changed.wait(self._quiet_left_s)
+                if self._may_work():
+                    work = self._take(next(iter(self._jobs))).work
+                elif self._may_idle() and self.idle_work is not None:
+                    self._working, self._running, work = True, None, self.idle_work.advance
+                else:
                     self._thread = None
                     return
-                job = self._take(next(iter(self._jobs)))
-            self._run(job)
+            self._run(work)
 
     def _take(self, key: Hashable) -> _Job:
         self._running, self._working = key, True
         return self._jobs.pop(key)
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, work: Callable[[], Any]) -> None:
         try:
-            job.work()
+            work()
         except Exception:
             self.failed += 1
             logger.warning("background work failed; its request is not affected", exc_info=True)

@@ -20,6 +20,7 @@ from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.text_stream import TextStream
+from cacheblend.engines.shadow import kl_divergence
 
 TOUCHED_ROWS = 64
 SHORTEST_PREFIX = 16
@@ -66,10 +67,8 @@ class Agreement:
 def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
     """Compares two first-token logits, each [vocab]."""
     other, wanted = logits.double().cpu(), full.double().cpu()
-    log_other, log_wanted = other.log_softmax(-1), wanted.log_softmax(-1)
-    kl = float((log_wanted.exp() * (log_wanted - log_other)).sum().clamp(min=0))
     error = float((other - wanted).abs().max() / wanted.std().clamp(min=1e-12))
-    return Agreement(kl, bool(other.argmax() == wanted.argmax()), error)
+    return Agreement(kl_divergence(wanted, other), bool(other.argmax() == wanted.argmax()), error)
 
 
 @torch.no_grad()

@@ -7,10 +7,11 @@ with BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cache
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +24,18 @@ from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
+from cacheblend.engines.hf.answering import Answering
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.following import AdapterFollower
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.prompts import PromptLike, PromptReader
-from cacheblend.engines.hf.request import Answer, Delta, Request
-from cacheblend.engines.hf.sampling import Sampler, SamplingOptions, SamplingParams, eos_ids_of, sampling_of
+from cacheblend.engines.hf.request import Request
+from cacheblend.engines.hf.sampling import Sampler, SamplingParams, eos_ids_of
+from cacheblend.engines.hf.shadowing import Origin, ShadowCheck, Watched
 from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
-from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress
 from cacheblend.engines.identity import ModelIdentity
@@ -43,7 +45,7 @@ from cacheblend.engines.tokens import Message, Passage
 from cacheblend.store import KVStore, check_store_url, open_store
 
 
-class BlendEngine(FollowedModel):
+class BlendEngine(Answering, FollowedModel):
     """One model and one store. Requests may come from several threads.
 
     Args:
@@ -98,6 +100,7 @@ class BlendEngine(FollowedModel):
         prefiller = Prefiller(view, survey, self.store, self.config, controller, model.device, ends)
         super().__init__(adapters, ModelState(adapted, view, survey, identity, planner, prefiller, self.config))
         self.background = Background(self.config.capture_queue)
+        self.shadow: ShadowCheck | None = None  # set by `watching.watch`
         self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters)
 
     @staticmethod
@@ -215,6 +218,8 @@ class BlendEngine(FollowedModel):
             if self._owns_store:
                 ends.callback(self.store.close)
             ends.callback(self._warmer.close)
+            if self.shadow is not None:
+                ends.callback(self.shadow.close)
             ends.callback(self.background.close)
             if wait:
                 self._warmer.flush()
@@ -226,59 +231,6 @@ class BlendEngine(FollowedModel):
         self.close(wait=kind is None)
 
     # ---- answering --------------------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        ratio: float | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Answer:
-        """The whole answer.
-
-        Args:
-            prompt: see `prompt`.
-            params: how the answer is drawn.
-            ratio: overrides the configured recompute ratio for this request.
-            **options: the fields of `SamplingParams` one by one, instead of `params`.
-
-        Raises:
-            InvalidInputError: as for `prompt`, or an option is unknown or out of range.
-        """
-        *_, last = self.stream(prompt, params, ratio=ratio, **options)
-        assert last.answer is not None
-        return last.answer
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        documents: Sequence[Passage | str] = (),
-        params: SamplingParams | None = None,
-        *,
-        ratio: float | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Answer:
-        """The whole answer to a message list; arguments as for `chat_prompt` and `generate`."""
-        prompt = self.chat_prompt(messages, documents, **(template_options or {}))
-        return self.generate(prompt, params, ratio=ratio, **options)
-
-    def stream(
-        self,
-        prompt: PromptLike,
-        params: SamplingParams | None = None,
-        *,
-        ratio: float | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Iterator[Delta]:
-        """The answer as it is generated; the last delta carries it whole. Arguments as for `generate`."""
-        return self._stream(prompt, sampling_of(params, options), ratio)
-
-    def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
-        text = TextStream(self.builder.decode if self.builder else lambda ids: "", params.stop)
-        with self.start(prompt, params, ratio=ratio) as request:  # finished also where the caller leaves early
-            yield from request.stream(text)
 
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
         """Prefills a prompt, for callers that draw the tokens themselves; arguments as for `generate`.
@@ -292,13 +244,25 @@ class BlendEngine(FollowedModel):
         self.background.begin_request()
         try:
             state = self.follow()
-            result = self.prefill(prompt, ratio=ratio, state=state)
+            with self.open_prefill(prompt, ratio=ratio, state=state) as prefill:
+                origin = self.origin(state, own=ratio is None)
+                result = self._run(prefill)
             sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids)
         except BaseException:
             self.background.end_request()
             raise
         decoding = Decoding(sampler, list(result.kv))
-        return Request(state.view, decoding, result, started, self.store_missed, self.background.end_request)
+        watched = None if self.shadow is None else self.shadow.begin(result, origin)
+        return Request(state.view, decoding, result, started, self.store_missed, partial(self._end, watched), watched)
+
+    def origin(self, state: ModelState, *, own: bool, tenant: str = "") -> Origin:
+        """What a prefill that was just opened is computed with; see `Origin`."""
+        return Origin(state.adapted.version, self.shadow.watch.step if own and self.shadow else None, tenant)
+
+    def _end(self, watched: Watched | None) -> None:
+        if watched is not None and self.shadow is not None:
+            self.shadow.submit(watched)
+        self.background.end_request()
 
     @torch.no_grad()
     def prefill(
@@ -312,9 +276,13 @@ class BlendEngine(FollowedModel):
     ) -> PrefillResult:
         """First logits, KV cache and report. Stores nothing. Arguments as for `open_prefill`."""
         with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode, state=state) as prefill:
-            while not prefill.advance():
-                pass
-            return prefill.result()
+            return self._run(prefill)
+
+    @torch.no_grad()
+    def _run(self, prefill: BlendedPrefill) -> PrefillResult:
+        while not prefill.advance():
+            pass
+        return prefill.result()
 
     def open_prefill(
         self,
@@ -336,9 +304,11 @@ class BlendEngine(FollowedModel):
             tenant: whose chunks are used, see `planner_of`.
             state: the model; None: as it is now (`follow`).
         """
-        state = state or self.follow()
-        raised = self.settings.selector if ratio is None and selector is None else None  # None: the caller has decided
-        chosen = selector or self.settings.selector(ratio)
+        state, settings, is_own = state or self.follow(), self.settings, ratio is None and selector is None
+        raised = settings.at_least if is_own else None  # None: the caller has decided
+        chosen = selector or settings.selector(ratio)
+        if is_own and settings.is_full and mode == "blend":
+            mode = "prefix"
         return state.prefiller.open(prompt, state.planner_of(tenant), chosen, mode, raised=raised)
 
     def store_missed(self, result: PrefillResult, tenant: str = "", *, text: bool = True) -> None:

@@ -85,8 +85,10 @@ class HfLayerRunner:
         return LayerCall(self._of_rows(call.args, rows), {k: self._of_rows(v, rows) for k, v in call.kwargs.items()})
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last row, [vocab], given its final hidden state [1, width]."""
-        return self.view.close(hidden, self._token_ids[-1:], self._positions[-1:])[0]
+        """Logits of the last n rows, [n, vocab], given their final hidden states [n, width]; [vocab] of one row."""
+        n = len(hidden)
+        logits = self.view.close(hidden, self._token_ids[-n:], self._positions[-n:])
+        return logits[0] if n == 1 else logits
 
     def logits_of_all(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of all rows, [rows, vocab], given their final hidden states."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -15,11 +16,11 @@ from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.kernels.operations import serve
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.loader import LayerLoader
-from cacheblend.core.plan.blocks import KVLayout
+from cacheblend.core.plan.blocks import EmptySource, KVLayout
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.selectors import NoRows, Selector
+from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
 from cacheblend.engines.hf.compiling import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
@@ -95,6 +96,18 @@ class Prefiller:
         check_selector(chosen, len(self._survey.layout.layers))
         options = self._options(chosen, decision)
         return BlendedPrefill(plan, self._open_runner, self.open_loader, chosen, options, started=started)
+
+    def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> BlendedPrefill:
+        """A full prefill for its logits alone: asks the store for nothing, and keeps the KV of one layer at a time.
+
+        Args:
+            prompt: of plain text.
+            planner: any tenant's.
+            last_rows: see `PrefillOptions`.
+        """
+        options = replace(self._options(AllRows(), None), last_rows=last_rows, on_layer=lambda layer, kv: None)
+        plan = planner.plan(prompt, EmptySource())
+        return BlendedPrefill(plan, self._open_runner, self.open_loader, AllRows(), options)
 
     def open_loader(self, plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
         """Opens a loader for the plan; see `LayerLoader`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.decode import Decoding, compute_logits
+from cacheblend.engines.hf.shadowing import Watched
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.view import ModelView
 
@@ -46,6 +47,7 @@ class Request:
         started: time at which the request was started, by `time.perf_counter`.
         store_missed: stores what the prefill missed; called after the first token, so as not to delay it.
         end: called once, by `finish`.
+        watched: takes the answer's tokens, to be compared later; None: it is not compared.
 
     Attributes:
         report: report of the request so far.
@@ -61,10 +63,11 @@ class Request:
         started: float,
         store_missed: Callable[[PrefillResult], None],
         end: Callable[[], None],
+        watched: Watched | None = None,
     ) -> None:
         self._view, self._decoding, self._started = view, decoding, started
         self.to_store: PrefillResult | None = result
-        self._store_missed, self._end = store_missed, end
+        self._store_missed, self._end, self._watched = store_missed, end, watched
         self._finished = False
         self.report, self.token_ids = result.report, list[int]()
 
@@ -78,7 +81,10 @@ class Request:
         if self.token_ids:
             self._take_stored()
         compute_logits(self._view, [self._decoding])
-        self.token_ids.append(self._decoding.sampler.sample())
+        sampler = self._decoding.sampler
+        self.token_ids.append(sampler.sample())
+        if self._watched is not None:
+            self._watched.add(self.token_ids[-1], sampler.logits)
         if len(self.token_ids) == 1:
             self.report.ttft_s = time.perf_counter() - self._started
         return self.token_ids[-1]

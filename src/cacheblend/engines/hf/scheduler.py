@@ -4,7 +4,8 @@
                    │ cancelled, timed out ─────────────────────────────────────────────────────────────────────> done
 
 A round computes a slice of the prefills and one token of every answer, so that answers continue while prompts are
-prefilled. If the engine is never idle, a tenth of the time is spent on capturing missed chunks.
+prefilled. If the engine is never idle, a tenth of the time is spent on capturing missed chunks, and on the shadow check
+as large a share of the time as it draws of the requests.
 Knows the engine; knows nothing of HTTP.
 """
 
@@ -60,7 +61,7 @@ class Scheduler:
         self._view = engine.view  # of the requests that run: other adapters have another one
         self._changed = threading.Condition()
         self._closed = self._draining = self._in_round = False
-        self._catch_up_at = 0.0
+        self._catch_up_at = self._check_at = 0.0
         self._recent_s = 1.0  # running average of a request's duration
         self._thread = threading.Thread(target=self._work, name="cacheblend-scheduler", daemon=True)
         self._thread.start()
@@ -153,6 +154,7 @@ class Scheduler:
         self._prefill()
         self._decode()
         self._catch_up()
+        self._check_answers()
 
     def _all(self) -> Iterator[Ticket]:
         with self._changed:
@@ -177,6 +179,7 @@ class Scheduler:
             except Exception as error:
                 self._end(ticket, error)
                 continue
+            ticket.origin = self._engine.origin(state, own=ask.is_own, tenant=ask.tenant_label)
             self._view = state.view
             self._batcher.add(ticket)
 
@@ -229,6 +232,8 @@ class Scheduler:
             stream = TextStream(decode, ask.params.stop)
             ticket.choices.append(Choice(Decoding(sampler, list(result.kv)), stream))
         ticket.to_store = result
+        if engine.shadow is not None and ticket.origin is not None:
+            ticket.watched = engine.shadow.begin(result, ticket.origin)
 
     def _decode(self) -> None:
         """Generates one token for every answer."""
@@ -248,7 +253,11 @@ class Scheduler:
 
     def _sample(self, ticket: Ticket, number: int, choice: Choice) -> None:
         """Samples a choice's next token; after a request's first token, passes on the missed chunks for storing."""
-        self._emit(ticket, number, choice, choice.decoding.sampler.sample())
+        sampler = choice.decoding.sampler
+        token = sampler.sample()
+        if ticket.watched is not None and number == 0:  # of several answers one is compared
+            ticket.watched.add(token, sampler.logits)
+        self._emit(ticket, number, choice, token)
         result, ticket.to_store = ticket.to_store, None
         if result is not None and ticket.ask.may_keep(sum(map(len, result.plan.missed_chunks()))):
             self._engine.store_missed(result, ticket.ask.tenant, text=ticket.ask.keep_text)
@@ -259,6 +268,13 @@ class Scheduler:
         if began >= self._catch_up_at and self._engine.background.catch_up(self._limits.catch_up_s):
             ended = time.monotonic()
             self._catch_up_at = ended + (ended - began) * (1 / _CATCH_UP_SHARE - 1)
+
+    def _check_answers(self) -> None:
+        """Does a slice of the shadow check while the engine is not idle, within the check's share of the time."""
+        shadow, began = self._engine.shadow, time.monotonic()
+        if shadow is not None and began >= self._check_at and self._engine.background.advance_idle():
+            ended = time.monotonic()
+            self._check_at = ended + (ended - began) * (1 / shadow.watch.settings.share - 1)
 
     def _emit(self, ticket: Ticket, number: int, choice: Choice, token: int) -> None:
         """Sends a token's event with its text, log-probabilities and finish reason."""
@@ -297,6 +313,9 @@ class Scheduler:
                 prefill.close()
         except Exception:
             logger.exception("a prefill could not be closed")
+        watched, ticket.watched = ticket.watched, None
+        if watched is not None and self._engine.shadow is not None:
+            self._engine.shadow.submit(watched)
         if was_admitted:
             self._engine.background.end_request()
         try:

@@ -13,6 +13,7 @@ from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.sampling import SamplingParams
+from cacheblend.engines.hf.shadowing import Origin, Watched
 from cacheblend.engines.hf.text_stream import TextStream
 
 
@@ -65,6 +66,7 @@ class Ask:
         deadline: by `time.monotonic`; None: no deadline.
         logprobs: number of most likely tokens reported with each token; None: no log-probabilities.
         tenant: see `BlendEngine.planner_of`.
+        tenant_label: what the figures of the shadow check call the tenant; other tenants may see it.
         keep_text: also store the plain text in front of the first chunk, for prompts that start with the same text.
         may_keep: called after the first token with the number of missed chunk tokens; returns whether to store them.
             Must not block.
@@ -79,8 +81,14 @@ class Ask:
     deadline: float | None = None
     logprobs: int | None = None
     tenant: str = ""
+    tenant_label: str = ""
     keep_text: bool = True
     may_keep: Callable[[int], bool] = lambda tokens: True
+
+    @property
+    def is_own(self) -> bool:
+        """It leaves everything that decides quality to the engine."""
+        return self.mode == "blend" and self.ratio is None and self.selector is None
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,8 @@ class Ticket:
     choices: list[Choice] = field(default_factory=list)
     report: BlendReport | None = None
     to_store: PrefillResult | None = None
+    origin: Origin | None = None
+    watched: Watched | None = None
 
     def cancel(self) -> None:
         """Cancels the request; the scheduler ends it before its next round."""

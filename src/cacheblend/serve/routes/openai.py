@@ -94,6 +94,7 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
         deadline=time.monotonic() + settings.timeout_s,
         logprobs=_logprobs(asked),
         tenant=tenant_of(key, extras.salt),
+        tenant_label=key.label,
         may_keep=lambda tokens: remembered and state.tenants.reserve(key, tokens),
         keep_text=keep_text and settings.store_bytes is None,  # text belongs to no chunk, so no quota would count it
     )

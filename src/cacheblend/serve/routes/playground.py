@@ -2,6 +2,7 @@
 
 GET  /                       the page and its files
 GET  /playground/passages    a small library of passages to pick from, questions about them, and the model's settings
+GET  /playground/shadow      the shadow check: agreement with full prefill over time, of all requests together
 POST /playground/explain     the prompt's tokens by source, with the deviation of loaded ones, and the distance between
                              the first token's distributions with blending and with full recompute
 """
@@ -24,6 +25,8 @@ from cacheblend.core.select.recorded import Recorded
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.baselines import agreement, full_recompute
+from cacheblend.engines.hf.prefiller import Mode
+from cacheblend.engines.hf.shadowing import ShadowCheck
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.errors import ApiError
@@ -64,11 +67,15 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def moved() -> Any:
         return RedirectResponse("/")
 
-    library = _library() | {"settings": _model_settings(state.engine.config)}
+    library = _library()
 
     @app.get("/playground/passages", include_in_schema=False)
     async def passages() -> Any:
-        return library
+        return library | {"settings": _model_settings(state.engine)}
+
+    @app.get("/playground/shadow", include_in_schema=False)
+    async def shadow(key: Key) -> dict[str, Any]:
+        return _shadow(state.engine.shadow)
 
     @app.post("/playground/explain", include_in_schema=False)
     async def explain(request: Request, asked: Explain, key: Key) -> dict[str, Any]:
@@ -95,10 +102,30 @@ def _library() -> dict[str, Any]:
     return {"passages": passages, "questions": questions}
 
 
-def _model_settings(config: BlendConfig) -> dict[str, Any]:
-    """The selector that the engine uses by itself, and its final ratio; None if it has no fixed one."""
-    fixed = {"none": 0.0, "all": 1.0, "threshold": None}
-    return {"selector": config.selector, "recompute_ratio": fixed.get(config.selector, config.final_ratio)}
+def _model_settings(engine: BlendEngine) -> dict[str, Any]:
+    """The selector that the engine uses by itself, and its ratio at present; None if it has no fixed one."""
+    settings = engine.settings
+    ratio = 1.0 if settings.is_full else settings.selector().share
+    shadow = engine.shadow is not None
+    return {"selector": settings.config.selector, "recompute_ratio": ratio, "shadow": shadow}
+
+
+def _shadow(shadow: ShadowCheck | None) -> dict[str, Any]:
+    """What the page draws; ``on`` is false without a check."""
+    if shadow is None:
+        return {"on": False}
+    figures, settings = shadow.watch.figures(), shadow.watch.settings
+    return {
+        "on": True,
+        "share": settings.share,
+        "floor": settings.floor,
+        "window": settings.rows,
+        "ratio": figures.ratio,
+        "compared": sum(series.compared for series in figures.series),
+        "dropped": sum(figures.dropped.values()),
+        "waiting": shadow.waiting,
+        "moments": [moment._asdict() for moment in shadow.watch.history()],
+    }
 
 
 def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
@@ -141,12 +168,13 @@ def _recorded_prefill(
     watched = Recorded(chosen)
 
     def raised(ratio: float) -> Selector:
-        watched.inner = engine.settings.selector(ratio)
+        watched.inner = engine.settings.at_least(ratio)
         return watched
 
-    own = asked.selector is None and asked.recompute_ratio is None  # then the loading controller decides, too
-    planner = model.planner_of(tenant)
-    with torch.no_grad(), model.prefiller.open(prompt, planner, watched, raised=raised if own else None) as prefill:
+    own = asked.selector is None and asked.recompute_ratio is None  # then loading controller and floor decide, too
+    planner, raises = model.planner_of(tenant), raised if own else None
+    mode: Mode = "prefix" if own and engine.settings.is_full else "blend"
+    with torch.no_grad(), model.prefiller.open(prompt, planner, watched, mode, raised=raises) as prefill:
         while not prefill.advance():
             pass
         return prefill.result(), watched

@@ -1,38 +1,15 @@
-"""What a worker's prefills load from: nothing for a capture, and with several ranks only layers that all of them have.
+"""What a worker's prefills load from: with several ranks only layers that all of them have.
 
 Knows the loader and the ranks. Does not know jobs or vLLM's paged cache.
 """
 
-from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load.layer_kv import LayerCache
 from cacheblend.core.load.loader import LayerLoader
-from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
 from cacheblend.core.plan.plan import RESIDENT
 from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
-
-
-class EmptySource:
-    """A `BlockSource` that holds no block: everything planned with it is computed."""
-
-    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        """None for each name."""
-        return [None] * len(names)
-
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
-        """An error for each name."""
-        return [BlockLostError([name], "nothing is held here") for name in names]
 
 
 class AgreedLoader(LayerLoader):

@@ -17,13 +17,13 @@ from cacheblend.core.kernels.operations import serve
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.plan.blocks import BlockSource
+from cacheblend.core.plan.blocks import BlockSource, EmptySource
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob
 from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
-from cacheblend.engines.vllm.worker.loading import AgreedLoader, EmptySource
+from cacheblend.engines.vllm.worker.loading import AgreedLoader
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged import NULL_BLOCK, PagedLayer, RequestBlocks
 from cacheblend.engines.vllm.worker.paged_attention import PagedAttention

@@ -1,19 +1,18 @@
-"""Lower bounds of measurements on few rows: exact for proportions, bootstrap for means."""
+"""Exact lower bounds of proportions that were measured on few rows (Clopper-Pearson)."""
 
 import math
-from collections.abc import Sequence
-from functools import cache
+from bisect import bisect_left
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.evaluation.bootstrap import bootstrap_means
 
-RESAMPLES = 10_000
 _HALVINGS = 60
 
 
+@lru_cache(4096)
 def lower_bound(successes: int, trials: int, confidence: float) -> float:
     """One-sided lower bound of a proportion (Clopper-Pearson), valid for any number of trials.
 
@@ -48,6 +47,7 @@ def reaches(successes: int, trials: int, threshold: float, confidence: float) ->
     return _tail(_log_coefficients(successes, trials), successes, trials, threshold) <= 1 - confidence
 
 
+@lru_cache(64)
 def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
     """Fewest rows whose lower bound reaches the threshold with `errors` failures: 299 for 99 % at 95 %.
 
@@ -56,10 +56,14 @@ def needed_rows(threshold: float, confidence: float, errors: int = 0) -> int:
     """
     check_share("threshold", threshold)
     check_share("confidence", confidence)
-    rows = max(math.floor(math.log(1 - confidence) / math.log(threshold)), errors + 1)
-    while not reaches(rows - errors, rows, threshold, confidence):
-        rows += 1
-    return rows
+
+    def suffices(rows: int) -> bool:
+        return reaches(rows - errors, rows, threshold, confidence)
+
+    low = high = max(math.floor(math.log(1 - confidence) / math.log(threshold)), errors + 1)
+    while not suffices(high):
+        low, high = high + 1, 2 * high
+    return low + bisect_left(range(low, high), x=True, key=suffices)
 
 
 def allowed_errors(rows: int, threshold: float, confidence: float) -> int:
@@ -68,25 +72,6 @@ def allowed_errors(rows: int, threshold: float, confidence: float) -> int:
     while errors + 1 < rows and reaches(rows - errors - 1, rows, threshold, confidence):
         errors += 1
     return errors
-
-
-def mean_lower_bound(values: Sequence[float] | npt.NDArray[np.float64], confidence: float, seed: int = 0) -> float:
-    """One-sided lower bound of a mean (percentile bootstrap).
-
-    Args:
-        values: one per row; for paired methods, their differences.
-        confidence: of the one-sided bound.
-        seed: of the resampling.
-
-    Raises:
-        InvalidInputError: there are no values.
-    """
-    check_share("confidence", confidence)
-    found = np.asarray(values, dtype=np.float64)
-    if found.size == 0:
-        raise InvalidInputError("a mean needs at least one value")
-    means = bootstrap_means(found[:, None], resamples=RESAMPLES, level=2 * confidence - 1, seed=seed)
-    return float(means.low[0])
 
 
 def check_share(name: str, value: float) -> None:

@@ -1,0 +1,222 @@
+"""The shadow check of one engine: which answers are compared, and the full prefills that they are compared with.
+
+    prefill done ─> begin: drawn? ─> each token: add ─> answer done: submit ─> queue ─> advance, a tile at a time
+                                                                               │full: the oldest is dropped, and counted
+
+A full prefill holds one layer's KV at a time. Whatever goes wrong in it ends this check, never a request: the answer
+has been sent. Knows prefills and the watch; when to compute is for `Background` and the scheduler.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from cacheblend.core.fuse.batching import LayerRows, LayerSteps
+from cacheblend.core.fuse.prefill import BlendedPrefill
+from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.naming import TokenIds
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines.shadow import ANSWER_TOKENS, Labels, ShadowWatch, compare
+
+MOST_WAITING = 8
+"""Answers that wait to be compared; each holds its prompt's ids and one row of logits."""
+
+CLOSED, NO_ANSWER, QUEUE_FULL, FAILED = "closed", "no answer", "queue full", "failed"
+OTHER_ADAPTERS = "adapters changed"
+logger = logging.getLogger("cacheblend.shadow")
+
+
+class Origin(NamedTuple):
+    """What a prompt is prefilled with.
+
+    Attributes:
+        version: of the model's adapters.
+        step: of the floor; None: the request names a mode, ratio or selector, which the floor does not change.
+        tenant: a label that other tenants may see.
+    """
+
+    version: int
+    step: int | None = None
+    tenant: str = ""
+
+
+@dataclass(eq=False)
+class Watched:
+    """An answer that was drawn to be compared.
+
+    Attributes:
+        labels: of its figures.
+        origin: see `Origin`.
+        prompt_ids: of its prompt.
+        first: [vocab] logits of its first token.
+        token_ids: of the answer, as far as they are compared.
+        likeliest: of each of them, the likeliest token: scalars on the model's device, which nothing waits for.
+    """
+
+    labels: Labels
+    origin: Origin
+    prompt_ids: TokenIds
+    first: torch.Tensor
+    token_ids: list[int] = field(default_factory=list)
+    likeliest: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, token: int, logits: torch.Tensor) -> None:
+        """The answer's next token, and the logits [vocab] that it was drawn from, before penalties and temperature."""
+        if len(self.token_ids) < ANSWER_TOKENS:
+            self.token_ids.append(token)
+            self.likeliest.append(logits.argmax())
+
+    def forced(self) -> Prompt:
+        """The prompt with what was answered, but for the last compared token, which nothing is compared behind."""
+        return Prompt.of([text(self.prompt_ids), text(self.token_ids[:-1])])
+
+
+class _Pass:
+    """A full prefill under way, left and gone on with between the tiles of a layer."""
+
+    def __init__(self, watched: Watched, prefill: BlendedPrefill) -> None:
+        self.watched, self.prefill = watched, prefill
+        self._steps: LayerSteps | None = None
+        self._tile: LayerRows | None = None
+
+    def advance(self) -> bool:
+        """Computes a tile of a layer; True once all layers are done."""
+        if self._tile is None:
+            self._steps = self.prefill.next_layer()
+            self._tile = next(self._steps, None)
+        if self._tile is not None and self._steps is not None:
+            try:
+                self._tile = self._steps.send(self._tile.run())
+            except StopIteration:
+                self._tile = None
+        return self.prefill.done
+
+
+class ShadowCheck:
+    """The shadow check of one engine; `begin` and `submit` may be called from several threads, `advance` from one at a
+    time.
+
+    Args:
+        watch: draws, and takes the results.
+        open_full: opens a full prefill of a prompt that keeps the logits of so many last rows.
+        version: of the model's adapters, as it is now; see `AdapterFollower.version`.
+        wake: called when there is something to compute.
+
+    Attributes:
+        watch: the same.
+    """
+
+    def __init__(
+        self,
+        watch: ShadowWatch,
+        open_full: Callable[[Prompt, int], BlendedPrefill],
+        version: Callable[[], int],
+        wake: Callable[[], None],
+    ) -> None:
+        self.watch, self._open_full, self._version, self._wake = watch, open_full, version, wake
+        self._queue: deque[Watched] = deque()
+        self._pass: _Pass | None = None
+        self._lock, self._closed = threading.Lock(), False
+        self._last_version: int | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Answers that wait or are being compared."""
+        return len(self._queue) + (self._pass is not None)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` has anything to compute."""
+        return bool(self.waiting) and not self._closed
+
+    def begin(self, result: PrefillResult, origin: Origin) -> Watched | None:
+        """A prompt was prefilled; None if its answer is not compared: it is exact, or was not drawn."""
+        report, plan = result.report, result.plan
+        candidates, own = len(plan.candidate_rows), origin.step is not None
+        self._follow(origin.version)
+        if own and not candidates and self.watch.is_full and plan.left_out:
+            if self.watch.draws():
+                self.watch.add_exact()
+            return None
+        if not candidates or report.recomputed_tokens >= candidates or not self.watch.draws():
+            return None
+        labels = Labels(origin.tenant, report.selector, "engine" if own else "request")
+        return Watched(labels, origin, plan.prompt.token_ids, result.logits)
+
+    def submit(self, watched: Watched) -> None:
+        """The answer has ended, was cancelled or failed: what there is of it is compared when there is time."""
+        if not watched.token_ids:
+            self.watch.drop(NO_ANSWER)
+            return
+        with self._lock:
+            if self._closed:
+                self.watch.drop(CLOSED)
+                return
+            if len(self._queue) >= MOST_WAITING:
+                self._queue.popleft()
+                self.watch.drop(QUEUE_FULL)
+            self._queue.append(watched)
+        self._wake()
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Computes a little: a tile of a layer, or the comparison. Raises nothing."""
+        try:
+            if self._pass is None:
+                self._open()
+            elif self._pass.advance():
+                self._finish(self._pass)
+        except Exception as error:
+            logger.warning("a shadow check failed; its request is not affected", exc_info=True)
+            self._end()
+            self.watch.drop(FAILED)
+            if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+                torch.cuda.empty_cache()  # requests need some of it
+
+    def close(self) -> None:
+        """Drops what waits; call it when nothing is computed any more. Idempotent."""
+        with self._lock:
+            self._closed, left = True, self.waiting
+            self._queue.clear()
+        self._end()
+        for _ in range(left):
+            self.watch.drop(CLOSED)
+
+    def _open(self) -> None:
+        with self._lock:
+            if not self._queue:
+                return
+            watched = self._queue.popleft()
+        if self._is_stale(watched):
+            return
+        self._pass = _Pass(watched, self._open_full(watched.forced(), len(watched.token_ids)))
+
+    def _finish(self, done: _Pass) -> None:
+        watched, full = done.watched, done.prefill.result().logits
+        if not self._is_stale(watched):  # adapters may have been switched while it was computed
+            likeliest = torch.stack(watched.likeliest).tolist()
+            compared = compare(watched.first, likeliest, full.reshape(len(likeliest), -1))
+            self.watch.add(watched.labels, compared, watched.origin.step)
+        self._end()
+
+    def _end(self) -> None:
+        done, self._pass = self._pass, None
+        if done is not None:
+            done.prefill.close()
+
+    def _is_stale(self, watched: Watched) -> bool:
+        if self._version() == watched.origin.version:
+            return False
+        self.watch.drop(OTHER_ADAPTERS)
+        return True
+
+    def _follow(self, version: int) -> None:
+        """Other adapters make another model: what was seen of the last one does not describe it."""
+        if self._last_version not in (None, version):
+            self.watch.begin_anew()
+        self._last_version = version

@@ -1,0 +1,44 @@
+"""Turns the shadow check of an engine on."""
+
+from dataclasses import replace
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.fuse.prefill import BlendedPrefill
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
+
+
+def watch(engine: BlendEngine, settings: ShadowSettings, *, seed: int | None = None) -> ShadowWatch:
+    """From now on a share of the engine's blended answers is compared with full prefill, when there is time.
+
+    Without a scheduler that is when no request has been under way for a moment (`background.QUIET_S`); under a
+    scheduler that is never idle, the check takes as large a share of the time as of the requests.
+
+    Args:
+        engine: with no check yet.
+        settings: of the check. With a floor, the engine's ratio may be raised for requests that name none.
+        seed: of what is drawn; None: another one each time.
+
+    Returns:
+        What is found: figures, history, and the ratio in force.
+
+    Raises:
+        InvalidInputError: the engine has a check already.
+    """
+    if engine.shadow is not None:
+        raise InvalidInputError(
+            f"the answers of {engine.name or 'this engine'} are checked already; open another engine"
+        )
+
+    def raise_by(factor: float) -> None:
+        engine.settings = replace(engine.settings, raised_by=factor)
+
+    def open_full(prompt: Prompt, last_rows: int) -> BlendedPrefill:
+        return engine.prefiller.open_full(prompt, engine.planner, last_rows)
+
+    made = ShadowWatch(settings, engine.name, engine.settings.selector().share, raise_by, seed)
+    engine.shadow = ShadowCheck(made, open_full, engine.adapters.version, engine.background.wake)
+    engine.background.idle_work = engine.shadow
+    return made

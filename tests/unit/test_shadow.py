@@ -1,0 +1,310 @@
+"""What the shadow check concludes from comparisons: windows, bounds, labels, and the steps of the floor.
+
+Situations: comparisons made with a ratio that is no longer in force; requests with a ratio of their own; more tenants
+than labels; logits that are not finite; nothing compared yet; traffic that changes; chance alone.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.selection import Selection
+from cacheblend.engines.bounds import allowed_errors, lower_bound
+from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.settings import Settings
+from cacheblend.engines.shadow import Compared, Floor, Labels, ShadowSettings, ShadowWatch, compare, factors_from
+from cacheblend.engines.shadow.comparison import MOST_KL, kl_divergence
+from cacheblend.engines.shadow.floor import FULL_ABOVE, MOST_WINDOWS
+from cacheblend.engines.shadow.watch import MOST_TENANTS, OTHERS
+from cacheblend.serve.metrics import Metrics
+from cacheblend.store import MemoryStore
+
+GOOD, BAD = Compared(0.001, (True, True)), Compared(2.0, (False, True))
+MINE = Labels("a", "hybrid")
+
+
+def watch(floor: float | None = 0.8, ratio: float | None = 0.12, **others: object) -> ShadowWatch:
+    return ShadowWatch(ShadowSettings(1.0, floor, **others), "m", ratio, seed=1)  # type: ignore[arg-type]
+
+
+# ---- comparison ---------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_is_the_divergence_of_the_first_token_and_who_is_likeliest() -> None:
+    torch.manual_seed(0)
+    full, first = torch.randn(3, 7), torch.randn(7)
+    p, q = full[0].softmax(-1), first.softmax(-1)
+    likeliest = [int(full[0].argmax()), (int(full[1].argmax()) + 1) % 7, int(full[2].argmax())]
+    found = compare(first, likeliest, full)
+    assert found.agreed == (True, False, True) and found.first
+    assert found.kl == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_far_away_and_poison_no_sum(bad: float) -> None:
+    broken = torch.full((5,), bad)
+    assert kl_divergence(torch.randn(5), broken) == MOST_KL == kl_divergence(broken, torch.randn(5))
+    barred = torch.tensor([0.0, 1.0, -math.inf])  # a token that a model never gives
+    assert kl_divergence(barred, barred) == 0.0
+    assert kl_divergence(torch.tensor([0.0, 0.0]), torch.tensor([0.0, -math.inf])) == MOST_KL
+
+
+# ---- settings and steps -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"share": 0.0}, "above 0"),
+        ({"share": 1.1}, "at most 1"),
+        ({"share": math.nan}, "above 0"),
+        ({"share": 0.1, "floor": 1.0}, "between 0 and 1"),
+        ({"share": 0.1, "floor": 0.99999}, "lower it"),
+        ({"share": 0.1, "floor": 0.95, "window": 58}, "at least 59"),
+        ({"share": 0.1, "window": 0}, "window"),
+        ({"share": 0.1, "confidence": 1.5}, "confidence"),
+    ],
+)
+def test_settings_that_cannot_hold_are_refused_with_the_way_out(given: dict[str, float], what: str) -> None:
+    with pytest.raises(InvalidInputError, match=what):
+        ShadowSettings(**given)  # type: ignore[arg-type]
+
+
+def test_a_window_of_its_own_size_forgives_four() -> None:
+    for floor in (0.5, 0.8, 0.95, 0.99):
+        assert allowed_errors(ShadowSettings(0.1, floor).rows, floor, 0.95) == 4
+
+
+@given(st.floats(0, 1))
+def test_steps_rise_by_half_and_end_in_full_recompute(ratio: float) -> None:
+    factors = factors_from(ratio)
+    assert factors[0] == 1.0
+    if ratio >= 1:
+        assert factors == (1.0,)
+        return
+    assert math.isinf(factors[-1])
+    assert all(b == pytest.approx(1.5 * a) for a, b in pairwise(factors[:-1]))
+    assert all(ratio * factor <= FULL_ABOVE for factor in factors[1:-1])
+    assert len(factors) == 2 or ratio * factors[-2] * 1.5 > FULL_ABOVE
+
+
+def test_a_selector_without_a_ratio_goes_to_full_recompute_at_once() -> None:
+    assert factors_from(None) == (1.0, math.inf) == factors_from(0.0) == factors_from(0.009)
+
+
+@given(st.floats(0.01, 1), st.sampled_from(["hkvd", "hybrid", "query", "head", "random"]), st.floats(1, 20))
+def test_raised_settings_are_settings_and_recompute_more(ratio: float, selector: str, factor: float) -> None:
+    layers = (1, 3)
+    schedule = (min(1.0, 2 * ratio), ratio)
+    base = Selection(recompute_ratio=ratio, selector=selector, check_layers=layers, ratios=schedule)
+    more = base.scaled(factor).make_selector().share
+    assert more is not None and more == pytest.approx(min(1.0, ratio * factor))
+
+
+def test_a_request_that_names_a_ratio_keeps_it_and_the_controller_never_goes_below_the_floors() -> None:
+    raised = Settings(Settings().config, raised_by=2.0)
+    assert raised.selector().share == pytest.approx(0.3)
+    assert raised.selector(0.05).share == 0.05
+    assert raised.at_least(0.2).share == pytest.approx(0.3)
+    assert raised.at_least(0.5).share == 0.5
+
+
+# ---- the floor ----------------------------------------------------------------------------------------------
+
+
+def slow_floor(settings: ShadowSettings, steps: int, told: Sequence[tuple[bool, bool]]) -> list[int]:
+    """The step after each comparison, from the whole list each time."""
+    assert settings.floor is not None
+    rows, step, since, wait, is_trial = settings.rows, 0, 0, 1, False
+    found = []
+    for end in range(1, len(told) + 1):
+        since += 1
+        window = told[end - since : end][-rows:]
+        agreed = [sum(each[i] for each in window) + (rows - len(window)) for i in (0, 1)]
+        is_lost = any(lower_bound(count, rows, settings.confidence) < settings.floor for count in agreed)
+        if is_lost and step < steps - 1:
+            step, since, wait, is_trial = step + 1, 0, (min(2 * wait, MOST_WINDOWS) if is_trial else 1), False
+        elif not is_lost:
+            if is_trial and since >= rows:
+                is_trial, wait = False, 1
+            if step and since >= rows * wait:
+                step, since, is_trial = step - 1, 0, True
+        found.append(step)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([0.5, 0.7, 0.9]), st.integers(1, 5))
+def test_the_floor_does_what_its_definition_says(rng: random.Random, floor: float, steps: int) -> None:
+    chosen = ShadowSettings(1.0, floor)
+    made, rates = Floor(chosen, steps), [rng.random() ** 0.3 for _ in range(steps)]
+    told, found = [], []
+    for _ in range(rng.randint(1, 400)):
+        if rng.random() < 0.01:
+            rates = [rng.random() ** 0.3 for _ in range(steps)]
+        told.append((rng.random() < rates[made.step], rng.random() < rates[made.step]))
+        change = made.add(*told[-1])
+        found.append(made.step)
+        assert change is None or (change.step == made.step and 0 <= change.bound <= change.agreement <= 1)
+    assert found == slow_floor(chosen, steps, told)
+    assert made.raised - made.lowered == made.step
+
+
+def run(made: ShadowWatch, rates: Sequence[float], count: int, rng: random.Random) -> list[int]:
+    """The step before each comparison; agreement is that of the step."""
+    steps = []
+    for _ in range(count):
+        steps.append(made.step)
+        if made.is_full:
+            made.add_exact()
+        else:
+            agrees = rng.random() < rates[made.step]
+            made.add(MINE, Compared(0.1, (agrees, agrees)), made.step)
+    return steps
+
+
+def test_a_lean_ratio_is_raised_until_agreement_holds_and_an_ample_one_stays() -> None:
+    made, rng = watch(0.9), random.Random(3)
+    steps = run(made, [0.5, 0.7, 0.999, 1, 1], 4000, rng)
+    held = [sum(step == each for step in steps) for each in range(5)]
+    assert held[2] > 0.8 * len(steps)  # the rest are attempts at lower ones, which fail soon
+    ample = watch(0.9)
+    assert set(run(ample, [0.998] * 5, 4000, rng)) == {0}
+
+
+def test_a_change_of_traffic_moves_it_and_it_comes_back() -> None:
+    made, rng = watch(0.8), random.Random(4)
+    run(made, [1.0] * 6, 200, rng)
+    assert made.step == 0
+    run(made, [0.4, 0.9999, 1, 1, 1, 1], 60, rng)
+    assert made.step >= 1
+    run(made, [1.0] * 6, 20 * made.settings.rows, rng)
+    assert made.step == 0
+
+
+def test_where_nothing_blended_agrees_everything_is_recomputed_and_attempts_become_rare() -> None:
+    made, rng = watch(0.8), random.Random(5)
+    last = len(factors_from(0.12)) - 1
+    steps = run(made, [0.0] * (last + 1), 6000, rng)
+    assert made.ratio == 1.0 or made.step == last - 1
+    assert sum(step == last for step in steps) > 0.9 * len(steps)
+    lowered = made.figures().lowered
+    assert 3 <= lowered <= 6000 / made.settings.rows / 4
+
+
+def test_without_a_floor_the_ratio_stays() -> None:
+    made = watch(None)
+    run(made, [0.0], 300, random.Random(0))
+    assert made.step == 0 and made.history()[-1].agreement == 0.0 and made.history()[-1].rows == 200
+
+
+# ---- figures ------------------------------------------------------------------------------------------------
+
+
+def test_each_change_is_one_line_and_one_count_and_tells_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[float] = []
+    made = ShadowWatch(ShadowSettings(1.0, 0.8), "m", 0.3, told.append, seed=1)
+    with caplog.at_level(logging.INFO, "cacheblend.shadow"):
+        run(made, [0.0] * 4, 40, random.Random(0))
+    figures = made.figures()
+    assert len(caplog.records) == figures.raised + figures.lowered == len(told) >= 2
+    assert told[0] == 1.5 and math.isinf(told[-1]) and figures.ratio == 1.0
+    assert "m: recompute ratio raised to full recompute" in caplog.text and "floor 0.8" in caplog.text
+
+
+def test_comparisons_of_another_ratio_or_of_requests_with_their_own_move_nothing() -> None:
+    made = watch()
+    for _ in range(50):
+        made.add(MINE, BAD, step=3)
+        made.add(Labels("a", "hkvd", "request"), BAD, step=None)
+    figures = {series.labels: series for series in made.figures().series}
+    assert made.step == 0 and not made.history()
+    assert figures[MINE].compared == 50 and figures[MINE].agreement["first_token"][2] == 0
+    assert figures[Labels("a", "hkvd", "request")].agreement["first_token"] == (0.0, 0.0, 44)
+
+
+def test_a_change_empties_the_windows_that_it_concerns_and_no_counter() -> None:
+    made = watch()
+    others = Labels("b", "hybrid", "request")
+    made.add(others, GOOD, step=None)
+    for _ in range(5):
+        made.add(MINE, BAD, made.step)
+    figures = {series.labels: series for series in made.figures().series}
+    assert made.step == 1
+    assert figures[MINE].compared == 5 and figures[MINE].agreement["first_token"] == (1.0, 0.0, 0)
+    assert figures[others].agreement["first_token"][2] == 1
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=120))
+def test_the_bound_shown_is_the_exact_one_of_the_window(told: list[bool]) -> None:
+    made = watch(None, window=50)
+    for agreed in told:
+        made.add(MINE, Compared(0.5, (agreed,)), 0)
+    (series,) = made.figures().series
+    last = told[-50:]
+    bound = lower_bound(sum(last), len(last), 0.95)
+    assert series.agreement == dict.fromkeys(("first_token", "answer"), (sum(last) / len(last), bound, len(last)))
+    assert (series.compared, series.agreed) == (len(told), sum(told)) and sum(series.kl_counts) == len(told)
+
+
+def test_an_answer_counts_by_one_of_its_tokens_drawn_at_random() -> None:
+    made = watch(None, window=2000)
+    for _ in range(2000):
+        made.add(MINE, Compared(0.0, (True, False, True, True)), 0)
+    (series,) = made.figures().series
+    assert series.agreement["first_token"][0] == 1.0
+    assert series.agreement["answer"][0] == pytest.approx(0.75, abs=0.04)
+    assert (series.agreed, series.differed) == (6000, 2000)
+
+
+def test_tenants_beyond_the_bound_share_a_label() -> None:
+    made = watch()
+    for number in range(3 * MOST_TENANTS):
+        made.add(Labels(f"tenant {number}", "hkvd"), GOOD, 0)
+    series = {each.labels.tenant: each.compared for each in made.figures().series}
+    assert len(series) == MOST_TENANTS + 1 and series[OTHERS] == 2 * MOST_TENANTS
+
+
+def test_another_model_begins_anew_with_the_step_in_force() -> None:
+    made = watch()
+    for _ in range(9):
+        made.add(MINE, BAD, made.step)
+    assert made.step == 1 and made.figures().series[0].agreement["first_token"][2] == 4
+    made.begin_anew()
+    assert made.step == 1 and made.figures().series[0].agreement["first_token"][2] == 0
+
+
+def test_prometheus_reads_what_is_written() -> None:
+    made = watch()
+    check = ShadowCheck(made, lambda prompt, rows: None, lambda: 0, lambda: None)  # type: ignore[arg-type, return-value]
+    for _ in range(3):
+        made.add(MINE, GOOD, 0)
+    made.add(Labels('b"\n', "hkvd", "request"), BAD, None)
+    made.drop("queue full")
+    with MemoryStore() as store:
+        text = Metrics(store, lambda: 0, lambda: 0, shadow=check).text().decode()
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples[("cacheblend_shadow_total", "a", "engine", "hybrid", "m")] == 3
+    assert samples[("cacheblend_shadow_agreement", "a", "engine", "first_token", "hybrid", "m")] == 1
+    bound = samples[("cacheblend_shadow_agreement_bound", "a", "answer", "engine", "hybrid", "m")]
+    assert bound == pytest.approx(lower_bound(3, 3, 0.95))
+    assert samples[("cacheblend_shadow_kl_count", "a", "engine", "hybrid", "m")] == 3
+    assert samples[("cacheblend_shadow_kl_bucket", "+Inf", 'b"\n', "hkvd", "m", "request")] == 1
+    assert samples[("cacheblend_shadow_kl_bucket", "1.0", 'b"\n', "hkvd", "m", "request")] == 0
+    assert samples[("cacheblend_shadow_dropped_total", "m", "queue full")] == 1
+    assert samples[("cacheblend_shadow_ratio", "m")] == pytest.approx(0.12)
+    assert samples[("cacheblend_shadow_changes_total", "m", "raised")] == 0
+    assert samples[("cacheblend_shadow_tokens_total", 'b"\n', "hkvd", "m", "no", "request")] == 1
