@@ -6,6 +6,7 @@ The order of the passages decides whom a pronoun refers to, and so the correct a
 import random
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 from cacheblend.core.config import BlendConfig
@@ -36,7 +37,7 @@ CATEGORIES = {
 
 STYLE = Style(passages=8, tokens=232, dense=0.3, hard=0.3, chains=0.6)
 SEED_OFFSET = 2_000_000  # neither the draws of training nor those of `nano.questions`
-ORDERS_TRIED = 40
+ORDERS_TRIED, SCENES_TRIED = 40, 10
 MAX_TOKENS = 8  # of an answer; the longest correct one has six
 
 
@@ -49,7 +50,7 @@ def draw_demo(seed: int, per_category: int = 4) -> list[QuestionRow]:
     if per_category < 1:
         raise InvalidInputError(f"a demo needs at least 1 question of each category, got {per_category}")
     rng = random.Random(SEED_OFFSET + seed)
-    while True:  # a few scenes have no chain or no comparison
+    for tried in count():  # a few scenes have no chain or no comparison, or too few of them to ask no question twice
         scene, rows = draw_scene(rng, STYLE), list[QuestionRow]()
         for category in list(CATEGORIES) * per_category:
             row = _draw_row(scene, rng, category, rows)
@@ -57,7 +58,9 @@ def draw_demo(seed: int, per_category: int = 4) -> list[QuestionRow]:
                 break
             rows.append(row)
         else:
-            return rows
+            if tried >= SCENES_TRIED or len({row.question for row in rows}) == len(rows):
+                return rows
+    raise AssertionError("not reached")
 
 
 def _draw_row(scene: Scene, rng: random.Random, category: str, rows: Sequence[QuestionRow]) -> QuestionRow | None:
@@ -67,7 +70,7 @@ def _draw_row(scene: Scene, rng: random.Random, category: str, rows: Sequence[Qu
     for _ in range(ORDERS_TRIED):
         order = rng.sample(range(len(texts)), len(texts))
         read = read_scene([scene.passages[index] for index in order])
-        for question in read.questions(rng, (category,))[category][:1]:
+        for question in read.questions(rng, (category,))[category]:
             passages, number = tuple(texts[index] for index in order), str(len(rows))
             row = QuestionRow(spell(question.words), passages, (spell(question.answer),), category, number)
             if all(row.question != other.question for other in rows):
