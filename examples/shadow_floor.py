@@ -20,8 +20,8 @@ FLOOR = 0.8
 SMALL = Prompts(passages=(3, 4), tokens=(48, 80))
 LEAN = {"selector": "hkvd", "recompute_ratio": 0.06, "check_layers": (1,)}
 PANELS = {
-    "hkvd at 0.06, questions across passages": (LEAN, [("cross-hard", 240)]),
-    "the profile that ships": (None, [("direct", 70), ("chain2", 140), ("direct", 140)]),
+    "hkvd at 0.06, questions across passages": (LEAN, [("cross-hard", 170)]),
+    "the profile that ships": (None, [("direct", 60), ("chain2", 100), ("direct", 130)]),
 }
 
 
