@@ -130,7 +130,8 @@ def test_ask_answers_from_the_store(run: Run, model: Path, data: Path, store: Pa
     report = found["report"]
     assert report["missed_tokens"] == 0
     assert report["loaded_tokens"] > 0.7 * report["prompt_tokens"]
-    assert report["recomputed_tokens"] == round(0.15 * report["hit_tokens"]["disk"])
+    loaded = report["hit_tokens"]["disk"]
+    assert 0 < report["recomputed_tokens"] < 0.15 * loaded, "after the last check: the mean over the layers is r"
 
 
 def test_ask_stores_what_it_missed(run: Run, model: Path, store: Path) -> None:
@@ -168,7 +169,8 @@ def test_ask_compares_with_full_recompute(run: Run, model: Path, data: Path, sto
 
 @pytest.mark.parametrize("selector", ["hkvd", "query", "hybrid", "head", "random", "none", "all"])
 def test_ask_takes_every_selector(run: Run, model: Path, data: Path, store: Path, selector: str) -> None:
-    found = run("ask", "-m", model, "-s", store, "-d", data, "-n", 1, "--selector", selector, "--json").json
+    checks = ("--check-layers", 1) if selector == "hkvd" else ()
+    found = run("ask", "-m", model, "-s", store, "-d", data, "-n", 1, "--selector", selector, *checks, "--json").json
     share = {"none": 0.0, "all": 1.0}.get(selector, 0.15)
     assert found["report"]["recomputed_tokens"] == round(share * found["report"]["hit_tokens"]["disk"])
 
@@ -176,7 +178,8 @@ def test_ask_takes_every_selector(run: Run, model: Path, data: Path, store: Path
 def test_ask_filters_gradually(run: Run, model: Path, data: Path, store: Path) -> None:
     command = ("ask", "-m", model, "-s", store, "-d", data, "-n", 1, "--json")
     levels = ("--check-layers", "1,2", "--ratio", "0.5,0.25")
-    gradual, one = run(*command, *levels).json["report"], run(*command, "--ratio", 0.25).json["report"]
+    gradual = run(*command, *levels).json["report"]
+    one = run(*command, "--ratio", 0.25, "--check-layers", 1).json["report"]
     loaded = gradual["hit_tokens"]["disk"]
     assert gradual["recomputed_tokens"] == one["recomputed_tokens"] == round(0.25 * loaded)
     assert gradual["row_layers"] == one["row_layers"] + round(0.5 * loaded) - round(0.25 * loaded)

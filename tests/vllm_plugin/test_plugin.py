@@ -105,7 +105,7 @@ def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
     ]
     extra = {"store": store, "recompute_ratio": 0.2, "check_layers": [1], "selector": "hkvd"}
     blended = vllm.run(models[family], steps, extra, enable_prefix_caching=False)
-    config = BlendConfig(recompute_ratio=0.2, capture=False)
+    config = BlendConfig(recompute_ratio=0.2, check_layers=(1,), capture=False)
     with BlendEngine.from_pretrained(
         models[family], store=store, config=config, dtype="float32", with_tokenizer=False, device="cpu"
     ) as engine:
