@@ -34,9 +34,10 @@ def asked(seed: int, count: int) -> list[Any]:
     ]
 
 
-def scaled(model: Path, folder: Path) -> Path:
-    """The model as a checkpoint with scales for an FP8 cache, other ones in each layer."""
-    folder.mkdir()
+@pytest.fixture(scope="session")
+def scaled(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with scales for an FP8 cache, other ones in each layer."""
+    model, folder = models["llama"], tmp_path_factory.mktemp("scaled")
     weights = load_file(model / "model.safetensors")
     for layer in range(6):
         weights[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(0.03 + 0.007 * layer)
@@ -69,7 +70,7 @@ def apart(found: dict[str, float], expected: dict[str, float]) -> float:
 @pytest.mark.parametrize("in_pages", [False, True], ids=["buffers", "pages"])
 @pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2", "of the checkpoint"])
 def test_at_ratio_one_answers_are_those_of_vllm_with_that_cache(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, cache: str, in_pages: bool
+    vllm: Vllm, models: dict[str, Path], scaled: Path, tmp_path: Path, cache: str, in_pages: bool
 ) -> None:
     """Blended, alone and beside others, on blocks that vLLM holds, and found by content.
 
@@ -77,7 +78,7 @@ def test_at_ratio_one_answers_are_those_of_vllm_with_that_cache(
     models answer at once to whatever changes. Without FP8 their log-probabilities are 3 to 12 apart from these.
     """
     by_command = cache != "of the checkpoint"
-    model = models["llama"] if by_command else scaled(models["llama"], tmp_path / "scaled")
+    model = models["llama"] if by_command else scaled
     engine = {"kv_cache_dtype": cache} if by_command else {}
     prompts = asked(3, 12)
     ids, spans = [one.ids for one in prompts], [one.spans for one in prompts]
