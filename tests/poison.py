@@ -23,7 +23,7 @@ from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.store import KVStore, MemoryStore
 
 HISTORIES = int(os.environ.get("CACHEBLEND_HISTORIES", "16"))
-"""Random histories of each engine. The run of 600 and 450 is recorded in docs/results/poisoned.json."""
+"""Random histories of each engine. The run of 600 and 400 is recorded in docs/results/poisoned.json."""
 
 RECORDED = os.environ.get("CACHEBLEND_POISONED_JSON")
 """A file to which each engine's counts are added."""

@@ -46,7 +46,7 @@ class Setting:
 SETTINGS = {
     "pieces": Setting({"recompute_ratio": 0.15, "budget_row_layers": 300}, {"max_num_batched_tokens": 64}),
     "preemption": Setting(
-        {"recompute_ratio": 0.5, "anchor": "none"}, {"num_gpu_blocks_override": 26}, most_tokens=120, most_requests=8
+        {"recompute_ratio": 0.5, "anchor": "none"}, {"num_gpu_blocks_override": 26}, most_tokens=80, most_requests=7
     ),
     "eviction": Setting(
         {"recompute_ratio": 1.0, "selector": "random", "anchor": "bos"},
@@ -131,7 +131,7 @@ class Campaign:
         chosen: Sequence[tuple[int, int]] | None = {"spans": spans, "content": None, "plain": ()}[way]
         params: dict[str, Any] = {}
         if way != "plain" and rng.random() < 0.3:
-            params["mode"] = rng.choice(["reuse", "prefix", "full"])
+            params["mode"] = rng.choice(["prefix", "full"])
         elif way != "plain" and rng.random() < 0.3:
             params["recompute_ratio"] = rng.choice([0.0, 0.4, 1.0])
         self.tally.meet("requests")
