@@ -71,6 +71,11 @@ class Recorded(Selector):
         """See `Selector`."""
         return self.inner.measure
 
+    def of_model(self, layers: int) -> Selector:
+        """See `Selector`; itself, so that who made it finds the record."""
+        self.inner = self.inner.of_model(layers)
+        return self
+
     def select(self, candidates: Candidates) -> torch.Tensor:
         """See `Selector`."""
         selected = self.inner.select(candidates)
