@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.recorded import Recorded
 from cacheblend.core.select.selectors import (
     AllRows,
     Candidates,
@@ -153,21 +154,28 @@ def test_row_count_is_within_the_rows(ratio: float, total: int) -> None:
 @given(ratio=shares, layers=st.integers(2, 100))
 def test_gradual_filtering_costs_what_one_check_with_its_ratio_costs(ratio: float, layers: int) -> None:
     selector = Gradual(ratio).of_model(layers)
+    if isinstance(selector, AllRows):
+        assert ratio > 1 - 1e-9
+        return
     assert isinstance(selector, Hkvd)  # which also refuses ratios that rise or leave 0..1
-    assert selector.check_layers == tuple(range(1, 1 + min(4, layers - 1)))
+    assert selector.check_layers[-1] == min(4, layers - 1) and selector.ratios[0] < 1
     ends = (*selector.check_layers[1:], layers)
-    rows = sum(
-        share * (end - start) for share, start, end in zip(selector.ratios, selector.check_layers, ends, strict=True)
+    rows = (
+        selector.check_layers[0]
+        - 1
+        + sum(
+            share * (end - start)
+            for share, start, end in zip(selector.ratios, selector.check_layers, ends, strict=True)
+        )
     )
     assert rows == pytest.approx(ratio * (layers - 1))
 
 
 @pytest.mark.parametrize("layers", [2, 3, 4, 5, 12, 80])
-def test_gradual_filtering_of_all_rows_keeps_all_and_of_none_keeps_none(layers: int) -> None:
-    for ratio, kept in ((1.0, 1000), (0.0, 0)):
-        selector = Gradual(ratio).of_model(layers)
-        assert isinstance(selector, Hkvd)
-        assert {row_count(share, 1000) for share in selector.ratios} == {kept}
+def test_gradual_filtering_of_all_rows_checks_nothing_and_of_none_keeps_none(layers: int) -> None:
+    assert Gradual(1.0).of_model(layers) == AllRows()
+    selector = Gradual(0.0).of_model(layers)
+    assert isinstance(selector, Hkvd) and set(selector.ratios) == {0.0}
 
 
 def test_gradual_filtering_is_asked_for_a_model_first() -> None:
@@ -176,3 +184,14 @@ def test_gradual_filtering_is_asked_for_a_model_first() -> None:
     assert Gradual(0.15, "v").of_model(12) == Gradual(0.15, "v").of_model(12).of_model(12)
     with pytest.raises(InvalidInputError, match=r"0\.\.1"):
         Gradual(1.5)
+
+
+def test_a_record_of_gradual_filtering_tells_the_ratio_that_was_asked_for() -> None:
+    recorded = Recorded(Gradual(0.2))
+    assert recorded.of_model(3) is recorded
+    assert (recorded.name, recorded.share) == (Gradual(0.2).name, 0.2)
+    assert recorded.check_layers == (1, 2)
+    recorded.select(candidates([3.0, 1.0, 2.0, 0.0], layer=1))
+    recorded.inner = Head(0.5)
+    assert recorded.of_model(3).check_layers == ()
+    assert len(recorded.asked) == 1

@@ -21,6 +21,7 @@ class Recorded(Selector):
     inner: Selector
     asked: list[Candidates] = field(default_factory=list)
     keeps: list[torch.Tensor] = field(default_factory=list)
+    _of_model: Selector | None = None
 
     @property
     def kept(self) -> list[int]:
@@ -40,45 +41,49 @@ class Recorded(Selector):
     @property
     def check_layers(self) -> tuple[int, ...]:
         """See `Selector`."""
-        return self.inner.check_layers
+        return self._selector.check_layers
 
     @property
     def at_start(self) -> bool:
         """See `Selector`."""
-        return self.inner.at_start
+        return self._selector.at_start
 
     @property
     def question_rows(self) -> int:
         """See `Selector`."""
-        return self.inner.question_rows
+        return self._selector.question_rows
 
     @property
     def hops(self) -> int:
         """See `Selector`."""
-        return self.inner.hops
+        return self._selector.hops
 
     @property
     def hop_spans(self) -> int:
         """See `Selector`."""
-        return self.inner.hop_spans
+        return self._selector.hop_spans
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`; not recorded."""
-        return self.inner.found_spans(candidates, count)
+        return self._selector.found_spans(candidates, count)
 
     @property
     def measure(self) -> Measure:
         """See `Selector`."""
-        return self.inner.measure
+        return self._selector.measure
 
     def of_model(self, layers: int) -> Selector:
         """See `Selector`; itself, so that who made it finds the record."""
-        self.inner = self.inner.of_model(layers)
+        self._of_model = self.inner.of_model(layers)
         return self
+
+    @property
+    def _selector(self) -> Selector:
+        return self.inner if self._of_model is None else self._of_model
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """See `Selector`."""
-        selected = self.inner.select(candidates)
+        selected = self._selector.select(candidates)
         self.asked.append(candidates)
         self.keeps.append(as_mask(selected, len(candidates.positions)))
         return selected

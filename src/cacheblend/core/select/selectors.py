@@ -191,9 +191,11 @@ class Gradual(Selector):
         return tuple(range(1, 1 + len(GRADUAL_SHARES)))
 
     def of_model(self, layers: int) -> Selector:
-        """The check layers that the model has, and their ratios."""
+        """The check layers that the model has, and their ratios, without checks that would drop nothing."""
         checks = self.check_layers[: max(1, layers - 1)]
-        return Hkvd(checks, _gradual_ratios(self.ratio, checks, layers), self.measure)
+        ratios = zip(checks, _gradual_ratios(self.ratio, checks, layers), strict=True)
+        dropping = {check: ratio for check, ratio in ratios if ratio < 1 - 1e-9}
+        return Hkvd(tuple(dropping), tuple(dropping.values()), self.measure) if dropping else AllRows()
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Raises `InvalidInputError`: the ratios depend on the model's layers."""
