@@ -302,7 +302,7 @@ def test_from_the_gate_to_an_answer(run: Run, model: Path, data: Path) -> None:
     by_hand = run(*ask, "--ratio", 0.2)[1]["settings"]
     assert by_hand == {"source": "given by the caller", "selector": "hkvd", "recompute_ratio": 0.2}
     with BlendEngine.from_pretrained(model) as opened:
-        assert opened.config == BlendConfig(recompute_ratio=1.0).on("cpu")
+        assert opened.config == BlendConfig(recompute_ratio=1.0, check_layers=(1,)).on("cpu")
         assert opened.settings.profile == profile
     with BlendEngine.from_pretrained(model, config=BlendConfig(selector="none")) as opened:
         assert opened.config.selector == "none"

@@ -196,8 +196,8 @@ def test_the_gate_s_setting_is_checked_once_and_kept(
         found = suite_gate.check_gate(opened, Suite(1), tmp_path / "out", lambda *step: steps.append(step))
         assert found["holds"] is True
         assert (found["threshold"], found["f1_margin"]) == (0.6, 0.01)
-        assert found["rows"] == found["f1_rows"] == found["agreed"] == 21  # at least 20, as many of each category
-        assert steps[-1] == (21, 21)
+        assert found["rows"] == found["f1_rows"] == found["agreed"] == 20  # at least 20, as many of each category
+        assert steps[-1] == (20, 20)
         monkeypatch.setattr(suite_gate, "check", None)  # would be an error if it were called
         assert suite_gate.check_gate(opened, Suite(1), tmp_path / "out") == found
         (file,) = (tmp_path / "out").iterdir()
@@ -233,7 +233,7 @@ def test_the_command_reports_every_part_and_a_missed_bar_is_exit_code_1(
     assert (found["figures"]["gate_holds"], list(found["gate"])) == (None, ["reason"])
     assert (found["suite"]["seeds"], found["suite"]["parts"]) == ([5], ["main", "sweep", "gate"])
     assert [len(part["cells"]) for part in (found, found["sweep"])] == [ROWS_A_SEED, ROWS_A_SEED]
-    assert len(found["sweep"]["at_equal_compute"]) == 11
+    assert len(found["sweep"]["at_equal_compute"]) == 18
     assert all(line in out for line in ("full_min", "missed", "unknown", "Exact match at"))
     assert max(map(len, out.splitlines())) <= 120
     folders = sorted(path.name.rsplit("-", 1)[0] for path in (tmp_path / "out").iterdir())
