@@ -19,9 +19,10 @@ from cacheblend.nano.questions import Prompts, draw_questions
 FLOOR = 0.8
 SMALL = Prompts(passages=(3, 4), tokens=(48, 80))
 LEAN = {"selector": "hkvd", "recompute_ratio": 0.06, "check_layers": (1,)}
+AMPLE = {"selector": "hybrid", "recompute_ratio": 0.12, "check_layers": (4,), "early_ratio": 0.4, "question_words": 1.0}
 PANELS = {
     "hkvd at 0.06, questions across passages": (LEAN, [("cross-hard", 170)]),
-    "the profile that ships": (None, [("direct", 60), ("chain2", 100), ("direct", 130)]),
+    "hybrid without hops": (AMPLE, [("direct", 60), ("chain2", 100), ("direct", 130)]),
 }
 
 

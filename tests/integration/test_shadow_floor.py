@@ -29,6 +29,8 @@ Served = tuple[TestClient, BlendEngine, dict[str, str], list[str]]
 SMALL = Prompts(passages=(3, 4), tokens=(48, 80))
 SHORT = SamplingParams(max_new_tokens=2)
 LEAN = {"selector": "hkvd", "recompute_ratio": 0.06, "check_layers": (1,)}
+AMPLE = {"selector": "hybrid", "recompute_ratio": 0.12, "check_layers": (4,), "early_ratio": 0.4, "question_words": 1.0}
+"""For questions across passages; without hops it does not follow a chain of two."""
 
 
 def prompts(engine: BlendEngine, category: str, count: int) -> list[Prompt]:
@@ -71,7 +73,7 @@ def test_a_lean_ratio_is_raised_until_agreement_holds() -> None:
 
 
 def test_an_ample_one_stays_and_a_change_of_traffic_moves_it() -> None:
-    engine, made = opened()  # the profile that ships
+    engine, made = opened(AMPLE)
     with engine:
         ask(engine, prompts(engine, "cross-hard", 12) + prompts(engine, "direct", 12))
         assert made.step == 0 and made.history()[-1].agreement > 0.9
