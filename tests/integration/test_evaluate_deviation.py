@@ -66,7 +66,8 @@ def test_deviation_is_measured_reported_and_not_measured_twice(
             low <= mean <= high for low, mean, high in zip(*(reuse[k] for k in ("low", "mean", "high")), strict=True)
         )
         assert (
-            by_name["blend hkvd @1 r=0.3"]["kv"]["over_layers"]["mean"] < by_name["reuse"]["kv"]["over_layers"]["mean"]
+            by_name["blend hkvd gradual r=0.3"]["kv"]["over_layers"]["mean"]
+            < by_name["reuse"]["kv"]["over_layers"]["mean"]
         )
     (folder,) = (tmp_path / "evaluations").iterdir()
     assert (folder / "deviation.png").stat().st_size > 10_000

@@ -99,7 +99,7 @@ def test_what_cannot_be_measured(engine: BlendEngine) -> None:
         fused_methods(make_methods(["full", "map-reduce"]))
     with pytest.raises(InvalidInputError, match="at least 1 row, got -3"):
         measure_deviations(engine, [], make_methods(["reuse"]), -3)
-    assert [method.label.name for method in fused_methods(make_methods())] == ["reuse", "blend hkvd @1 r=0.15"]
+    assert [method.label.name for method in fused_methods(make_methods())] == ["reuse", "blend hkvd gradual r=0.15"]
 
 
 # ---- table, notes, plot --------------------------------------------------------------------------------------

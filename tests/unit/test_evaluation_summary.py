@@ -82,7 +82,7 @@ def test_what_was_left_out_is_said() -> None:
         "1 of 7 rows have no gold answers and are not scored",
         "1 of 7 prompts exceed the model's context and were skipped",
         "reuse: 1 rows missed passages in the store; enlarge the store",
-        "blend hkvd @1 r=0.3: 1 rows skipped: a prompt of its own exceeds the context",
+        "blend hkvd gradual r=0.3: 1 rows skipped: a prompt of its own exceeds the context",
     ]
     assert [method["rows"] for method in summary["methods"]] == [4, 5, 4, 4]
 
@@ -101,7 +101,7 @@ def test_tables_name_every_method_and_figure() -> None:
     for part in (
         "Exact match",
         "F1 by words",
-        "blend hkvd @1 r=0.3",
+        "blend hkvd gradual r=0.3",
         "66.7 [0.0, 100.0]",
         "+33.3",
         "cross",
@@ -111,7 +111,7 @@ def test_tables_name_every_method_and_figure() -> None:
 
 
 def test_eighty_columns_show_every_figure_whole() -> None:
-    longer = {method.label.name: method.label.name.replace("hkvd @1", "hybrid @1,2") for method in METHODS}
+    longer = {method.label.name: method.label.name.replace("hkvd gradual", "hybrid @1,2") for method in METHODS}
     labels = tuple(replace(method.label, name=longer[method.label.name]) for method in METHODS)
     rows = [replace(of, cells=[replace(c, method=longer[c.method]) for c in of.cells]) for of in ROWS]
     text = rendered(summarise(Evaluation({"model": "tiny"}, labels, (None,), rows), SCORERS))
