@@ -181,9 +181,8 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
         ):
             right = torch.log_softmax(found.logits.double(), -1)
             how_far.append(max(abs(value - float(right[int(token)])) for token, value in given.items()))
-    print(attention, errors, without)
-    assert max(errors) < 0.02
-    assert min(without) > 0.05  # an oracle that does not round answers otherwise
+    assert max(errors) < 0.25, errors  # sums in another order, see above
+    assert min(without) > 1.0, without  # an oracle that does not round answers otherwise
 
 
 def test_what_is_stored_does_not_depend_on_the_cache(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
