@@ -185,7 +185,7 @@ class Campaign:
         counted = self.engine.counters()
         for what in ("num_preemptions", "captured_tokens", "requests"):
             self.tally.meet(f"{what} (vLLM)", int(counted.get(what, 0)))
-        self.tally.meet("evicted", len(self.written) - self.store.stats().blocks)
+        self.tally.meet("evicted, deleted or refused", len(self.written) - self.store.stats().blocks)
 
     @torch.no_grad()
     def _prefill(self, root: bytes, ids: Sequence[int]) -> list[KV]:
