@@ -528,7 +528,8 @@ def test_a_lost_block_is_recomputed_and_reported(open_engine: Open) -> None:
     assert answer.token_ids == plain(engine, engine.prompt(PARTS))
     assert answer.report.missed_tokens == BLOCK
     assert len(answer.report.fallbacks) == 1
-    assert "1 block(s) lost: layer 2: checksum" in answer.report.fallbacks[0]
+    # how many layers one read takes depends on how fast the reads before were
+    assert re.search(r"1 block\(s\) lost: (layer 2|layers \d to \d): checksum", answer.report.fallbacks[0])
     check_sums(answer)
 
 

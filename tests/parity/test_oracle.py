@@ -3,7 +3,7 @@
 import pytest
 
 from cacheblend.core.plan.prompt import Prompt, text
-from cacheblend.core.select.selectors import AllRows, Head, Hkvd, Measure, NoRows, RandomRows, Threshold
+from cacheblend.core.select.selectors import AllRows, Gradual, Head, Hkvd, Measure, NoRows, RandomRows, Threshold
 from cacheblend.engines.hf import SamplingParams
 from families import tiny_model
 from parity.scenes import (
@@ -89,7 +89,8 @@ def test_chunks_with_the_bos_anchor_equal_the_reference(family: str, selector: s
 @pytest.mark.parametrize("family", DIVERSE)
 def test_decoding_continues_from_the_blended_cache(family: str) -> None:
     """Each token equals the first token of a blended prefill of the prompt with the answer so far appended."""
-    model, selector = tiny_model(family), Hkvd((1,), (0.1,))
+    model = tiny_model(family)
+    selector = Gradual(0.1).of_model(model.config.get_text_config().num_hidden_layers)
     answer = warm_engine(family).generate(RAG, SamplingParams(max_new_tokens=4, ignore_eos=True), ratio=0.1)
     tokens: list[int] = []
     for _ in range(4):

@@ -22,7 +22,7 @@ from cacheblend.core.load.read_size import AT_ONCE, AT_ONCE_TO_DEVICE, ReadSize
 from cacheblend.core.load.staging import Lease, StagingMemory
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, root_name
-from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
+from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
@@ -83,7 +83,7 @@ def planned(drop: int | None = None) -> tuple[BlendPlan, FakeSource]:
     """BOS | A (exact) | text | B | C | B | question; `drop` takes one span out of the store."""
     a, b, c = chunk(range(10, 16)), chunk(range(20, 29)), chunk(range(30, 33))
     prompt = Prompt.of([text([BOS]), a, text([2, 3]), b, c, b, text([4, 5])])
-    names = PLANNER.plan(prompt, FakeSource(PLANNER.plan(prompt, _Nothing())))
+    names = PLANNER.plan(prompt, FakeSource(PLANNER.plan(prompt, EmptySource())))
     source = FakeSource(names)
     for span in names.spans:
         if names.prompt.segments[span.segment].is_chunk is False and span.start:
@@ -91,20 +91,6 @@ def planned(drop: int | None = None) -> tuple[BlendPlan, FakeSource]:
     if drop is not None:
         source.held.pop(names.spans[drop].name)
     return PLANNER.plan(prompt, source), source
-
-
-class _Nothing:
-    def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
-        return [None] * len(names)
-
-    def read_layers(
-        self,
-        names: Sequence[BlockName],
-        layers: range,
-        heads: slice | None = None,
-        memory: RecordMemory | None = None,
-    ) -> list[list[torch.Tensor] | BlockLostError]:
-        raise AssertionError
 
 
 def check(plan: BlendPlan, source: FakeSource, loaded: Sequence[tuple[torch.Tensor, torch.Tensor]], first: int) -> None:
@@ -385,8 +371,8 @@ def test_close_while_reading_waits_and_stops(overlap: bool) -> None:
 
 
 def test_a_prompt_without_hits_starts_no_thread() -> None:
-    plan = PLANNER.plan(Prompt.of([text([5]), chunk([6])]), _Nothing())
-    with LayerLoader(plan, _Nothing(), LAYOUT, ROTATIONS) as loader:
+    plan = PLANNER.plan(Prompt.of([text([5]), chunk([6])]), EmptySource())
+    with LayerLoader(plan, EmptySource(), LAYOUT, ROTATIONS) as loader:
         keys, _ = loader.layer(0)
         assert not any(t.name.startswith("cacheblend-loader") for t in threading.enumerate())
     assert keys.shape == (2, 2, 8)
@@ -396,7 +382,7 @@ def test_runs_longer_than_one_turn() -> None:
     """More moved rows in a row than are re-positioned at once."""
     big = Planner(ROOT, Anchor("bos", BOS), block_size=1500)
     prompt = Prompt.of([text([BOS, 7]), *(chunk([9 + i] * 3001) for i in range(2)), text([2])])
-    source = FakeSource(big.plan(prompt, _Nothing()))
+    source = FakeSource(big.plan(prompt, EmptySource()))
     plan = big.plan(prompt, source).without([big.plan(prompt, source).spans[0].name])
     assert sum(len(s) for s in plan.spans if s.source is Source.LOADED) > ROWS_AT_ONCE
     with LayerLoader(plan, source, LAYOUT, ROTATIONS) as loader:

@@ -86,11 +86,11 @@ def test_answers_are_right_whatever_the_controller_leaves_out(
     assert found["metrics"]["vllm:cacheblend_requests"] >= 5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "checks"), [("llama", (1,)), ("qwen3", (1,)), ("llama", None)])
 def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str, checks: tuple[int, ...] | None
 ) -> None:
-    """Both engines on one store, each reading what the other wrote."""
+    """Both engines on one store, each reading what the other wrote; without check layers both filter gradually."""
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.hf import BlendEngine
     from cacheblend.engines.hf.sampling import SamplingParams
@@ -103,9 +103,10 @@ def test_a_partial_ratio_chooses_the_rows_that_the_embedded_engine_chooses(
         {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], "alone": True},
         {"ask": [one.ids for one in asked], "sampling": {"max_tokens": 5}},
     ]
-    extra = {"store": store, "recompute_ratio": 0.2, "check_layers": [1], "selector": "hkvd"}
+    extra = {"store": store, "recompute_ratio": 0.2, "selector": "hkvd"}
+    extra |= {"check_layers": list(checks)} if checks else {}
     blended = vllm.run(models[family], steps, extra, enable_prefix_caching=False)
-    config = BlendConfig(recompute_ratio=0.2, check_layers=(1,), capture=False)
+    config = BlendConfig(recompute_ratio=0.2, check_layers=checks, capture=False)
     with BlendEngine.from_pretrained(
         models[family], store=store, config=config, dtype="float32", with_tokenizer=False, device="cpu"
     ) as engine:

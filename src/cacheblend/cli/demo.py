@@ -178,6 +178,7 @@ def _table(result: dict[str, Any]) -> Table:
         table.add_row(name, Text(meaning, "dim"), *figures)
     settings = describe({name: value for name, value in result["settings"].items() if name != "source"})
     table.caption = (
+        "full: what the model itself answers; where it is wrong, so are the others, mostly.\n"
         f"prefix: in another order no stored prefix matches.\nblend: the model's own settings ({settings}).\n"
         f"gradual: {methods[-2]['title']}, as the paper describes it.\n"
         f"one check: {methods[-1]['title']}, of values at layer 1, as in the authors' code."
