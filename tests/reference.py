@@ -118,7 +118,7 @@ def blend(
     candidates = [p for p in sorted(stored) if p not in exact and p != last]
     attention: dict[int, float] = {}
     question: list[int] = []
-    limit = min(selector.question_rows, max(2, len(prompt) // 20))
+    most = max(2, len(prompt) // 20)
 
     def ask(*groups: Group) -> dict[int, float]:
         seen = set(stored) | set(_anchor_rows(prompt, tuple(anchor))) - set(missing)
@@ -127,12 +127,12 @@ def blend(
         return {p: asking.received[p] for p in candidates}
 
     if selector.question_rows and candidates:
-        question = _question(prompt, limit)
+        question = _question(prompt, min(selector.question_rows, most))
         attention = ask((question, []))
     weight = getattr(selector, "words", 0.0)
     wanted = {p: attention[p] + _word_cue(prompt, p, question) * weight for p in attention}
     spans = _spans(prompt, selector, sentence_ends)
-    hops = Hops(prompt, spans, candidates, question, limit)
+    hops = Hops(prompt, spans, candidates, question, min(selector.hop_rows, most))
     for _ in range(selector.hops if candidates else 0):
         wanted = hops.follow(wanted, selector.hop_spans, weight, ask)
     run = _Pass(prompt, selector, stored, candidates, wanted, spans, rounding or Rounding())

@@ -30,7 +30,7 @@ class Hops:
         chosen = sorted(open_spans, key=lambda span: -best[span])[:most]
         self.done |= set(chosen)
         cues = [self._words(span, weight * min(1.0, best[span])) for span in chosen]
-        groups = [group for group in map(self._group, chosen) if len(group[0]) > 1]
+        groups = [group for group in map(self._group, chosen) if len(group[0]) > 1] if self.limit else []
         self.asked.append([rows for rows, _ in groups])
         cues += [ask(*groups)] if groups else []
         return {p: max(wanted[p], *(cue.get(p, 0.0) for cue in cues)) if cues else wanted[p] for p in wanted}

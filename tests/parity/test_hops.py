@@ -40,9 +40,12 @@ SELECTORS: dict[str, Selector] = {
     "rows": Query(0.2, pool=1, hops=1, hop_spans=3),
     "words": Query(0.2, words=1.0, hops=1, hop_spans=1),
     "more hops than spans": Query(0.2, pool=100, hops=4, hop_spans=2),
-    "few rows ask": Query(0.2, question_rows=3, hops=2),
+    "few rows ask": Query(0.2, question_rows=3, hops=2, hop_rows=3),
+    "words alone": Query(0.2, pool=8, words=1.0, hops=2, hop_rows=0),
+    "few rows of a span": Query(0.2, pool=16, words=1.0, hops=1, hop_rows=2),
     "early": Hybrid((2,), (0.1,), early=0.3, rank="deviation", words=0.5, hops=1),
     "gradual": Hybrid((1, 2, 3), (0.4, 0.2, 0.1), early=0.6, pool=4, hops=2),
+    "early by words": Hybrid((2,), (0.1,), early=0.3, pool=4, words=0.5, hops=2, hop_rows=0),
 }
 LONG = chunk(random_ids(150, 30))
 WHOLE_SUFFIX = {

@@ -61,6 +61,9 @@ from cacheblend.core.select.selectors import (
         ({"selector": "query", "hops": 1.0}, "whole number.*got 1.0"),
         ({"selector": "query", "hop_spans": 0}, "hop_spans must be a whole number of spans, 1 to 8, got 0"),
         ({"selector": "hybrid", "hop_spans": 9}, "1 to 8, got 9"),
+        ({"selector": "query", "hop_rows": 1}, "hop_rows must be a whole number, at least 2 .*, or 0 .*, got 1"),
+        ({"selector": "query", "hop_rows": -2}, "got -2"),
+        ({"selector": "query", "hops": 1, "hop_rows": 0}, "words alone; set question_words above 0, or hop_rows"),
         ({"selector": "query", "pool": 10**30}, "1 to 2147483648 tokens"),
         ({"selector": "hybrid", "check_layers": ()}, "check layers|as many ratios"),
         ({"selector": "hybrid", "ratios": (-0.5,)}, "0..1, got .-0.5"),
@@ -146,6 +149,8 @@ def test_hops_reach_the_selectors_that_ask() -> None:
     assert BlendConfig(selector="query").make_selector() == Query(0.15)  # hops 0
     config = BlendConfig(selector="query", hops=2, hop_spans=1)
     assert config.make_selector() == config.selection.make_selector() == Query(0.15, hops=2, hop_spans=1)
+    config = BlendConfig(selector="query", question_words=2.0, hops=1, hop_rows=0)
+    assert config.make_selector() == Query(0.15, words=2.0, hops=1, hop_rows=0)
     config = BlendConfig(selector="hybrid", early_ratio=0.5, hops=1)
     assert config.make_selector() == Hybrid((1,), (0.15,), 0.5, hops=1, hop_spans=2)
     assert config.make_selector(0.25) == Hybrid((1,), (0.25,), 0.5, hops=1, hop_spans=2)

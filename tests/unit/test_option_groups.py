@@ -85,10 +85,14 @@ def test_defaults_are_those_of_the_configuration() -> None:
 def test_hops_belong_to_selectors_that_ask_the_question() -> None:
     chosen = SelectionOptions(selector="query", hops=1, hop_spans=3)
     assert chosen.settings() == {"selector": "query", "hops": 1, "hop_spans": 3}
+    by_words = SelectionOptions(selector="query:question_words=2", hops=1, hop_rows=0)
+    assert by_words.settings() == {"selector": "query", "question_words": 2, "hops": 1, "hop_rows": 0}
     assert SelectionOptions(selector="hybrid", hops=0).settings() == {"selector": "hybrid", "hops": 0}
     for selector in (None, "hkvd"):
         with pytest.raises(InvalidInputError, match="--hops 1 has no effect without --selector query or hybrid"):
             SelectionOptions(selector=selector, hops=1).settings()
+        with pytest.raises(InvalidInputError, match="--hop-rows 0 has no effect without --selector query or hybrid"):
+            SelectionOptions(selector=selector, hop_rows=0).settings()
         with pytest.raises(InvalidInputError, match="--hop-spans 2 has no effect without --selector query or hybrid"):
             SelectionOptions(selector=selector, hop_spans=2).settings()
 

@@ -85,6 +85,17 @@ class SelectionOptions:
             show_default=False,
         ),
     ] = None
+    hop_rows: Annotated[
+        int | None,
+        typer.Option(
+            "--hop-rows",
+            min=0,
+            help="Most tokens of a sentence whose attention a hop uses; 0: it looks for the sentence's rare words "
+            "alone, which computes nothing. Default: the model's profile, or 64.",
+            rich_help_panel=BLENDING,
+            show_default=False,
+        ),
+    ] = None
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -107,8 +118,9 @@ class SelectionOptions:
         self._check_effect("--threshold", self.threshold, "threshold")
         self._check_effect("--hops", self.hops, "query", "hybrid")
         self._check_effect("--hop-spans", self.hop_spans, "query", "hybrid")
+        self._check_effect("--hop-rows", self.hop_rows, "query", "hybrid")
         settings = {} if self.selector is None else dict(SelectorChoice.parse(self.selector).settings)
-        given = ("measure", "threshold", "hops", "hop_spans")
+        given = ("measure", "threshold", "hops", "hop_spans", "hop_rows")
         settings |= {name: value for name in given if (value := getattr(self, name)) is not None}
         if self.ratio or self.check_layers:
             ratios, layers = self._levels()

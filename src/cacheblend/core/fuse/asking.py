@@ -6,8 +6,8 @@
 
 The question attends to stored KV, in which no sentence knows another chunk. It finds the sentence about the scarf, but
 nothing in it points to the bowl's owner. So the best spans ask in turn: their rare words are looked for everywhere in
-front of the question, which computes nothing, and their own rows attend to what is in front of them. All spans of a hop
-ask in one pass.
+front of the question, which computes nothing, and their own rows attend to what is in front of them, if the selector
+wants that (`hop_rows`). All spans of a hop ask in one pass.
 
 Knows passes, cues and what a selector declares. Does not know which rows are recomputed in the end.
 """
@@ -66,8 +66,9 @@ class Asking:
         self._plan, self._selector, self._rows = plan, selector, rows
         self._runner, self._loader, self._keep = runner, loader, keep
         self._ends, self._over_ranks = sentence_end_ids, over_ranks
-        self._limit = min(selector.question_rows, rows_to_ask(len(plan)))
-        self._question = plan.question_rows(self._limit)
+        most = rows_to_ask(len(plan))
+        self._question = plan.question_rows(min(selector.question_rows, most))
+        self._hop_rows = min(selector.hop_rows, most)
         self._hops, self._asked = selector.hops, set[int]()
         self._pass = self._open([AskingRows(self._question, _NONE)])
 
@@ -110,6 +111,8 @@ class Asking:
             spans = self._spans_to_ask()
             for span in spans:
                 self._ask_words(span)
+            if not self._hop_rows:
+                continue
             groups = [group for group in map(self._rows_of, spans) if len(group.rows) > 1]  # one has no generic row
             if groups:
                 self._pass = self._open(groups)
@@ -131,7 +134,7 @@ class Asking:
         self._rows.cues.hop_words = _most(self._rows.cues.hop_words, found)
 
     def _rows_of(self, span: FoundSpan) -> AskingRows:
-        """The span's rows and those behind it in its segment; of more than the question may have, first and last ones.
+        """The span's rows and those behind it in its segment; of more than may ask, the first and the last ones.
 
         Their attention to themselves does not count: that they are attended to is known.
         """
@@ -140,7 +143,8 @@ class Asking:
         last = inside[-1]
         near = (behind <= last + ROWS_BEHIND) & (segments[behind] == segments[last])
         own = np.concatenate([inside, behind[near]])
-        rows = own if len(own) <= self._limit else np.concatenate([own[:1], own[len(own) - self._limit + 1 :]])
+        surplus = len(own) - self._hop_rows
+        rows = own if surplus <= 0 else np.concatenate([own[:1], own[surplus + 1 :]])
         return AskingRows(rows, own)
 
 

@@ -48,6 +48,8 @@ class Query(Selector):
         words: weight of the question's rare words, added to its attention, see `core.select.text_cues`; 0: none.
         hops: how often the best spans found so far are asked in turn, see `core.fuse.asking`; 0: not at all.
         hop_spans: most spans that a hop asks.
+        hop_rows: most rows of a span that ask with their attention, at least 2; 0: only its rare words are looked for,
+            which computes nothing.
     """
 
     ratio: float
@@ -57,11 +59,12 @@ class Query(Selector):
     words: float = 0.0
     hops: int = 0
     hop_spans: int = 2
+    hop_rows: int = 64
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         _check_question(self.pool, self.lead, self.question_rows, self.words)
-        _check_hops(self.hops, self.hop_spans)
+        _check_hops(self)
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`."""
@@ -91,6 +94,7 @@ class Hybrid(Selector):
         words: as for `Query`.
         hops: as for `Query`.
         hop_spans: as for `Query`.
+        hop_rows: as for `Query`.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -104,6 +108,7 @@ class Hybrid(Selector):
     words: float = 0.0
     hops: int = 0
     hop_spans: int = 2
+    hop_rows: int = 64
     at_start: ClassVar[bool] = True  # besides the check layers
 
     def __post_init__(self) -> None:
@@ -111,7 +116,7 @@ class Hybrid(Selector):
         check_measure(self.measure)
         check_ratio(self.early)
         _check_question(self.pool, self.lead, self.question_rows, self.words)
-        _check_hops(self.hops, self.hop_spans)
+        _check_hops(self)
         if self.early < self.ratios[0]:
             raise InvalidInputError(
                 f"the early share {self.early} is below the first check layer's ratio {self.ratios[0]}; "
@@ -248,11 +253,18 @@ def _check_question(pool: Pool, lead: int, question_rows: int, words: float) -> 
         raise InvalidInputError(f"question_words must be a finite weight of at least 0, got {words!r}")
 
 
-def _check_hops(hops: int, spans: int) -> None:
+def _check_hops(selector: Query | Hybrid) -> None:
+    hops, spans, rows = selector.hops, selector.hop_spans, selector.hop_rows
     if not _is_whole(hops) or not 0 <= hops <= MOST_HOPS:
         raise InvalidInputError(f"hops must be a whole number, 0 to {MOST_HOPS} (0: only the question), got {hops!r}")
     if not _is_whole(spans) or not 1 <= spans <= MOST_HOP_SPANS:
         raise InvalidInputError(f"hop_spans must be a whole number of spans, 1 to {MOST_HOP_SPANS}, got {spans!r}")
+    if not _is_whole(rows) or rows < 0 or rows == 1:
+        raise InvalidInputError(
+            f"hop_rows must be a whole number, at least 2 (the first row is generic), or 0 (words alone), got {rows!r}"
+        )
+    if hops and not rows and not selector.words:
+        raise InvalidInputError("hops with hop_rows 0 look for words alone; set question_words above 0, or hop_rows")
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -63,6 +63,11 @@ class Recorded(Selector):
         """See `Selector`."""
         return self._selector.hop_spans
 
+    @property
+    def hop_rows(self) -> int:
+        """See `Selector`."""
+        return self._selector.hop_rows
+
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`; not recorded."""
         return self._selector.found_spans(candidates, count)

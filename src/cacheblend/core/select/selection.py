@@ -39,6 +39,8 @@ class Selection:
         hops: how often query and hybrid ask the best spans that they have found so far in turn, 0..4; 0: they ask the
             question alone.
         hop_spans: most spans that each hop asks, 1..8.
+        hop_rows: most rows of a span whose attention a hop uses, at least 2; 0: it looks for the span's rare words
+            alone, which computes nothing and needs `question_words`.
         early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
             three times the last ratio.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
@@ -59,6 +61,7 @@ class Selection:
     question_words: float = 0.0
     hops: int = 0
     hop_spans: int = 2
+    hop_rows: int = 64
     early_ratio: float | None = None
     rank: Rank = "either"
 
@@ -116,9 +119,10 @@ class Selection:
         return Hybrid(checks, ratios, early, self.rank, self.measure, *self._question_settings)
 
     @property
-    def _question_settings(self) -> tuple[Pool, int, int, float, int, int]:
+    def _question_settings(self) -> tuple[Pool, int, int, float, int, int, int]:
         """How the question's attention is used, in the order of the selectors' fields."""
-        return self.pool, self.lead, self.question_rows, self.question_words, self.hops, self.hop_spans
+        asking = self.pool, self.lead, self.question_rows, self.question_words
+        return *asking, self.hops, self.hop_spans, self.hop_rows
 
     def _bound(self) -> float:
         if self.threshold is None:

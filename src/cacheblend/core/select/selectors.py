@@ -100,6 +100,11 @@ class Selector(Protocol):
         """Most spans that a hop asks."""
         return 1
 
+    @property
+    def hop_rows(self) -> int:
+        """Most rows of a span whose attention a hop needs (at least 2); 0: it asks by the span's words alone."""
+        return 0
+
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """The `count` spans of highest attention, the highest first; only with `hops`. Waits for the device, since the
         host has to know which rows it computes next."""
