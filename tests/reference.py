@@ -344,9 +344,19 @@ class _Pass:
             for later in present[place + 1 : place + 1 + getattr(self.selector, "lead", 0)]:
                 if segment_of[later] == segment_of[span]:
                     best[span] = max(best[span], own[later])
+        heads = getattr(self.selector, "head_rows", 0)
+        most: dict[int, float] = {}
+        for position in positions:
+            segment = self.segments[position]
+            most[segment] = max(most.get(segment, 0.0), self.attention[position])
+
+        def wanted(p: int) -> float:
+            own = best[self.spans[p]]
+            return max(own, most[self.segments[p]] / 2) if self.offset_in_chunk[p] < heads else own
+
         return sorted(
             positions,
-            key=lambda p: (-best[self.spans[p]], self.spans[p], -self.attention[p], p),
+            key=lambda p: (-wanted(p), -best[self.spans[p]], self.spans[p], -self.attention[p], p),
         )
 
     def _choose_at_once(self) -> set[int]:

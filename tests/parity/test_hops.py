@@ -45,6 +45,8 @@ SELECTORS: dict[str, Selector] = {
     "few rows of a span": Query(0.2, pool=16, words=1.0, hops=1, hop_rows=2),
     "early": Hybrid((2,), (0.1,), early=0.3, rank="deviation", words=0.5, hops=1),
     "gradual": Hybrid((1, 2, 3), (0.4, 0.2, 0.1), early=0.6, pool=4, hops=2),
+    "heads": Query(0.3, pool=4, lead=0, head_rows=6, words=1.0, hops=1),
+    "early heads": Hybrid((1, 3), (0.2, 0.1), early=0.4, pool=4, head_rows=8, words=1.0, hops=1, hop_rows=0),
     "early by words": Hybrid((2,), (0.1,), early=0.3, pool=4, words=0.5, hops=2, hop_rows=0),
 }
 LONG = chunk(random_ids(150, 30))

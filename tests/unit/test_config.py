@@ -61,6 +61,8 @@ from cacheblend.core.select.selectors import (
         ({"selector": "query", "hops": 1.0}, "whole number.*got 1.0"),
         ({"selector": "query", "hop_spans": 0}, "hop_spans must be a whole number of spans, 1 to 8, got 0"),
         ({"selector": "hybrid", "hop_spans": 9}, "1 to 8, got 9"),
+        ({"selector": "query", "head_rows": -1}, "head_rows must be a whole number of rows, at least 0, got -1"),
+        ({"selector": "hybrid", "head_rows": 1.5}, "at least 0, got 1.5"),
         ({"selector": "query", "hop_rows": 1}, "hop_rows must be a whole number, at least 2 .*, or 0 .*, got 1"),
         ({"selector": "query", "hop_rows": -2}, "got -2"),
         ({"selector": "query", "hops": 1, "hop_rows": 0}, "words alone; set question_words above 0, or hop_rows"),

@@ -151,6 +151,21 @@ def test_the_sentence_in_front_is_taken_too() -> None:
     assert masked(Query(0.5, lead=0), found).tolist() == [False, False, True, True, False, False, True, True]
 
 
+def test_heads_of_chunks_count_half_as_much_as_what_was_found_in_them() -> None:
+    found = Candidates(
+        positions=torch.arange(8),
+        chunk_offsets=torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]),
+        total=8,
+        attention=torch.tensor([0.0, 0.1, 0.0, 0.9, 0.2, 0.3, 0.0, 0.0]),
+        segments=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+    )
+    assert torch.argsort(ranks_by_attention(found, 1)).tolist() == [3, 5, 4, 1, 0, 2, 6, 7]
+    # of the first chunk 0 and 1 count 0.45, of the second 4 counts its own 0.2, which is more than half of 0.3
+    assert torch.argsort(ranks_by_attention(found, 1, head_rows=2)).tolist() == [3, 1, 0, 5, 4, 2, 6, 7]
+    assert masked(Query(0.375, 1, lead=0, head_rows=2), found).tolist() == [True, True, False, True] + [False] * 4
+    assert masked(Query(0.5, 1, lead=0, head_rows=10**12), found).tolist() == [True] * 4 + [False] * 4
+
+
 @given(asked(), pools)
 def test_ranks_are_a_permutation_and_keep_spans_together(candidates: Candidates, pool: Pool) -> None:
     ranks = ranks_by_attention(candidates, pool).tolist()

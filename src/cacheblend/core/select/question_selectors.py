@@ -44,6 +44,8 @@ class Query(Selector):
         ratio: share of all candidates that is recomputed.
         pool: see `Pool`; where sentences are unknown, spans of `SPAN_WITHOUT_SENTENCES` tokens.
         lead: spans in front of an attended span that are selected with it.
+        head_rows: rows at the head of a chunk that count half as much as the chunk's most attended row; 0: none. What a
+            chunk's first rows hold was computed without any text in front of it, and the rows behind build on it.
         question_rows: most rows of the question whose attention is used.
         words: weight of the question's rare words, added to its attention, see `core.select.text_cues`; 0: none.
         hops: how often the best spans found so far are asked in turn, see `core.fuse.asking`; 0: not at all.
@@ -55,6 +57,7 @@ class Query(Selector):
     ratio: float
     pool: Pool = "sentence"
     lead: int = 1
+    head_rows: int = 0
     question_rows: int = 64
     words: float = 0.0
     hops: int = 0
@@ -63,7 +66,7 @@ class Query(Selector):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        _check_question(self.pool, self.lead, self.question_rows, self.words)
+        _check_question(self)
         _check_hops(self)
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
@@ -72,7 +75,7 @@ class Query(Selector):
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Whole spans in order of attention; of the first span that does not fit, the rows with the most attention."""
-        ranks = ranks_by_attention(candidates, self.pool, self.lead, self.words)
+        ranks = ranks_by_attention(candidates, self.pool, self.lead, self.words, self.head_rows)
         return _first_rows(ranks, row_count(self.ratio, candidates.total))
 
 
@@ -90,6 +93,7 @@ class Hybrid(Selector):
         measure: deviation over K and V, or one of them.
         pool: see `Pool`.
         lead: as for `Query`.
+        head_rows: as for `Query`.
         question_rows: as for `Query`.
         words: as for `Query`.
         hops: as for `Query`.
@@ -104,6 +108,7 @@ class Hybrid(Selector):
     measure: Measure = "kv"
     pool: Pool = "sentence"
     lead: int = 1
+    head_rows: int = 0
     question_rows: int = 64
     words: float = 0.0
     hops: int = 0
@@ -115,7 +120,7 @@ class Hybrid(Selector):
         check_schedule(self.check_layers, self.ratios)
         check_measure(self.measure)
         check_ratio(self.early)
-        _check_question(self.pool, self.lead, self.question_rows, self.words)
+        _check_question(self)
         _check_hops(self)
         if self.early < self.ratios[0]:
             raise InvalidInputError(
@@ -136,7 +141,7 @@ class Hybrid(Selector):
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Before layer 0 the rows of highest attention; at check layers the rows of best rank."""
-        by_attention = ranks_by_attention(candidates, self.pool, self.lead, self.words)
+        by_attention = ranks_by_attention(candidates, self.pool, self.lead, self.words, self.head_rows)
         if candidates.layer is None:
             return _first_rows(by_attention, row_count(self.early, candidates.total))
         deviation, layer = measured(candidates)
@@ -147,12 +152,16 @@ class Hybrid(Selector):
         return _first_rows(ranks, row_count(ratio, candidates.total))
 
 
-def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0, words: float = 0.0) -> torch.Tensor:
+def ranks_by_attention(
+    candidates: Candidates, pool: Pool, lead: int = 0, words: float = 0.0, head_rows: int = 0
+) -> torch.Tensor:
     """The rank of each row, [n] int64 from 0: spans by their highest attention, then the rows of a span by their own.
 
     Ties go to the first. For the attention of a row see `_attention_of`. The attention of a span is also given to the
     `lead` spans in front of it in the same segment: models often keep the content of a sentence in the first tokens of
-    the next one, and the KV of those tokens is only right if the sentence itself was recomputed.
+    the next one, and the KV of those tokens is only right if the sentence itself was recomputed. The first `head_rows`
+    rows of a segment have at least half of the segment's highest attention: they rank behind what was found, and in
+    front of what is hardly attended to.
 
     Raises:
         InvalidInputError: the candidates have no attention.
@@ -163,7 +172,11 @@ def ranks_by_attention(candidates: Candidates, pool: Pool, lead: int = 0, words:
     best = _with_lead(best, torch.zeros_like(span).scatter(0, span, segments), lead)
     by_row = torch.argsort(attention, descending=True, stable=True)
     span_ranks = _ranks(torch.argsort(best, descending=True, stable=True))
-    return _ranks(by_row[torch.argsort(span_ranks[span[by_row]], stable=True)])
+    order = by_row[torch.argsort(span_ranks[span[by_row]], stable=True)]
+    if head_rows:
+        wanted = _with_heads(best[span], attention, segments, candidates.chunk_offsets < head_rows)
+        order = order[torch.argsort(wanted[order], descending=True, stable=True)]
+    return _ranks(order)
 
 
 def spans_by_attention(candidates: Candidates, pool: Pool, words: float, count: int) -> list[FoundSpan]:
@@ -219,6 +232,16 @@ def _with_lead(best: torch.Tensor, segment: torch.Tensor, lead: int) -> torch.Te
     return raised
 
 
+def _with_heads(
+    wanted: torch.Tensor, attention: torch.Tensor, segments: torch.Tensor, heads: torch.Tensor
+) -> torch.Tensor:
+    """How much rows are wanted [n], raised for `heads` (boolean [n]) to half of their segment's highest attention."""
+    numbers = torch.zeros_like(segments)
+    numbers[1:] = (segments[1:] != segments[:-1]).cumsum(0)
+    most = torch.full_like(attention, -torch.inf).scatter_reduce(0, numbers, attention, "amax")[numbers]
+    return torch.where(heads, torch.maximum(wanted, most / 2), wanted)
+
+
 def _spans(candidates: Candidates, segments: torch.Tensor, pool: Pool) -> torch.Tensor:
     """Each row's span, [n] int64, ascending; no span crosses segments."""
     if pool == "sentence":
@@ -240,11 +263,15 @@ def _first_rows(ranks: torch.Tensor, count: int) -> torch.Tensor:
     return torch.argsort(ranks)[:count].sort().values
 
 
-def _check_question(pool: Pool, lead: int, question_rows: int, words: float) -> None:
+def _check_question(selector: Query | Hybrid) -> None:
+    pool, lead, heads = selector.pool, selector.lead, selector.head_rows
+    question_rows, words = selector.question_rows, selector.words
     if pool != "sentence" and not (_is_whole(pool) and 1 <= pool <= _LONGEST_SPAN):
         raise InvalidInputError(f"pool must be 'sentence' or 1 to {_LONGEST_SPAN} tokens, got {pool!r}")
     if not _is_whole(lead) or lead < 0:
         raise InvalidInputError(f"lead must be a whole number of spans, at least 0, got {lead!r}")
+    if not _is_whole(heads) or heads < 0:
+        raise InvalidInputError(f"head_rows must be a whole number of rows, at least 0, got {heads!r}")
     if not _is_whole(question_rows) or question_rows < 2:
         raise InvalidInputError(
             f"question_rows must be a whole number, at least 2 (the first row is generic), got {question_rows!r}"

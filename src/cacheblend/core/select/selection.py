@@ -34,6 +34,7 @@ class Selection:
         threshold: bound of the squared deviation, for the selector of that name.
         pool: query and hybrid select rows by ``"sentence"``, or in spans of this many tokens (1: single rows).
         lead: sentences (or spans) in front of an attended one that query and hybrid select with it.
+        head_rows: tokens at the head of a chunk that query and hybrid count half as much as its most attended one.
         question_rows: most rows of the question whose attention query and hybrid use.
         question_words: weight of the question's rare words, by token id, added to its attention; 0: none.
         hops: how often query and hybrid ask the best spans that they have found so far in turn, 0..4; 0: they ask the
@@ -57,6 +58,7 @@ class Selection:
     threshold: float | None = None
     pool: Pool = "sentence"
     lead: int = 1
+    head_rows: int = 0
     question_rows: int = 64
     question_words: float = 0.0
     hops: int = 0
@@ -119,9 +121,9 @@ class Selection:
         return Hybrid(checks, ratios, early, self.rank, self.measure, *self._question_settings)
 
     @property
-    def _question_settings(self) -> tuple[Pool, int, int, float, int, int, int]:
+    def _question_settings(self) -> tuple[Pool, int, int, int, float, int, int, int]:
         """How the question's attention is used, in the order of the selectors' fields."""
-        asking = self.pool, self.lead, self.question_rows, self.question_words
+        asking = self.pool, self.lead, self.head_rows, self.question_rows, self.question_words
         return *asking, self.hops, self.hop_spans, self.hop_rows
 
     def _bound(self) -> float:
