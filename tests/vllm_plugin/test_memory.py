@@ -19,6 +19,7 @@ def config_of(connector: dict[str, Any] | None) -> Any:
     text = SimpleNamespace(intermediate_size=512)
     model = SimpleNamespace(
         hf_text_config=text,
+        hf_config=text,
         dtype=torch.bfloat16,
         max_model_len=1000,
         get_num_layers=lambda parallel: 6,
@@ -30,6 +31,7 @@ def config_of(connector: dict[str, Any] | None) -> Any:
     return SimpleNamespace(
         kv_transfer_config=None if connector is None else SimpleNamespace(**connector),
         model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=128),
     )

@@ -75,7 +75,7 @@ def test_the_settings_of_a_request_are_part_of_what_is_shared() -> None:
     assert start(side, with_options(PROMPT, "same", recompute_ratio=0.15)) is None
     assert start(side, with_options(PROMPT, "other", recompute_ratio=0.5)) == 141
     jobs = side.take_jobs().blend
-    assert [job.selector.ratios for job in jobs] == [(0.15,)]
+    assert [job.selector.share for job in jobs] == [0.15]
 
 
 @pytest.mark.parametrize("front", [[], list(range(500, 540))], ids=["begins with the miss", "text in front"])
