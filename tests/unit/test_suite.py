@@ -9,7 +9,15 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.evaluation.records import CONFIG, ROWS, Cell, RowResult
-from cacheblend.evaluation.suite import HOP_RATIOS, SWEEP_RATIOS, Suite, finished_seeds, lean_selector, sweep_methods
+from cacheblend.evaluation.suite import (
+    ABLATIONS,
+    HOP_RATIOS,
+    SWEEP_RATIOS,
+    Suite,
+    finished_seeds,
+    lean_selector,
+    sweep_methods,
+)
 from cacheblend.evaluation.suite_figures import ACROSS, BARS, at_equal_compute, figures
 from cacheblend.nano.scenes import CATEGORIES
 
@@ -136,8 +144,9 @@ def test_the_sweep_has_every_selector_at_real_ratios() -> None:
         "random",
     ):
         assert by_family[family] == four
-    with_hops = [family for family in by_family if "hops=1" in family]
-    assert len(with_hops) == 6 and all(by_family[family] == list(HOP_RATIOS) for family in with_hops)
+    following = [family for family in by_family if family.startswith("query:") and "hop_rows=" in family]
+    assert len(following) == 1 + sum(map(len, ABLATIONS.values()))
+    assert all(by_family[family] == list(HOP_RATIOS) for family in following)
     assert set(by_family["query"]) > set(four)
     assert len({label.name for label in labels}) == len(labels)
 

@@ -10,7 +10,17 @@ from cacheblend.core.select.selector_choice import Ratios, SelectorChoice
 from cacheblend.core.select.selectors import Selector, check_ratio
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-SELECTORS = ("hkvd", "gradual", "query", "hybrid")
+FOLLOWING = {"question_words": 5, "lead": 0, "head_rows": 16, "hops": 2, "hop_rows": 0}
+"""Settings with which query follows what the question names over two hops, by words alone, and recomputes the heads of
+the chunks in which it finds something: the best on the model that ships (docs/log.md, 2026-11-25)."""
+
+
+def named(selector: str, settings: Mapping[str, float]) -> str:
+    """The text that `SelectorChoice` reads."""
+    return f"{selector}:" + ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+SELECTORS = ("hkvd", "gradual", "query", named("query", FOLLOWING), "hybrid")
 HKVD_CHECKS = (1, 2)
 WITHOUT_RATIO = {"all": 1.0, "none": 0.0}
 

@@ -19,6 +19,7 @@ from cacheblend.core.select.selectors import Gradual, Hkvd, RandomRows, Selector
 from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.settings import read_profile
+from cacheblend.evaluation.candidates import FOLLOWING, named
 from cacheblend.evaluation.choices import make_methods
 from cacheblend.evaluation.methods import Fused, Label, Method
 from cacheblend.evaluation.records import CONFIG, ROWS, RowResult, folder_name
@@ -35,18 +36,18 @@ SETTINGS = Settings(max_tokens=8)
 BLEND, LEAN_BLEND, RANDOM_ROWS = "blend", "blend lean", "random rows"
 PAPER, CODE = "HKVD, gradual (the paper)", "HKVD, one check of values (its code)"
 """What the paper describes (section 4.3), and what the authors' code does; each with its own ratio."""
-"""The selector with the best result on cross at a total compute of 17 % or less. Chosen before the suite was run, on
-other draws (seeds from 50 on) than those reported; its compute is one of the suite's bars."""
 
 SWEEP_RATIOS = (0.05, 0.1, 0.15, 0.3)
 HOP_RATIOS = (0.05, 0.1, 0.15)
 WORDS = "question_words=1"
-HOPS = f"{WORDS},hops=1,hop_spans=2"
-ABLATIONS = {
-    "windows": ("lead=0", "lead=2", "lead=3"),  # an attended sentence alone, or with so many in front of it
-    "closure": ("question_words=0,hops=1,hop_spans=8", "question_words=1,hops=1,hop_spans=8"),
+ABLATIONS: dict[str, tuple[dict[str, int], ...]] = {
+    "windows": ({"lead": 1}, {"lead": 3}, {"head_rows": 0, "lead": 1}, {"head_rows": 0, "lead": 3}),
+    "heads": ({"head_rows": 0}, {"head_rows": 8}, {"head_rows": 32}),
+    "closure": ({"hop_rows": 64, "hop_spans": 8}, {"question_words": 0, "hop_rows": 64, "hop_spans": 8}),
+    "hops": ({"hops": 0}, {"hops": 1}, {"hop_rows": 64}, {"question_words": 1}, {"question_words": 0, "hop_rows": 64}),
 }
-"""Settings besides `HOPS` of query, at the same ratios: contiguous windows; rows that chosen rows attend to, too."""
+"""Settings of query that differ from `FOLLOWING`, at the same ratios: sentences in front of an attended one, heads of
+chunks, what chosen rows attend to (`closure`), and hops in other ways."""
 CALIBRATION_ROWS = 16  # each of a different scene
 SPARE = 0.0025  # share of a full prefill added to random rows, so that they are not cheaper on other prompts
 RATIO_STEPS = 1000
@@ -196,21 +197,21 @@ def sweep_methods() -> list[Method]:
         *make_methods(("blend",), selectors=["hkvd"], ratios=SWEEP_RATIOS, check_layers=[None, (1,), (2,)]),
         *make_methods(("blend",), selectors=["hkvd:measure=v"], ratios=SWEEP_RATIOS, check_layers=[(1,)]),
         *make_methods(("blend",), selectors=["query", f"query:{WORDS}"], ratios=[*SWEEP_RATIOS, 0.2]),
-        *make_methods(("blend",), selectors=_with_hops(), ratios=HOP_RATIOS),
+        *make_methods(("blend",), selectors=_following(), ratios=HOP_RATIOS),
         *make_methods(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(2,), (4,)]),
         *make_methods(
             ("blend",),
-            selectors=[f"hybrid:early_ratio=0.28,{WORDS}", f"hybrid:early_ratio=0.4,{WORDS}"],
-            ratios=[0.05, 0.12, 0.2],
+            selectors=[named("hybrid", {"early_ratio": early} | FOLLOWING) for early in (0.18, 0.26, 0.4)],
+            ratios=[0.05, 0.08, 0.12],
             check_layers=[(4,)],
         ),
         *make_methods(("blend",), selectors=["head", "random"], ratios=SWEEP_RATIOS),
     ]
 
 
-def _with_hops() -> list[str]:
-    tried = [setting for settings in ABLATIONS.values() for setting in settings]
-    return [f"query:{HOPS}", *(f"query:{HOPS},{setting}" for setting in tried)]
+def _following() -> list[str]:
+    tried = [changed for ablation in ABLATIONS.values() for changed in ablation]
+    return [named("query", FOLLOWING | changed) for changed in ({}, *tried)]
 
 
 def lean_selector() -> Selector:
