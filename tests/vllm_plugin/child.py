@@ -46,12 +46,14 @@ def main(path: Path) -> None:
 
 
 def counters(llm: Any) -> dict[str, float]:
-    """The plug-in's counters, and vLLM's preemptions, since the start."""
+    """The plug-in's counters and gauges, sums and counts of its histograms, and vLLM's preemptions, since the start."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if hasattr(metric, "value") and ("cacheblend" in metric.name or "preemptions" in metric.name):
-            label = metric.labels.get("source") or metric.labels.get("reason") or ""
-            found[f"{metric.name} {label}".strip()] = metric.value
+        if "cacheblend" not in metric.name and "preemptions" not in metric.name:
+            continue
+        labels = " ".join(value for name, value in metric.labels.items() if name not in ("model_name", "engine"))
+        named = {"": metric.value} if hasattr(metric, "value") else {"_sum": metric.sum, "_count": metric.count}
+        found |= {f"{metric.name}{end} {labels}".strip(): value for end, value in named.items()}
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 
 from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.float8 import Float8
 from cacheblend.core.layers.runner import Attend
 
 AttentionAnswer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,6 +30,10 @@ class DecoderModel(Protocol):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n, width] input of the first layer."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, vocab] of the last layer's output, [n, width]; empty on ranks that do not sample."""
         ...
 
     def answering(self, layer: int, answer: AttentionAnswer) -> AbstractContextManager[None]:
@@ -104,6 +109,40 @@ class VllmLayerRunner:
         with self.model.answering(layer, answer):
             out: tuple[torch.Tensor, torch.Tensor] = self.model.layers[layer](self.positions[rows], hidden, None)
         return out
+
+
+class CheckRunner(VllmLayerRunner):
+    """The layers for a comparison of answers: with logits, over keys and values as vLLM's cache keeps them.
+
+    Args:
+        model, token_ids, positions: see `VllmLayerRunner`.
+        float8: how each layer's cache keeps numbers; None: unchanged.
+    """
+
+    def __init__(
+        self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor, float8: Sequence[Float8 | None]
+    ) -> None:
+        super().__init__(model, token_ids, positions)
+        self._float8 = float8
+
+    def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `VllmLayerRunner.project`."""
+        return self._kept(layer, *super().project(layer, hidden, rows))
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """See `VllmLayerRunner.run`."""
+        return super().run(layer, hidden, rows, lambda q, k, v, spec: attend(q, *self._kept(layer, k, v), spec))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DecoderModel.logits`."""
+        return self.model.logits(hidden)
+
+    def _kept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        float8 = self._float8[layer]
+        if float8 is None:
+            return keys, values
+        kept_keys, kept_values = float8.rounded((keys, values))
+        return kept_keys, kept_values
 
 
 def join(calls: Sequence[LayerRows]) -> VllmLayerRunner:
