@@ -15,14 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend.core.naming import as_token_ids
-from cacheblend.engines.shadow import ANSWER_TOKENS, NO_ANSWER, QUEUE_FULL, Labels, ShadowWatch
+from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING, NO_ANSWER, QUEUE_FULL, Labels, ShadowWatch
 from cacheblend.engines.vllm import shadow_metrics as names
 from cacheblend.engines.vllm.jobs import CheckJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.scheduler.tracking import BEYOND_WINDOW, RESET, Tracked
-
-MOST_HELD = 4
-"""Ended requests whose blocks vLLM keeps for the check; one is read in each step."""
 
 IDLE_S = 10.0
 """Seconds without a request in which the check keeps vLLM stepping: it waits for that before it pauses or ends."""
@@ -90,7 +87,7 @@ class AnswerDraws:
         if self.watch is None or found is None or done is None or done.failure or tracked.is_asked:
             return
         tracked.is_asked = True
-        is_own = not tracked.options.sets_selection
+        is_own = tracked.options.follows_floor
         local = tracked.held_by_vllm
         tiers = sum(count for source, count in done.hit_tokens.items() if source not in ("vllm", "prefix"))
         loaded = int((found.plan.candidate_rows >= local).sum()) if tiers else 0
@@ -119,7 +116,7 @@ class AnswerDraws:
         reason = NO_ANSWER if not request.num_output_tokens else ""
         if request.num_preemptions != drawn.preemptions:
             reason = PREEMPTED
-        elif len(self._held) >= MOST_HELD:
+        elif len(self._held) >= MOST_WAITING:  # one is read in each step, and vLLM keeps the blocks of all
             reason = QUEUE_FULL
         if reason:
             self._drop(reason)

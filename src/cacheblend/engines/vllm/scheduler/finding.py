@@ -156,7 +156,7 @@ class ChunkFinder:
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner) for chunk in missed]
         if self._listing is not None and self._keeps_events and self._store.is_reachable:
             self._listing.observe(plan.held_chunks())
-        is_full = settings.is_full and not options.sets_selection
+        is_full = settings.is_full and options.follows_floor
         if options.mode == "prefix" or is_full:
             plan = plan.exact_only()
         found = self._decide(plan.without_last_row(), options, planner, settings)

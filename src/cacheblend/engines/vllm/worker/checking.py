@@ -74,13 +74,13 @@ class AnswerChecks:
             has_time: prompts and chunks have left some of the step's budget.
         """
         self._read.update(jobs.released)
-        goes_on = jobs.may_check and has_time and bool(jobs.check or self._waiting or self._under_way)
-        if jobs.check is None and not goes_on:
+        goes_on = jobs.may_check and has_time
+        if jobs.check is None and not (goes_on and self._has_work):
             return
         began = self._now()
         if jobs.check is not None:
             self._take(jobs.check)
-        if goes_on:
+        if goes_on and self._has_work:
             self._advance()
         if not jobs.is_check_free:
             self._seconds += self._now() - began
@@ -101,6 +101,10 @@ class AnswerChecks:
             self._waiting.appendleft(self._under_way)
         while self._waiting:
             self._end(self._waiting.popleft(), reason)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._under_way is not None
 
     def _take(self, job: CheckJob) -> None:
         """Reads what the answer was drawn from: its rows once more, over the KV that they were computed with."""
