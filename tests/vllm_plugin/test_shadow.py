@@ -103,19 +103,21 @@ def test_what_is_found_is_what_a_dense_model_finds(
     assert found_in(between({}, answers[-1]))["_tokens no"] > 0  # or agreement would show nothing
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e5m2"])
 def test_full_recompute_agrees_wholly_and_diverges_by_rounding(
-    vllm: Vllm, models: dict[str, Path], tmp_path: Path
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, cache: str
 ) -> None:
-    """Such answers are not drawn, since they are exact: here they are."""
+    """Such answers are not drawn, since they are exact: here they are. Numbers are rounded as the cache's."""
+    if cache != "auto" and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's FP8 caches on CPUs need AVX-512")
     asked = prompts(12, 6)
-    plain = vllm.run(models["llama"], [ask(asked)], None)
+    engine = {"enable_prefix_caching": False, "kv_cache_dtype": cache}
     steps = [{"rpc": ["check_exact"]}, ask(asked, alone=True), ask(asked, sampling={"max_tokens": 20})]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "shadow": 1.0}
-    result = vllm.run(models["llama"], steps, extra, enable_prefix_caching=False, **EXTENDED)
-    assert [one["tokens"] for one in result["answers"][1]] == [one["tokens"] for one in plain["answers"][0]]
+    result = vllm.run(models["llama"], steps, extra, **engine, **EXTENDED)
     found = found_in(between({}, result["metrics"]))
     assert found[""] >= 10 and found["_tokens no"] == 0 and found["_tokens yes"] >= 6 * 16
-    assert found["_kl_sum"] / found[""] < 1e-6
+    assert found["_kl_sum"] / found[""] < (1e-6 if cache == "auto" else 1e-3)  # a sum may lie at a step of eight bits
     assert result["metrics"][f"{NAME}_agreement {MINE} answer"] == 1
 
 
@@ -157,7 +159,7 @@ def test_a_lean_setting_is_raised_until_its_answers_are_those_of_full_prefill(
     assert [one["tokens"] for one in own] != right  # a request keeps the ratio that it names
     found = result["metrics"]
     assert found["vllm:cacheblend_not_blended full recompute"] >= 12
-    assert found[f"{NAME}  hkvd request"] >= 10 and found[f"{NAME}_ratio"] == 1
+    assert found[f"{NAME}  hkvd request"] >= 10
     (tenant,) = {name.split()[1] for name in found if name.endswith("none request") and name.startswith(f"{NAME} ")}
     assert len(tenant) == 8 and tenant != "acme"
 
@@ -188,8 +190,8 @@ def test_requests_that_end_in_every_state_are_counted_once_and_leave_no_block(
 
 
 def test_preemption_in_a_small_cache_changes_no_answer(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
-    asked = prompts(6, 6, passages=3)
-    steps = [ask(asked, alone=True), ask(asked, sampling={"max_tokens": 48}), ask(asked, sampling={"max_tokens": 5})]
+    asked = prompts(6, 8, passages=3)
+    steps = [ask(asked, alone=True), ask(asked, sampling={"max_tokens": 120}), ask(asked, sampling={"max_tokens": 5})]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.2}
     small = {"num_gpu_blocks_override": 44, "max_model_len": 1024, "block_size": 32, "enable_prefix_caching": False}
     plain = vllm.run(models["llama"], steps, extra, **small)
@@ -245,27 +247,28 @@ FULL = [("open check", 0), ("run check", 6), ("run check", 9), ("logits", 1), ("
 def test_a_check_that_fails_is_dropped_and_nobody_notices(
     vllm: Vllm, models: dict[str, Path], tmp_path: Path, ranks: int
 ) -> None:
-    """Errors and lack of memory, on one rank and on all; with two ranks the same is found as with one."""
+    """Errors and lack of memory, on one rank and on all; else what is found is what a dense model finds."""
     (one,) = prompts(19, 1)
     who: list[Any] = [0, 1, "all"] if ranks > 1 else [0]
     faults = [(place, rank, after) for place, after in PLACES + FULL for rank in who]
-    asking = ask([one], sampling={"max_tokens": 6})
+    asking = ask([one], sampling={"max_tokens": 6, "logprobs": -1})
     steps: list[dict[str, Any]] = [ask([one], alone=True), asking, COUNT]
     for number, (place, rank, after) in enumerate(faults):
         kind = ["error", "memory"][number % 2]
         steps += [{"rpc": ["arm_fault", place, rank, kind, after]}, asking, {"rpc": ["disarm_fault"]}, asking, COUNT]
     extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "shadow": 1.0}
-    engine: dict[str, Any] = {"enable_prefix_caching": False, **EXTENDED}
+    engine: dict[str, Any] = {"enable_prefix_caching": False, "max_logprobs": -1, **EXTENDED}
     if ranks > 1:
         engine |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
     answers = vllm.run(models["llama"], steps, extra, **engine)["answers"]
     right, before = answers[1][0]["tokens"], answers[2]
-    first = between({}, before)
+    found = expected(models["llama"], [one], answers[1])
+    assert found_in(between({}, before)) == pytest.approx(found, rel=1e-3)
     for number, fault in enumerate(faults):
         failed, seen, again, after = answers[4 + 5 * number : 8 + 5 * number]
         assert sum(each["raised"] for each in seen) == (ranks if fault[1] == "all" else 1), fault
         assert failed[0]["tokens"] == again[0]["tokens"] == right, fault
         came = between(before, after)
         assert (came.get(f" {MINE}"), came["_dropped failed"]) == (1, 1), fault
-        assert came[f"_kl_sum {MINE}"] == pytest.approx(first[f"_kl_sum {MINE}"], rel=1e-3), fault
+        assert found_in(came) == pytest.approx(found, rel=1e-3), fault
         before = after

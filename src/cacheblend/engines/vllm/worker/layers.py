@@ -141,7 +141,7 @@ class CheckRunner(VllmLayerRunner):
         float8 = self._float8[layer]
         if float8 is None:
             return keys, values
-        kept_keys, kept_values = float8.rounded((keys, values))
+        kept_keys, kept_values = _as_written(float8, (keys, values))
         return kept_keys, kept_values
 
 
@@ -151,6 +151,17 @@ def join(calls: Sequence[LayerRows]) -> VllmLayerRunner:
     token_ids = torch.cat([runner.token_ids[rows] for runner, rows in runners])
     positions = torch.cat([runner.positions[rows] for runner, rows in runners])
     return VllmLayerRunner(runners[0][0].model, token_ids, positions)
+
+
+def _as_written(float8: Float8, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Keys and values as vLLM's own operation writes them and its attention reads them: GPUs round to the nearest, the
+    CPU build towards 0."""
+    kept = float8.encode(parts)
+    if parts[0].device.type == "cpu":
+        for numbers, part, scale in zip(kept, parts, float8.scales, strict=True):
+            beyond = numbers.float().abs() > (part.float() / scale).abs()
+            numbers.view(torch.uint8).sub_(beyond.to(torch.uint8))
+    return float8.decode(kept)
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:
