@@ -88,7 +88,13 @@ class SlowStore(MemoryStore):
 
 
 def scheduling(
-    held: list[list[int]], store: Any = None, salt: str = "", *, keeps_events: bool = False, **config: Any
+    held: list[list[int]],
+    store: Any = None,
+    salt: str = "",
+    *,
+    keeps_events: bool = False,
+    window: Any = None,
+    **config: Any,
 ) -> Any:
     """A scheduler side over a store that holds these chunks of one tenant."""
     from cacheblend.core.load.capture import ChunkJob, manifest_of
@@ -96,6 +102,7 @@ def scheduling(
     from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
     from cacheblend.engines.identity import ModelIdentity
     from cacheblend.engines.settings import Settings
+    from cacheblend.engines.shadow import ShadowWatch
     from cacheblend.engines.vllm.config import ConnectorConfig
     from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
     from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
@@ -113,7 +120,9 @@ def scheduling(
         store.put_manifest(manifest)
     blend = Settings(settings.blend)
     finder = ChunkFinder(settings, blend, planners, store, keeps_events=keeps_events)
-    return Scheduling(settings, blend, finder, SIZE)
+    checked = settings.shadow_settings
+    watch = None if checked is None else ShadowWatch(checked, "m", blend.selector().share, finder.raise_by, seed=1)
+    return Scheduling(settings, blend, finder, SIZE, watch=watch, window=window)
 
 
 def claim(side: Any, request: Request, computed: int) -> Any:

@@ -165,7 +165,7 @@ def run(made: ShadowWatch, rates: Sequence[float], count: int, rng: random.Rando
     for _ in range(count):
         steps.append(made.step)
         if made.is_full:
-            made.add_exact()
+            made.takes(0, 0, by_floor=True)
         else:
             agrees = rng.random() < rates[made.step]
             made.add(MINE, Compared(0.1, (agrees, agrees)), made.step)

@@ -90,3 +90,32 @@ def test_reading_past_the_page_cache_is_refused() -> None:
     config = {"storage_backends": "/mnt/kv", "use_direct": "yes"}
     with pytest.raises(InvalidInputError, match="use_direct"):
         read_config({"ucm_connectors": [{"ucm_connector_name": "UcmNfsStore", "ucm_connector_config": config}]})
+
+
+def test_the_shadow_check_is_off_unless_a_share_is_given() -> None:
+    assert read_config({}).shadow_settings is None
+    assert read_config({"shadow": 0}).shadow_settings is None
+    found = read_config({"shadow": 0.02, "shadow_floor": 0.95}).shadow_settings
+    assert found is not None and (found.share, found.floor, found.rows) == (0.02, 0.95, 181)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"shadow": 1.5}, r"shadow 1\.5.*above 0 and at most 1"),
+        ({"shadow": -0.1}, r"shadow -0\.1.*above 0 and at most 1"),
+        ({"shadow": "much"}, "shadow 'much'.*above 0 and at most 1"),
+        ({"shadow": True}, "shadow True.*above 0 and at most 1"),
+        ({"shadow": False}, "shadow False.*above 0 and at most 1"),
+        ({"shadow": None}, "shadow None.*above 0 and at most 1"),
+        ({"shadow": 0.1, "shadow_floor": 1}, "shadow_floor 1:.*between 0 and 1"),
+        ({"shadow": 0.1, "shadow_floor": "high"}, "shadow_floor 'high'.*must be a number"),
+        ({"shadow": 0.1, "shadow_floor": 0.99999}, r"shadow_floor 0\.99999.*lower it"),
+        ({"shadow_floor": 0.9}, r"shadow_floor of 0\.9.*also give shadow, the share of the requests to compare"),
+        ({"shadow": 0, "shadow_floor": 0.9}, "also give shadow"),
+        ({"shadow-floor": 0.9}, "did you mean shadow_floor"),
+    ],
+)
+def test_wrong_settings_of_the_shadow_check_name_value_limit_and_way_out(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        read_config(given)

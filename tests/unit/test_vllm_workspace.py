@@ -46,6 +46,15 @@ def test_kernels_need_no_masks_and_pages_no_buffers() -> None:
     assert plain.total - pages.total > 9 * LAYER
 
 
+def test_a_prompt_that_is_compared_with_full_prefill_takes_memory_of_its_own() -> None:
+    """Its hidden states and a layer, parked while prompts go on; a layer as read from the cache, and the fused one."""
+    plain, checked = workspace_of(LLAMA_70B), workspace_of(replace(LLAMA_70B, checked_vocab=128_000))
+    assert plain.check == 0 and replace(checked, check=0) == plain
+    assert checked.check == 32768 * 8192 * 2 + 2 * LAYER + (2 * 16 + 9) * 128_000 * 4
+    pages = replace(LLAMA_70B, has_kernels=True, in_pages=True)
+    assert workspace_of(replace(pages, checked_vocab=128_000)).check == checked.check + 4 * LAYER
+
+
 def test_partial_sums_are_fewer_than_what_is_counted_whatever_is_asked() -> None:
     """By the kernel's own numbers; a GPU has fewer than 256 processors."""
     triton = pytest.importorskip("cacheblend.core.kernels.attention_triton", reason="Triton is not installed here")

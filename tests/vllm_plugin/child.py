@@ -15,6 +15,8 @@ MODULE = "cacheblend.engines.vllm"
 DEFAULTS = {"controller": False, "allow_untested_version": True, "lookup_timeout_s": 30.0}
 """The controller decides by times; these tests decide which versions are claimed; the machine may be busy."""
 
+LABELS = ("source", "reason", "direction", "tenant", "selector", "settings", "agreed", "of")
+
 
 def main(path: Path) -> None:
     job = json.loads(path.read_text())
@@ -46,12 +48,14 @@ def main(path: Path) -> None:
 
 
 def counters(llm: Any) -> dict[str, float]:
-    """The plug-in's counters, and vLLM's preemptions, since the start."""
+    """The plug-in's counters and gauges, sums and counts of its histograms, and vLLM's preemptions, since the start."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if hasattr(metric, "value") and ("cacheblend" in metric.name or "preemptions" in metric.name):
-            label = metric.labels.get("source") or metric.labels.get("reason") or ""
-            found[f"{metric.name} {label}".strip()] = metric.value
+        if "cacheblend" not in metric.name and "preemptions" not in metric.name:
+            continue
+        labels = " ".join(metric.labels[name] for name in LABELS if name in metric.labels)
+        named = {"": metric.value} if hasattr(metric, "value") else {"_sum": metric.sum, "_count": metric.count}
+        found |= {f"{metric.name}{end} {labels}".strip(): value for end, value in named.items()}
     return found
 
 
@@ -76,7 +80,7 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
     found: list[Any] = []
     sampling, salt = what.get("sampling", {}), what.get("salt")
     for batch in batches:
-        answers = ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], sampling, salt)
+        answers = ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], sampling, salt, what.get("options"))
         began = time.monotonic()
         finish_captures(llm)
         found += [{**answer, "captured_in_s": time.monotonic() - began} for answer in answers]
@@ -108,14 +112,24 @@ def one_request(engine: Any, what: dict[str, Any]) -> Any:
     return {"tokens": None, "steps": what["steps"]}
 
 
-def ask(llm: Any, prompts: list[list[int]], chunks: list[Any], sampling: dict[str, Any], salt: str | None) -> list[Any]:
+def ask(
+    llm: Any,
+    prompts: list[list[int]],
+    chunks: list[Any],
+    sampling: dict[str, Any],
+    salt: str | None,
+    options: dict[str, Any] | None = None,
+) -> list[Any]:
+    """Answers of these prompts; `options` are of the requests, beside their chunks."""
     from vllm import SamplingParams
 
     settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
     params = [
         SamplingParams(
             **settings,
-            extra_args=None if spans is None else {"kv_transfer_params": {"cacheblend": {"chunks": spans}}},
+            extra_args=None
+            if spans is None and not options
+            else {"kv_transfer_params": {"cacheblend": ({} if spans is None else {"chunks": spans}) | (options or {})}},
         )
         for spans in chunks
     ]

@@ -21,9 +21,9 @@ from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.compat import connector_of_worker
 from cacheblend.engines.vllm.compat_model import AttentionShim
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
-from cacheblend.engines.vllm.worker import paged_attention
+from cacheblend.engines.vllm.worker import checking, paged_attention
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
-from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
+from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.opening import Opener
 from cacheblend.engines.vllm.worker.paged import PagedLayer
@@ -49,6 +49,11 @@ PLACES: dict[str, tuple[Any, str]] = {
     "gather": (CaptureWriter, "gather"),
     "gather heads": (TensorParallel, "gather_heads"),
     "host copy": (CaptureWriter, "_on_host"),
+    "read answer": (Opener, "read_answer"),
+    "open check": (Opener, "full"),
+    "run check": (CheckRunner, "run"),
+    "logits": (BlendModel, "logits"),
+    "compare": (checking, "compare"),
 }
 KINDS: dict[str, Callable[[str], Exception]] = {
     "error": RuntimeError,
@@ -180,6 +185,13 @@ class Injecting:
         """After so many seconds without a layer vLLM computes a prompt."""
         worker: Any = connector_of_worker()._worker
         worker._readiness._timeout_s = seconds
+
+    def check_exact(self) -> None:
+        """The scheduler side, which is in this process, has also those answers compared of which everything was
+        recomputed."""
+        from cacheblend.engines.shadow import ShadowWatch
+
+        ShadowWatch.takes = lambda self, loaded, recomputed, **_: bool(loaded)  # type: ignore[method-assign]
 
     def slow_store(self, seconds: float, rank: int) -> None:
         """Each read of the store takes one rank so many seconds more."""

@@ -1,5 +1,6 @@
 """What the plug-in's model takes of a GPU while vLLM loads and profiles; PyTorch's device `meta` stands in for it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ def config_of(connector: dict[str, Any] | None) -> Any:
         get_num_kv_heads=lambda parallel: 4,
         get_num_attention_heads=lambda parallel: 8,
         get_head_size=lambda: 32,
+        get_vocab_size=lambda: 2048,
     )
     return SimpleNamespace(
         kv_transfer_config=None if connector is None else SimpleNamespace(**connector),
@@ -57,6 +59,8 @@ def test_all_that_blending_needs_is_taken_until_the_connector_starts() -> None:
     sizes = compat_model.model_sizes(config_of(CONNECTOR), torch.device("meta"), {})
     assert sizes == ModelSizes(6, 256, 256, 256, 128, 32, 2, 1000, 128)
     assert reserved(CONNECTOR) == workspace_of(sizes).total
+    checked = {"kv_connector": "CacheBlendConnector", "kv_connector_extra_config": {"store": "/kv", "shadow": 0.1}}
+    assert reserved(checked) == workspace_of(replace(sizes, checked_vocab=2048)).total > reserved(CONNECTOR)
 
 
 @pytest.mark.parametrize("nbytes", [0, 12345])

@@ -131,11 +131,11 @@ def test_a_missed_passage_is_captured_once_after_the_first_token() -> None:
     requests[0].num_output_tokens = 1
     jobs = side.take_jobs()
     assert [job.chunk.token_ids.tolist() for job in jobs.capture] == [CHUNK]
-    assert side.is_capturing
+    assert side.is_busy
     side.finished(requests[1])
     assert side.take_jobs().capture == []
     side.reported(captured(1))
-    assert not side.is_capturing
+    assert not side.is_busy
 
 
 def test_the_captures_that_wait_are_bounded_and_counted() -> None:

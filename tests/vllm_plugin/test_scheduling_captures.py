@@ -48,10 +48,10 @@ def test_an_idle_engine_does_not_wait_for_captures_that_hang(monkeypatch: pytest
     side.allocated(missing, [1], 0)
     side.finished(missing)
     side.take_jobs()
-    assert side.is_capturing
+    assert side.is_busy
     now = time.monotonic()
     monkeypatch.setattr(module.time, "monotonic", lambda: now + module.STUCK_S + 1)
-    assert not side.is_capturing
+    assert not side.is_busy
 
 
 def test_what_is_captured_is_found_by_content_and_announced() -> None:
@@ -118,7 +118,7 @@ def test_captures_are_bounded_in_bytes() -> None:
     side.reported(captured(1))
     assert len(side.take_jobs().capture) == 1
     side.reported(captured(3))
-    assert not side.is_capturing
+    assert not side.is_busy
     assert side.counts.take().data["fallbacks"] == {"capture too large": 1}
     assert Counts().take() is None
 

@@ -21,12 +21,18 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan.prompt import Prompt, text
-from cacheblend.engines.shadow import ANSWER_TOKENS, Labels, ShadowWatch, compare
+from cacheblend.engines.shadow import (
+    ANSWER_TOKENS,
+    CLOSED,
+    FAILED,
+    MOST_WAITING,
+    NO_ANSWER,
+    QUEUE_FULL,
+    Labels,
+    ShadowWatch,
+    compare,
+)
 
-MOST_WAITING = 8
-"""Answers that wait to be compared; each holds its prompt's ids and one row of logits."""
-
-CLOSED, NO_ANSWER, QUEUE_FULL, FAILED = "closed", "no answer", "queue full", "failed"
 OTHER_ADAPTERS = "adapters changed"
 logger = logging.getLogger("cacheblend.shadow")
 
@@ -139,11 +145,7 @@ class ShadowCheck:
         report, plan = result.report, result.plan
         candidates, own = len(plan.candidate_rows), origin.step is not None
         self._follow(origin.version)
-        if own and not candidates and self.watch.is_full and plan.left_out:
-            if self.watch.draws():
-                self.watch.add_exact()
-            return None
-        if not candidates or report.recomputed_tokens >= candidates or not self.watch.draws():
+        if not self.watch.takes(candidates, report.recomputed_tokens, by_floor=own and bool(plan.left_out)):
             return None
         labels = Labels(origin.tenant, report.selector, "engine" if own else "request")
         return Watched(labels, origin, plan.prompt.token_ids, result.logits)

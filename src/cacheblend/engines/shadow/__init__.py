@@ -8,10 +8,24 @@ is held to a floor of agreement. Shared by both engines, which compute; nothing 
 from cacheblend.engines.shadow.comparison import ANSWER_TOKENS, Compared, compare, kl_divergence
 from cacheblend.engines.shadow.floor import Change, Floor, factors_from
 from cacheblend.engines.shadow.settings import ShadowSettings
-from cacheblend.engines.shadow.watch import Labels, ShadowFigures, ShadowWatch
+from cacheblend.engines.shadow.watch import (
+    CLOSED,
+    FAILED,
+    MOST_WAITING,
+    NO_ANSWER,
+    QUEUE_FULL,
+    Labels,
+    ShadowFigures,
+    ShadowWatch,
+)
 
 __all__ = [
     "ANSWER_TOKENS",
+    "CLOSED",
+    "FAILED",
+    "MOST_WAITING",
+    "NO_ANSWER",
+    "QUEUE_FULL",
     "Change",
     "Compared",
     "Floor",

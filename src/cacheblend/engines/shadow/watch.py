@@ -24,6 +24,12 @@ MOST_TENANTS = 100
 """Tenants with figures of their own; further ones share those of `OTHERS`."""
 
 OTHERS = "others"
+MOST_WAITING = 8
+"""Answers that wait to be compared; each holds its prompt's ids and one row of logits."""
+
+CLOSED, NO_ANSWER, QUEUE_FULL, FAILED = "closed", "no answer", "queue full", "failed"
+"""Why a drawn answer is not compared; engines have further reasons of their own."""
+
 MOST_MOMENTS = 512
 FIRST_TOKEN, ANSWER = "first_token", "answer"
 """What agreement is taken over: first tokens; or of each answer one of its first 16 tokens, drawn at random, so that
@@ -107,6 +113,7 @@ class ShadowFigures:
 
 @dataclass
 class _Series:
+    labels: Labels
     window: int
     compared: int = 0
     agreed: int = 0
@@ -177,26 +184,42 @@ class ShadowWatch:
         with self._lock:
             return self._random.random() < self.settings.share
 
-    def add(self, labels: Labels, compared: Compared, step: int | None) -> None:
+    def takes(self, loaded: int, recomputed: int, *, by_floor: bool = False) -> bool:
+        """Whether the answer to a prompt is compared: it is not exact, and was drawn.
+
+        Args:
+            loaded: its tokens whose KV is not exact in it.
+            recomputed: how many of these were recomputed.
+            by_floor: the floor had them computed instead of loaded: it agrees if it is drawn, without being compared.
+                Without that nothing would lead back from full recompute.
+        """
+        if by_floor and not loaded and self.is_full:
+            if self.draws():
+                self._add_exact()
+            return False
+        return recomputed < loaded and self.draws()
+
+    def add(self, labels: Labels, compared: Compared, step: int | None) -> Labels:
         """Takes a comparison, and moves the ratio if it calls for that.
 
         Args:
             labels: of the request.
             compared: the result.
             step: the floor's when the request was blended; None: the request had settings of its own.
+
+        Returns:
+            The labels under which it is counted.
         """
         with self._lock:
             drawn = self._random.choice(compared.agreed)
             is_current = step is None or step == self._floor.step
-            self._series_of(labels).add(compared, drawn, is_current=is_current)
+            series = self._series_of(labels)
+            series.add(compared, drawn, is_current=is_current)
             change = self._hold(compared.first, drawn) if is_current and step is not None else None
         self._apply(change)
+        return series.labels
 
-    def add_exact(self) -> None:
-        """A request that was drawn, and that the floor had computed in full: it agrees, and nothing is compared.
-
-        Without it nothing would lead back from full recompute.
-        """
+    def _add_exact(self) -> None:
         with self._lock:
             change = self._hold(first=True, token=True)
         self._apply(change)
@@ -272,4 +295,4 @@ class ShadowWatch:
         tenants = {each.tenant for each in self._series}
         if labels.tenant not in tenants and len(tenants - {OTHERS}) >= MOST_TENANTS:
             labels = labels._replace(tenant=OTHERS)
-        return self._series.setdefault(labels, _Series(self.settings.rows))
+        return self._series.setdefault(labels, _Series(labels, self.settings.rows))

@@ -117,8 +117,12 @@ def longest_prompt(config: VllmConfig) -> int | None:
     Blocks that a sliding window has passed are not there. Where a connector can only name blocks, it cannot say that
     such a request failed.
     """
-    window = getattr(config.model_config.hf_text_config, "sliding_window", None)
-    return None if FAILS_REQUESTS or not window else int(window)
+    return None if FAILS_REQUESTS else sliding_window(config)
+
+
+def sliding_window(config: VllmConfig) -> int | None:
+    """Rows that a row attends to at most; None: any."""
+    return getattr(config.model_config.hf_text_config, "sliding_window", None) or None
 
 
 def unsuited(request: Any) -> str:

@@ -113,7 +113,8 @@ def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, An
     kv_heads = int(model.get_num_kv_heads(config.parallel_config))
     float8 = is_fp8(config.cache_config, model.hf_config)
     has_kernels = is_cuda and is_served(device, model.dtype, HeadShape(heads, kv_heads, head_dim), float8=float8)
-    in_pages = read_config(extra).in_pages
+    settings = read_config(extra)
+    in_pages = settings.in_pages
     return ModelSizes(
         layers=int(model.get_num_layers(config.parallel_config)),
         width=int(model.get_hidden_size()),
@@ -126,6 +127,7 @@ def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, An
         tile_rows=int(config.scheduler_config.max_num_batched_tokens),
         has_kernels=has_kernels,
         in_pages=has_kernels if in_pages is None else in_pages,  # most layouts have pages; no cache can be asked yet
+        checked_vocab=int(model.get_vocab_size()) if settings.shadow_settings else 0,
     )
 
 
@@ -161,6 +163,13 @@ def embed(model: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     named: Any = getattr(model, "embed_input_ids", None) or model.get_input_embeddings
     hidden: torch.Tensor = named(token_ids)
     return hidden
+
+
+def logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
+    """[n, vocab] of the last layer's output, [n, width]; None on ranks that do not sample."""
+    named: Any = model
+    found: torch.Tensor | None = named.compute_logits(named.model.norm(hidden))
+    return found
 
 
 def attention_spec(layer: Any) -> AttentionSpec:

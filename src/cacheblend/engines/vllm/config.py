@@ -15,6 +15,7 @@ from urllib.parse import quote
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.matching import SHORTEST
+from cacheblend.engines.shadow import ShadowSettings
 
 _NOT_HERE = ("tile_rows", "read_ahead", "compile_layers", "capture_batch_tokens")
 """Fields of `BlendConfig` that users do not set here: the connector takes vLLM's own limits."""
@@ -45,6 +46,8 @@ class ConnectorConfig:
             takes longer anyway, by the times observed (and by `cost_model`, to begin with); false: load all.
         in_pages: blend in vLLM's own cache, without buffers of the prompt's length, where its layout allows it; None:
             on GPUs that kernels serve; false: never.
+        shadow: share of the blended requests that is computed once more in full, and compared; 0: none.
+        shadow_floor: least agreement with full prefill, to which the recompute ratio is raised; None: it is not.
         allow_untested_version: start on a version of vLLM that was not tested (`versions.TESTED`), with a warning.
     """
 
@@ -62,6 +65,8 @@ class ConnectorConfig:
     refresh_s: float = 5.0
     controller: bool = True
     in_pages: bool | None = None
+    shadow: float = 0.0
+    shadow_floor: float | None = None
     allow_untested_version: bool = False
 
     @property
@@ -69,7 +74,27 @@ class ConnectorConfig:
         """The fields that are set, and defaults."""
         return BlendConfig(**self.blend_fields)
 
+    @property
+    def shadow_settings(self) -> ShadowSettings | None:
+        """Of the shadow check; None: there is none.
+
+        Raises:
+            InvalidInputError: a wrong value, or a floor without comparisons.
+        """
+        if self.shadow == 0 and not isinstance(self.shadow, bool):
+            if self.shadow_floor is None:
+                return None
+            raise InvalidInputError(
+                f"a shadow_floor of {self.shadow_floor!r} is held by comparing answers, and none is compared; also "
+                "give shadow, the share of the requests to compare (0.02)"
+            )
+        try:
+            return ShadowSettings(self.shadow, self.shadow_floor)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"shadow {self.shadow!r}, shadow_floor {self.shadow_floor!r}: {error}") from error
+
     def __post_init__(self) -> None:
+        _ = self.shadow_settings  # refuses wrong values
         if self.blend.anchor == "system":
             raise InvalidInputError(
                 'anchor "system": chunks are found by content, whatever the system prompt; use "bos" or "none"'

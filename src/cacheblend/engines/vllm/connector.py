@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.settings import resolve_settings
+from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.tokens import find_sentence_end_ids
 from cacheblend.engines.vllm import compat, compat_model, versions
 from cacheblend.engines.vllm.config import read_config
@@ -67,13 +68,16 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         if role == compat.KVConnectorRole.SCHEDULER:
             # What cannot be blended is computed; vLLM reads this after it has made the connector, and would fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            finder = self._open_finder()
             self._scheduling = Scheduling(
                 self._config,
                 self._settings,
-                self._open_finder(),
+                finder,
                 self._block_size,
                 bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
                 longest_prompt=compat.longest_prompt(vllm_config),
+                watch=self._open_watch(finder),
+                window=compat.sliding_window(vllm_config),
             )
 
     def _check(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> None:
@@ -95,6 +99,12 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             self._open_control() if self._config.controller else None,
             keeps_events=self._publishes_events,
         )
+
+    def _open_watch(self, finder: ChunkFinder) -> ShadowWatch | None:
+        settings = self._config.shadow_settings
+        if settings is None:
+            return None
+        return ShadowWatch(settings, self.identity.name, self._selector.share, finder.raise_by)
 
     def _open_control(self) -> LoadControl:
         config, layout = self._settings.config, compat.kv_layout(self._vllm_config, self._settings.config.codec)
@@ -137,9 +147,9 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         return self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `Scheduling.finished`; vLLM may free the request's blocks at once, and adds the second to its answer."""
+        """See `Scheduling.holds` and `Scheduling.finished`; vLLM adds the second to the request's answer."""
         told = self._scheduler.finished(request)
-        return False, None if told is None else dict(told)
+        return self._scheduler.holds(request), None if told is None else dict(told)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Receives what the workers finished."""
@@ -149,8 +159,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             self._scheduler.reported(report)
 
     def has_pending_push_work(self) -> bool:
-        """Keeps vLLM stepping while chunks are captured, even when there are no requests."""
-        return self._scheduling is not None and self._scheduling.is_capturing
+        """Keeps vLLM stepping while chunks are captured and answers compared, even when there are no requests."""
+        return self._scheduling is not None and self._scheduling.is_busy
 
     def take_events(self) -> Iterable[Any]:
         """See `Scheduling.take_events`."""
@@ -211,8 +221,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         """Does nothing: no KV is saved from prompts."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose prompts are complete in the paged cache."""
-        return None, (self._worker.take_provided() if self._worker else None) or None
+        """Ended requests whose blocks have been read, and requests whose prompts are complete in the paged cache."""
+        if self._worker is None:
+            return None, None
+        return self._worker.checks.take_read() or None, self._worker.take_provided() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As `get_finished`, and the requests of which everything has to be computed."""
@@ -227,7 +239,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """What has ended since the last report."""
-        return StepReport(self._worker.captured, self._worker.take_outcomes()) if self._worker else None
+        worker = self._worker
+        return StepReport(worker.captured, worker.take_outcomes(), *worker.checks.take_ended()) if worker else None
 
     def capture(self, jobs: list[CaptureJob]) -> None:
         """Computes chunks and stores them; returns when they are stored."""

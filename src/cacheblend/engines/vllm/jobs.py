@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cacheblend.core.load.capture import ChunkJob
+from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.shadow import Compared
 from cacheblend.engines.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
@@ -40,6 +42,28 @@ class CaptureJob:
 
     chunk: ChunkJob
     planner: Planner
+
+
+@dataclass(frozen=True, eq=False)
+class CheckJob:
+    """An answer that is compared with full prefill.
+
+    Attributes:
+        number: of the job, ascending.
+        request_id: vLLM's.
+        prompt_ids: of the prompt.
+        token_ids: the answer's first tokens, at least one.
+        block_ids: of the prompt in the paged cache, in its order; they are the request's in the step that delivers the
+            job, and perhaps not after it.
+        is_held: the request has ended, and vLLM keeps its blocks until it is told that they have been read.
+    """
+
+    number: int
+    request_id: str
+    prompt_ids: TokenIds
+    token_ids: tuple[int, ...]
+    block_ids: list[int]
+    is_held: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +100,10 @@ class StepJobs(KVConnectorMetadata):
             a plain request may be computed in that very step, after `start_load_kv`.
         capture: chunks to be computed alone and stored.
         dropped: requests that ended while their prompt was being provided.
+        check: an answer to be compared, whose blocks are read in this very step.
+        released: requests that ended, and whose blocks need not be read any more.
+        may_check: a tile of a layer of a full prefill may be computed behind everything else.
+        is_check_free: nobody waits for what the check takes in this step.
         is_idle: vLLM computes no token in this step, so that a worker may wait for reads.
         is_reset: the weights have changed: of what came before, prompts are given up and chunks are not stored.
     """
@@ -83,6 +111,10 @@ class StepJobs(KVConnectorMetadata):
     blend: list[BlendJob] = field(default_factory=list)
     capture: list[CaptureJob] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    check: CheckJob | None = None
+    released: list[str] = field(default_factory=list)
+    may_check: bool = False
+    is_check_free: bool = False
     is_idle: bool = False
     is_reset: bool = False
 
@@ -94,12 +126,22 @@ class StepReport(KVConnectorWorkerMetadata):
     Attributes:
         captured: chunks of `StepJobs.capture` that need no more work since the start, stored or not.
         outcomes: of the prompts that ended since the last report, by request.
+        checked: of the check jobs that ended since the last report, by number: the result, or why there is none.
+        check_s: seconds that the check took since the last report, where somebody may have waited.
     """
 
     captured: int = 0
     outcomes: dict[str, BlendOutcome] = field(default_factory=dict)
+    checked: dict[int, Compared | str] = field(default_factory=dict)
+    check_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """The report of two ranks: the smaller count; ranks agree on outcomes, so those of the first one are kept."""
+        """The report of two ranks: the smaller count, the longer time; ranks agree on the rest, so the first one's is
+        kept."""
         assert isinstance(other, StepReport)
-        return StepReport(min(self.captured, other.captured), other.outcomes | self.outcomes)
+        return StepReport(
+            min(self.captured, other.captured),
+            other.outcomes | self.outcomes,
+            other.checked | self.checked,
+            max(self.check_s, other.check_s),
+        )

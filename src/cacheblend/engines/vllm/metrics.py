@@ -6,7 +6,10 @@ from typing import Any
 from prometheus_client import Counter
 
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.engines.vllm import shadow_metrics
 from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
+from cacheblend.engines.vllm.compat_model import connector_settings
+from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.jobs import BlendOutcome
 
 HIT_TOKENS, FALLBACKS, NOT_BLENDED = "hit_tokens", "fallbacks", "not_blended"
@@ -29,6 +32,16 @@ class Counts:
         with self._lock:
             labels = self._values.setdefault(name, {})
             labels[label] = labels.get(label, 0) + value
+
+    def add_to(self, name: str, label: str, value: float) -> None:
+        """Adds to a list of observations that is kept by label."""
+        with self._lock:
+            self._values.setdefault(name, {}).setdefault(label, []).append(value)
+
+    def put(self, name: str, values: dict[str, float]) -> None:
+        """Sets present values, by label."""
+        with self._lock:
+            self._values.setdefault(name, {}).update(values)
 
     def add_fallback(self, reason: str) -> None:
         """Counts stored KV that was computed instead of reused, or not stored."""
@@ -60,7 +73,7 @@ class Counts:
 
 
 class BlendStats(KVConnectorStats):
-    """`Counts` in the form that vLLM transports: numbers, and numbers by label."""
+    """`Counts` in the form that vLLM transports: numbers, and numbers or lists of them by label."""
 
     data: dict[str, Any]
 
@@ -74,12 +87,13 @@ class BlendStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "BlendStats":
-        """The sum of two steps."""
+        """The sum of two steps, of which `other` is the later one."""
         joined = dict(self.data)
         for name, value in other.data.items():
             if isinstance(value, dict):
-                mine = dict(joined.get(name, {}))
-                joined[name] = mine | {label: mine.get(label, 0) + count for label, count in value.items()}
+                mine = {} if name in shadow_metrics.REPLACED else joined.get(name, {})
+                summed = {label: mine[label] + count if label in mine else count for label, count in value.items()}
+                joined[name] = joined.get(name, {}) | summed
             else:
                 joined[name] = joined.get(name, 0) + value
         return BlendStats(data=joined)
@@ -89,7 +103,7 @@ class BlendStats(KVConnectorStats):
         flat: dict[str, int | float] = {}
         for name, value in self.data.items():
             if isinstance(value, dict):
-                flat |= {f"{name} {label}": count for label, count in value.items()}
+                flat |= {f"{name} {label}".strip(): _as_number(count) for label, count in value.items()}
             else:
                 flat[name] = round(value, 4)
         return flat
@@ -97,6 +111,12 @@ class BlendStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Nothing was counted."""
         return not self.data
+
+
+def _as_number(value: Any) -> int | float:
+    """A count as it is, a present value, or the mean of observations."""
+    number = sum(value) / len(value) if isinstance(value, list) else value
+    return round(number, 4) if isinstance(number, float) else int(number)
 
 
 _PLAIN = {
@@ -136,6 +156,9 @@ class BlendPromMetrics(KVConnectorPromMetrics):
             name: make(name=f"vllm:cacheblend_{name}", documentation=words, labelnames=[*labelnames, label])
             for name, (label, words) in _LABELLED.items()
         }
+        settings = connector_settings(vllm_config)
+        is_checked = settings is not None and read_config(settings).shadow_settings is not None
+        self._shadow = shadow_metrics.ShadowPromMetrics(metric_types, labelnames) if is_checked else None
         self._engines = per_engine_labelvalues
         for values in per_engine_labelvalues.values():
             for counter in self._plain.values():
@@ -150,3 +173,5 @@ class BlendPromMetrics(KVConnectorPromMetrics):
                     self._labelled[name].labels(*values, label).inc(count)
             elif name in self._plain:
                 self._plain[name].labels(*values).inc(value)
+            elif self._shadow is not None and name in shadow_metrics.NAMES:
+                self._shadow.observe(name, value, list(values))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from cacheblend.core.fuse.batching import ROWS_OPEN
+from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING
 
 READ_AHEAD = 8  # layers
 """As many as the embedded engine: a store answers unevenly, and short prompts' layers are small. Those of long prompts
@@ -36,6 +37,7 @@ class ModelSizes:
         tile_rows: rows that go through a layer at once.
         has_kernels: `core.kernels` serves the device.
         in_pages: prompts are blended in vLLM's own cache.
+        checked_vocab: tokens of the vocabulary, if answers are compared with full prefill; 0: they are not.
     """
 
     layers: int
@@ -49,6 +51,7 @@ class ModelSizes:
     tile_rows: int
     has_kernels: bool = False
     in_pages: bool = False
+    checked_vocab: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Workspace:
         attention: masks, or the parts that several programs of the kernel compute.
         question: what the question's pass takes more than a tile and its attention.
         chunks: KV of the chunks that are being captured, in all layers.
+        check: a prompt that is computed once more in full, beside those above; none without a shadow check.
     """
 
     hidden: int
@@ -73,6 +77,7 @@ class Workspace:
     attention: int
     question: int
     chunks: int
+    check: int = 0
 
     @property
     def total(self) -> int:
@@ -100,7 +105,16 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
         attention=attention,
         question=max(0, question_bytes(sizes) - tile - attention),
         chunks=2 * sizes.kv_width * sizes.tile_rows * sizes.layers * sizes.item_bytes,
+        check=check_bytes(sizes, layer) if sizes.checked_vocab else 0,
     )
+
+
+def check_bytes(sizes: ModelSizes, layer: int) -> int:
+    """Of the shadow check: hidden states and a layer's KV of the prompt that is computed in full; a layer as read from
+    vLLM's cache and with the answer's rows behind it; logits of two passes, and of the answers that wait."""
+    read = (HELD_COPIES if sizes.in_pages else 0) + 1  # `Workspace.held` has the copies otherwise
+    logits = (2 * ANSWER_TOKENS + MOST_WAITING + 1) * sizes.checked_vocab * 4
+    return sizes.longest * sizes.width * sizes.item_bytes + (1 + read) * layer + logits
 
 
 def tile_bytes(sizes: ModelSizes) -> int:

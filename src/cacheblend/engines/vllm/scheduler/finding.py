@@ -8,6 +8,7 @@ Knows prompts and the store. Does not know vLLM's requests, nor what vLLM's own 
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from cacheblend.core.errors import StoreError
@@ -87,7 +88,8 @@ class ChunkFinder:
         Raises:
             InvalidInputError: the options cannot be carried out.
         """
-        options.selector_of(self._settings)  # raises for wrong ones
+        settings = self._settings  # the floor may change them while the look-up goes on
+        options.selector_of(settings)  # raises for wrong ones
         planner = self._planners.of(cache_salt)
         prompt = named_chunks(token_ids, options.spans, self._chunk_end_token_id)
         if prompt is None:
@@ -98,7 +100,11 @@ class ChunkFinder:
                 prompt = self._listing.match(planner.root, token_ids)
         if prompt is not None and not prompt.chunks:
             return NOTHING_STORED
-        return self._lookups.start(partial(self._look_up, token_ids, prompt, options, planner)) or SLOW_STORE
+        return self._lookups.start(partial(self._look_up, token_ids, prompt, options, planner, settings)) or SLOW_STORE
+
+    def raise_by(self, factor: float) -> None:
+        """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""
+        self._settings = replace(self._settings, raised_by=factor)
 
     def list_captured(self, captured: Sequence[CaptureJob]) -> None:
         """Has those of the captured chunks found by content that the store took; returns at once."""
@@ -129,7 +135,12 @@ class ChunkFinder:
     # ---- in a thread ------------------------------------------------------------------------------------
 
     def _look_up(
-        self, token_ids: TokenIds, prompt: Prompt | None, options: RequestOptions, planner: Planner
+        self,
+        token_ids: TokenIds,
+        prompt: Prompt | None,
+        options: RequestOptions,
+        planner: Planner,
+        settings: Settings,
     ) -> Found | None:
         """The request's plan; None if it has no chunks."""
         if prompt is None:
@@ -140,27 +151,27 @@ class ChunkFinder:
                 return None
         missed_at = time.monotonic()
         plan = planner.plan(prompt, self._store)
-        missed = plan.missed_chunks() if self._settings.config.capture else []
+        missed = plan.missed_chunks() if settings.config.capture else []
         anchor = tuple(planner.anchor.segments(plan.prompt))
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner) for chunk in missed]
         if self._listing is not None and self._keeps_events and self._store.is_reachable:
             self._listing.observe(plan.held_chunks())
-        if options.mode == "prefix":
+        is_full = settings.is_full and options.follows_floor
+        if options.mode == "prefix" or is_full:
             plan = plan.exact_only()
-        return self._decide(plan.without_last_row(), options, planner, jobs, missed_at)
+        found = self._decide(plan.without_last_row(), options, planner, settings)
+        return replace(found, missed=jobs, missed_at=missed_at, is_full=is_full and bool(plan.left_out))
 
-    def _decide(
-        self, plan: BlendPlan, options: RequestOptions, planner: Planner, missed: list[CaptureJob], missed_at: float
-    ) -> Found:
+    def _decide(self, plan: BlendPlan, options: RequestOptions, planner: Planner, settings: Settings) -> Found:
         """What is loaded of all that is stored, and how much is recomputed."""
-        selector, is_slow = options.selector_of(self._settings), False
+        selector, is_slow = options.selector_of(settings), False
         salt = salt_of(planner, selector)  # a raised ratio makes KV more exact: its blocks serve the others as well
         if self._control is not None:
             choice = self._control.decide(plan, raises=not options.sets_selection)
             plan, is_slow = choice.plan, choice.is_all_left_out
             if choice.ratio is not None:
-                selector = self._settings.selector(choice.ratio)
-        return Found(plan, selector, salt, missed, missed_at, is_slow)
+                selector = settings.at_least(choice.ratio)
+        return Found(plan, selector, salt, is_slow=is_slow)
 
     def _list(self, listing: ChunkListing, captured: Sequence[CaptureJob]) -> None:
         chunks = [manifest_of(job.chunk, job.planner, "") for job in captured]

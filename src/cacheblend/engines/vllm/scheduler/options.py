@@ -42,6 +42,11 @@ class RequestOptions:
         """The request chooses itself what is recomputed, so that no controller does."""
         return self.recompute_ratio is not None or self.selector is not None
 
+    @property
+    def follows_floor(self) -> bool:
+        """The request names nothing that decides what is recomputed, so that the floor of the shadow check does."""
+        return self.mode == "blend" and not self.sets_selection
+
     def selector_of(self, settings: Settings) -> Selector:
         """The selector of this request in an engine with these settings.
 

@@ -19,17 +19,20 @@ from typing import Any
 from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.naming import as_token_ids
 from cacheblend.engines.settings import Settings
+from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
+from cacheblend.engines.vllm.scheduler.checking import AnswerDraws
 from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
 from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import read_options
 from cacheblend.engines.vllm.scheduler.tracking import (
     BEYOND_WINDOW,
+    FULL_RECOMPUTE,
     HELD_BY_VLLM,
     LITTLE_STORED,
     NOTHING_STORED,
@@ -70,6 +73,7 @@ class Scheduling:
         block_size: of the paged cache, in tokens.
         bytes_per_token: of a chunk's KV while it is captured.
         longest_prompt: see `compat.longest_prompt`.
+        watch, window: see `AnswerDraws`.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class Scheduling:
         *,
         bytes_per_token: int = 0,
         longest_prompt: int | None = None,
+        watch: ShadowWatch | None = None,
+        window: int | None = None,
     ) -> None:
         self._config, self._settings = config, settings
         self._finder, self._block_size = finder, block_size
@@ -92,6 +98,7 @@ class Scheduling:
         self._may_wait = True
         self._longest_prompt = longest_prompt
         self.counts = Counts()
+        self._checks = AnswerDraws(watch, self.counts, window)
         self._captures = CaptureQueue(
             settings.config.capture_queue, tokens_within(config.capture_bytes, bytes_per_token), self.counts
         )
@@ -99,15 +106,15 @@ class Scheduling:
         """vLLM's block pool; None until the connector is given it."""
 
     @property
-    def is_capturing(self) -> bool:
-        """Chunks are being computed for the store, or queued for that."""
-        return self._captures.is_busy
+    def is_busy(self) -> bool:
+        """Something is computed, or queued for that, also while there is no request: chunks, the shadow check."""
+        return self._captures.is_busy or self._checks.is_busy
 
     # ---- a request comes --------------------------------------------------------------------------------
 
     def on_new(self, request: Any) -> None:
         """A request came: starts its look-up. Raises nothing."""
-        tracked = self._requests[request.request_id] = Tracked()
+        tracked = self._requests[request.request_id] = Tracked(request, self._checks.step)
         reason = compat.unsuited(request)
         if reason:
             tracked.leave(reason)
@@ -177,7 +184,8 @@ class Scheduling:
         tracked.missed = (found.missed, found.missed_at)
         pool, size = self.pool, self._block_size
         cached = compat.cached_tokens(pool, request, size)
-        takes_blended = tracked.options.mode != "prefix"  # not what vLLM holds of an equal prompt
+        self._checks.settled(is_left_out=found.is_full)
+        takes_blended = tracked.options.mode != "prefix" and not found.is_full  # not what vLLM holds of an equal prompt
         before = blended_before(request, found.plan, found.salt, pool, size) if takes_blended else None
         if cached and found.held - cached < size and before is None:  # vLLM computes less than a block as fast
             tracked.leave(HELD_BY_VLLM if found.held else NOTHING_STORED)
@@ -189,7 +197,7 @@ class Scheduling:
         elif found.held:
             tracked.leave(LITTLE_STORED)
         else:
-            tracked.leave(SLOWER_TO_LOAD if found.is_slow else NOTHING_STORED)
+            tracked.leave(FULL_RECOMPUTE if found.is_full else SLOWER_TO_LOAD if found.is_slow else NOTHING_STORED)
         self._settling_s += time.perf_counter() - began
 
     def _claimed(self, tracked: Tracked, start: int, is_exact: bool) -> int:
@@ -231,6 +239,7 @@ class Scheduling:
         if claimed and tracked.found is not None:
             plan, selector = tracked.found.plan, tracked.found.selector
             tracked.tried, tracked.outcome, tracked.reason = request.num_preemptions, None, ""
+            tracked.block_ids = block_ids
             self._outstanding.add(request.request_id)
             self._coming.add(request.request_id, list(request.block_hashes[: len(plan) // self._block_size]))
             self._jobs.blend.append(BlendJob(request.request_id, plan, selector, len(plan) - claimed, block_ids))
@@ -250,6 +259,7 @@ class Scheduling:
         """
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
         jobs.capture, jobs.is_idle = self._captures.take(), is_idle
+        self._checks.fill(jobs, has_requests=bool(self._requests))
         self._may_wait = is_idle and all(each.lookup is not None for each in self._requests.values())
         return jobs
 
@@ -271,12 +281,14 @@ class Scheduling:
                 tracked.outcome = outcome
                 if tracked.found is not None:
                     self._finder.learn(tracked.found.plan, outcome)
+                    self._checks.begin(tracked)
+        self._checks.reported(report)
         self._finder.list_captured(self._captures.finish(report.captured))
 
     # ---- a request ends ---------------------------------------------------------------------------------
 
     def finished(self, request: Any) -> Mapping[str, Any] | None:
-        """A request ended, or was aborted; returns what its client is told."""
+        """A request ended, or was aborted; returns what its client is told. See `holds`."""
         tracked = self._requests.pop(request.request_id, None)
         if request.request_id in self._outstanding:
             self._jobs.dropped.append(request.request_id)
@@ -288,10 +300,15 @@ class Scheduling:
             self.counts.add_not_blended(tracked.why_not)
         return tracked.answer()
 
+    def holds(self, request: Any) -> bool:
+        """Whether vLLM has to keep the blocks of a request that has ended until a worker says that they were read."""
+        return self._checks.finished(request)
+
     def reset(self) -> None:
         """The weights have changed: nothing that was stored, or is being computed, is used from now on."""
         self._finder.reset()
         self._captures.clear()
+        self._checks.reset()
         self._jobs.is_reset = True
         for tracked in self._requests.values():
             tracked.forget()

@@ -3,6 +3,7 @@
 Knows plans and outcomes. Does not know vLLM's scheduler or the store.
 """
 
+import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,7 @@ SHARED = "prefix cache has it, blended"
 BEYOND_WINDOW = "beyond the sliding window"
 OTHER_CONNECTOR = "another connector has it"
 SLOW_STORE = "slow store"
+FULL_RECOMPUTE = "full recompute"
 SLOWER_TO_LOAD = "slower to load than to compute"
 RESET = "cache reset"
 
@@ -40,6 +42,7 @@ class Found:
         missed: chunks that the store lacks, to be captured after the request.
         missed_at: when the store was asked, by `time.monotonic`.
         is_slow: something is stored, and loading any of it takes longer than computing it.
+        is_full: the floor of the shadow check has everything computed that is not exact, and something is stored.
     """
 
     plan: BlendPlan
@@ -48,6 +51,7 @@ class Found:
     missed: list[CaptureJob] = field(default_factory=list)
     missed_at: float = 0.0
     is_slow: bool = False
+    is_full: bool = False
 
     @cached_property
     def held(self) -> int:
@@ -86,6 +90,8 @@ class Tracked:
     """A request from its arrival to its end.
 
     Attributes:
+        request: vLLM's.
+        floor_step: of the shadow check, when the request came.
         options: of this request.
         lookup: under way; None: it has ended, or there was none.
         found: what the workers may provide; None: vLLM computes the request.
@@ -97,8 +103,13 @@ class Tracked:
         tried: how often it had been preempted when its prompt was last given to the workers; -1: never given.
         held_by_vllm: leading tokens that vLLM's prefix cache held when it was scheduled.
         outcome: of its last job.
+        tenant: what figures call its tenant, since everyone may read them; empty: it has none.
+        block_ids: that it was given with its last job.
+        is_asked: whether its answer is compared has been decided.
     """
 
+    request: Any = None
+    floor_step: int = 0
     options: RequestOptions = field(default_factory=RequestOptions)
     lookup: LookUp[Found | None] | None = None
     found: Found | None = None
@@ -110,6 +121,13 @@ class Tracked:
     tried: int = -1
     held_by_vllm: int = 0
     outcome: BlendOutcome | None = None
+    block_ids: list[int] = field(default_factory=list)
+    is_asked: bool = False
+    tenant: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        salt = getattr(self.request, "cache_salt", None)  # later it may be another one, see `compat.salt_from`
+        self.tenant = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:8] if salt else ""
 
     def leave(self, reason: str, detail: str = "") -> None:
         """vLLM computes the request, for this reason; its blocks keep the names that they have."""

@@ -8,6 +8,7 @@ import torch
 
 from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.float8 import Float8
 from cacheblend.core.layers.runner import Attend
 
 AttentionAnswer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,6 +30,10 @@ class DecoderModel(Protocol):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n, width] input of the first layer."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, vocab] of the last layer's output, [n, width]; empty on ranks that do not sample."""
         ...
 
     def answering(self, layer: int, answer: AttentionAnswer) -> AbstractContextManager[None]:
@@ -106,12 +111,57 @@ class VllmLayerRunner:
         return out
 
 
+class CheckRunner(VllmLayerRunner):
+    """The layers for a comparison of answers: with logits, over keys and values as vLLM's cache keeps them.
+
+    Args:
+        model, token_ids, positions: see `VllmLayerRunner`.
+        float8: how each layer's cache keeps numbers; None: unchanged.
+    """
+
+    def __init__(
+        self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor, float8: Sequence[Float8 | None]
+    ) -> None:
+        super().__init__(model, token_ids, positions)
+        self._float8 = float8
+
+    def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `VllmLayerRunner.project`."""
+        return self._kept(layer, *super().project(layer, hidden, rows))
+
+    def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """See `VllmLayerRunner.run`."""
+        return super().run(layer, hidden, rows, lambda q, k, v, spec: attend(q, *self._kept(layer, k, v), spec))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DecoderModel.logits`."""
+        return self.model.logits(hidden)
+
+    def _kept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        float8 = self._float8[layer]
+        if float8 is None:
+            return keys, values
+        kept_keys, kept_values = _as_written(float8, (keys, values))
+        return kept_keys, kept_values
+
+
 def join(calls: Sequence[LayerRows]) -> VllmLayerRunner:
     """A runner over the rows of several prompts; see `core.fuse.batching`."""
     runners = [(cast(VllmLayerRunner, call.runner), call.rows) for call in calls]
     token_ids = torch.cat([runner.token_ids[rows] for runner, rows in runners])
     positions = torch.cat([runner.positions[rows] for runner, rows in runners])
     return VllmLayerRunner(runners[0][0].model, token_ids, positions)
+
+
+def _as_written(float8: Float8, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Keys and values as vLLM's own operation writes them and its attention reads them: GPUs round to the nearest, the
+    CPU build towards 0."""
+    kept = float8.encode(parts)
+    if parts[0].device.type == "cpu":
+        for numbers, part, scale in zip(kept, parts, float8.scales, strict=True):
+            beyond = numbers.float().abs() > (part.float() / scale).abs()
+            numbers.view(torch.uint8).sub_(beyond.to(torch.uint8))
+    return float8.decode(kept)
 
 
 def _heads_first(rows: torch.Tensor) -> torch.Tensor:

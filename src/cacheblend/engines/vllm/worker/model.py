@@ -68,6 +68,11 @@ class BlendModel:
         """[n, width] input of the first layer."""
         return compat_model.embed(self._model, token_ids)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, vocab] of the last layer's output, [n, width]; empty on ranks that do not sample."""
+        found = compat_model.logits(self._model, hidden)
+        return hidden.new_empty(0) if found is None else found
+
     @contextmanager
     def answering(self, layer: int, answer: AttentionAnswer) -> Iterator[None]:
         """Inside, `answer` is the attention of this layer."""

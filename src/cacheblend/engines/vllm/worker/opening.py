@@ -13,16 +13,19 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
-from cacheblend.core.kernels.operations import serve
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.operations import attend_rows, serve
+from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.plan.blocks import BlockSource, EmptySource
 from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
-from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob
-from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
+from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, CheckJob
+from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner
 from cacheblend.engines.vllm.worker.loading import AgreedLoader
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged import NULL_BLOCK, PagedLayer, RequestBlocks
@@ -67,13 +70,14 @@ class Opener:
         self._model, self._store, self._codec, self._ranks = model, store, codec, ranks
         self._block_size, self._builder, self._sentence_end_ids = block_size, builder, sentence_end_ids
         self._options = replace(options, over_ranks=ranks.combine if ranks.size > 1 else None)
+        self.tile_rows = options.tile_rows
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size, model.layout.dtype)
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
         ]
         self._threads = DaemonPool(READ_THREADS, "cacheblend-reader")
-        is_fp8 = [layer.float8 is not None for layer in self._paged]  # one that cannot be read is found here
-        serve(model.device, model.layout.dtype, model.head_shapes, float8=any(is_fp8))
+        self._float8 = [layer.float8 for layer in self._paged]  # one that cannot be read is found here
+        serve(model.device, model.layout.dtype, model.head_shapes, float8=any(self._float8))
         where = model.device, model.layout.dtype
         self._pages = open_pages(self._paged, model.head_shapes, *where, ranks, in_pages)
 
@@ -128,12 +132,39 @@ class Opener:
         options = replace(self._options, on_layer=lambda layer, found: kv.append(LayerKV(found.keys, found.values)))
         return self._open(plan, EmptySource(), NoRows(), options)
 
+    def full(self, job: CheckJob, planner: Planner) -> BlendedPrefill:
+        """A prefill of a prompt and its answer in full, for the logits of the answer's rows; it leaves no KV."""
+        prompt = Prompt.of([text(job.prompt_ids), text(job.token_ids[:-1])])
+        options = replace(self._options, on_layer=_nothing, last_rows=len(job.token_ids))
+        plan = planner.plan(prompt, EmptySource())
+        return self._open(plan, EmptySource(), NoRows(), options, self._check_runner)
+
+    def read_answer(self, job: CheckJob) -> torch.Tensor:
+        """[n, vocab] logits that an answer's tokens were drawn from: its rows over the prompt's KV in the paged cache.
+
+        The rows' own KV is computed again, since blocks behind the prompt are not named. Empty on ranks that do not
+        sample.
+        """
+        first, model = len(job.prompt_ids) - 1, self._model
+        ids = torch.tensor([int(job.prompt_ids[-1]), *job.token_ids[:-1]]).to(model.device)
+        rows = torch.arange(len(ids), device=model.device)
+        table, positions = torch.tensor(job.block_ids).to(model.device), rows + first
+        runner = self._check_runner(model, ids, positions)
+        hidden = runner.embed()
+        for layer, paged in enumerate(self._paged):
+            hidden = runner.run(layer, hidden, rows, _behind(paged.read(table, first), positions))
+        return runner.logits(hidden)
+
+    def _check_runner(self, model: BlendModel, token_ids: torch.Tensor, positions: torch.Tensor) -> CheckRunner:
+        return CheckRunner(model, token_ids, positions, self._float8)
+
     def _open(
         self,
         plan: BlendPlan,
         source: BlockSource,
         selector: Selector,
         options: PrefillOptions,
+        make_runner: Callable[[BlendModel, torch.Tensor, torch.Tensor], VllmLayerRunner] = VllmLayerRunner,
         **where: Any,
     ) -> BlendedPrefill:
         """`where`: the loader's `resident` or `caches`."""
@@ -142,7 +173,7 @@ class Opener:
         def open_runner(plan: BlendPlan) -> VllmLayerRunner:
             ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
             positions = torch.arange(plan.prefix_length, len(plan))
-            return VllmLayerRunner(model, ids.to(model.device), positions.to(model.device))
+            return make_runner(model, ids.to(model.device), positions.to(model.device))
 
         def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
             what: Sequence[Any] = (plan, source, model.layout, model.rotations)
@@ -159,6 +190,16 @@ class Opener:
             return LayerLoader(*what, **how) if self._ranks.size == 1 else AgreedLoader(self._ranks, *what, **how)
 
         return BlendedPrefill(plan, open_runner, open_loader, selector, options)
+
+
+def _behind(held: torch.Tensor, positions: torch.Tensor) -> Attend:
+    """Attention of rows at these positions over a record [kv_heads, 2, n, head_dim] and, behind it, their own KV."""
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        keys, values = torch.cat([held[:, 0], keys], dim=1), torch.cat([held[:, 1], values], dim=1)
+        return attend_rows(query, keys, values, positions, spec)
+
+    return attend
 
 
 def no_sentence_ends() -> None:

@@ -9,10 +9,13 @@ Knows prefills and the ranks, which agree on each job. Does not know how a job i
 
 import logging
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from cacheblend.core.fuse.batching import LayerSteps
 from cacheblend.core.fuse.prefill import BlendedPrefill
@@ -165,3 +168,15 @@ def outcome_of(
         compute_s=compute_s,
         read_s=result.read_s,
     )
+
+
+def let_go(error: BaseException, device: torch.device) -> None:
+    """Lets go of what a failed computation held: the local variables in the frames of its error and of those behind it
+    keep tensors alive, and vLLM's own work needs the memory that ran out."""
+    is_full = isinstance(error, torch.OutOfMemoryError)
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    if is_full and device.type == "cuda":
+        torch.cuda.empty_cache()

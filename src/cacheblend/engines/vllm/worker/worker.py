@@ -1,6 +1,7 @@
 """The worker side: fills the paged cache for prompts and captures chunks, a few layers in each engine step.
 
-    start_load_kv -> step(jobs): as many layers as the budget allows; oldest job first, captures after all prompts
+    start_load_kv -> step(jobs): as many layers as the budget allows; oldest job first, captures after all prompts, then
+                               the shadow check (`AnswerChecks`)
                       prompt: load, fuse, write each finished layer to the paged cache -> done
                       chunk:  compute alone, with its anchor in front -> store
                       error:  vLLM computes the prompt; a chunk is not stored
@@ -14,7 +15,6 @@ job, a layer of a batch, or the finishing of a job.
 
 import logging
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,16 +24,18 @@ from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import PrefillOptions
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.shadow import CLOSED
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
+from cacheblend.engines.vllm.worker.checking import AnswerChecks
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.opening import Opener, SentenceEnds, no_sentence_ends
 from cacheblend.engines.vllm.worker.paged import NULL_BLOCK
 from cacheblend.engines.vllm.worker.ranks import Group, RankFailedError, Ranks
-from cacheblend.engines.vllm.worker.tasks import LATE, READY, WAITING, Readiness, Task, outcome_of
+from cacheblend.engines.vllm.worker.tasks import LATE, READY, WAITING, Readiness, Task, let_go, outcome_of
 from cacheblend.store import KVStore
 
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
@@ -105,6 +107,7 @@ class Worker:
         self._chunks = 0
         self.counts = Counts()
         self._capture_writer = CaptureWriter(model, store, self.counts, name, self._ranks)
+        self.checks = AnswerChecks(self._opener, planner, self._ranks, model.device)
 
     # ---- an engine step ---------------------------------------------------------------------------------
 
@@ -124,7 +127,8 @@ class Worker:
             if not tasks:
                 break
             left -= self._advance(tasks, left)
-        if jobs.is_idle and left == budget:
+        self.checks.step(jobs, has_time=left > 0)
+        if jobs.is_idle and left == budget and not jobs.may_check:
             self._capture_writer.wait(WRITER_S)
 
     def capture(self, jobs: Sequence[CaptureJob]) -> None:
@@ -169,6 +173,7 @@ class Worker:
         """Ends unfinished jobs without waiting for reads; waits some seconds for the chunk that is being written."""
         for task in [*self._blends, *self._captures]:
             task.close()
+        self.checks.drop_all(CLOSED)
         self._opener.close()
         self._capture_writer.close()
 
@@ -205,6 +210,7 @@ class Worker:
             self._give_up(task, RESET)
         self._arrived.clear()
         self._capture_writer.drop()
+        self.checks.drop_all(RESET)
 
     def _choose(self) -> list[Task]:
         """The tasks to advance: prompts that need not wait for the store, then captures."""
@@ -294,9 +300,7 @@ class Worker:
         else:
             logger.error("blending failed; vLLM computes this request", exc_info=error)
         self._give_up(task, OTHER_RANK if isinstance(error, RankFailedError) else type(error).__name__)
-        clear_frames(error)
-        if isinstance(error, torch.OutOfMemoryError) and self._model.device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM's own work needs some of it
+        let_go(error, self._model.device)
 
     def _give_up(self, task: Task, reason: str) -> None:
         self.counts.add_fallback(reason)
@@ -320,10 +324,3 @@ class Worker:
     def _forget(self, task: Task) -> None:
         self._batcher_of(task).remove(task)
         task.close()
-
-
-def clear_frames(error: BaseException | None) -> None:
-    """Lets go of the local variables in the frames of an error and of those behind it: they keep tensors alive."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -1,0 +1,72 @@
+"""The shadow check's figures on their way to vLLM's Prometheus endpoint. Names and labels are part of the interface.
+
+    scheduler side   watch ──> Counts: {name: {labels joined by "|": number, or numbers}}
+    API server       what has come since the last time ──> counters, gauges, a histogram
+
+vLLM adds labels of its own in front: model and engine.
+"""
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from cacheblend.engines.shadow.watch import KL_BUCKETS
+
+COMPARED, TOKENS, KL, DROPPED, CHANGES = "shadow", "shadow_tokens", "shadow_kl", "shadow_dropped", "shadow_changes"
+AGREEMENT, BOUND, RATIO, WAITING = "shadow_agreement", "shadow_agreement_bound", "shadow_ratio", "shadow_waiting"
+
+_WHOSE = ("tenant", "selector", "settings")
+_COUNTERS = {
+    COMPARED: (_WHOSE, "Answers compared with full prefill."),
+    TOKENS: ((*_WHOSE, "agreed"), "Answer tokens compared with full prefill."),
+    DROPPED: (("reason",), "Answers that were drawn and not compared."),
+    CHANGES: (("direction",), "Steps of the recompute ratio."),
+}
+_GAUGES = {
+    AGREEMENT: ((*_WHOSE, "of"), "Agreement with full prefill in the window; not a number: nothing was compared yet."),
+    BOUND: ((*_WHOSE, "of"), "Its exact lower bound."),
+    RATIO: ((), "Recompute ratio of requests that name none; 1: full."),
+    WAITING: ((), "Answers that were drawn and are not compared yet."),
+}
+REPLACED = frozenset(_GAUGES)
+"""Of these the last values count; of all others the sums."""
+
+NAMES = frozenset([*_COUNTERS, *_GAUGES, KL])
+
+
+def joined(*labels: str) -> str:
+    """Labels as one text, as vLLM transports them."""
+    return "|".join(labels)
+
+
+class ShadowPromMetrics:
+    """The metrics `vllm:cacheblend_shadow*`.
+
+    Args:
+        metric_types: vLLM's own kinds of counters, gauges and histograms.
+        labelnames: of vLLM's labels.
+    """
+
+    def __init__(self, metric_types: dict[Any, Any], labelnames: list[str]) -> None:
+        def make(kind: Any, name: str, labels: tuple[str, ...], words: str, **options: Any) -> Any:
+            named = {"name": f"vllm:cacheblend_{name}", "documentation": words, "labelnames": [*labelnames, *labels]}
+            return metric_types[kind](**named, **options)
+
+        self._counters = {name: make(Counter, name, *what) for name, what in _COUNTERS.items()}
+        self._gauges = {
+            name: make(Gauge, name, *what, multiprocess_mode="mostrecent") for name, what in _GAUGES.items()
+        }
+        words = "KL(full || blended) of the first token, in nats."
+        self._kl = make(Histogram, KL, _WHOSE, words, buckets=list(KL_BUCKETS))
+
+    def observe(self, name: str, found: dict[str, Any], labels: list[object]) -> None:
+        """Takes what has come of one of `NAMES` in a step; `labels` are vLLM's."""
+        for text, value in found.items():
+            every = [*labels, *(text.split("|") if text else ())]
+            if name in self._counters:
+                self._counters[name].labels(*every).inc(value)
+            elif name in self._gauges:
+                self._gauges[name].labels(*every).set(value)
+            else:
+                for each in value:
+                    self._kl.labels(*every).observe(each)

@@ -1,0 +1,179 @@
+"""The shadow check on one rank: what an answer was drawn from, and the full prefill that it is compared with.
+
+    CheckJob ─> read ─────────────────────> waiting ─> full prefill, a tile of a layer at a time ─> compared
+                the answer's rows over the  │full: the oldest is dropped
+                blended KV in vLLM's cache,
+                in the step that delivers it
+
+Nothing is written to vLLM's cache. All ranks do the same, and fail together; whatever goes wrong ends a check, never a
+request. Knows prefills and ranks. Does not know who draws, nor when there is time.
+"""
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend.core.fuse.batching import PrefillBatcher
+from cacheblend.core.fuse.prefill import BlendedPrefill
+from cacheblend.core.plan.planner import Planner
+from cacheblend.engines.shadow import FAILED, MOST_WAITING, QUEUE_FULL, Compared, compare
+from cacheblend.engines.vllm.jobs import CheckJob, StepJobs
+from cacheblend.engines.vllm.worker.layers import join
+from cacheblend.engines.vllm.worker.opening import Opener
+from cacheblend.engines.vllm.worker.ranks import RankFailedError, Ranks
+from cacheblend.engines.vllm.worker.tasks import let_go
+
+logger = logging.getLogger("cacheblend.vllm")
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer that waits to be compared, or is.
+
+    Attributes:
+        job: which one.
+        first: [vocab] logits that its first token was drawn from; empty on ranks that do not sample.
+        likeliest: [n] the likeliest token of each compared one; as `first`.
+        prefill: the full one over prompt and answer; None until it is opened.
+        steps: runs it through its layers.
+    """
+
+    job: CheckJob
+    first: torch.Tensor
+    likeliest: torch.Tensor
+    prefill: BlendedPrefill | None = None
+    steps: PrefillBatcher[BlendedPrefill] | None = None
+
+
+class AnswerChecks:
+    """The checks of one rank.
+
+    Args:
+        opener: of prefills.
+        planner: any tenant's.
+        ranks: that compute together.
+        device: of the model.
+    """
+
+    def __init__(self, opener: Opener, planner: Planner, ranks: Ranks, device: torch.device) -> None:
+        self._opener, self._planner, self._ranks, self._device = opener, planner, ranks, device
+        self._waiting: deque[Answer] = deque()
+        self._under_way: Answer | None = None
+        self._ended: dict[int, Compared | str] = {}
+        self._read: set[str] = set()
+        self._seconds = 0.0
+
+    def step(self, jobs: StepJobs, *, has_time: bool) -> None:
+        """What is checked in an engine step. Raises nothing.
+
+        Args:
+            jobs: of the step.
+            has_time: prompts and chunks have left some of the step's budget.
+        """
+        self._read.update(jobs.released)
+        goes_on = jobs.may_check and has_time
+        if jobs.check is None and not (goes_on and self._has_work):
+            return
+        began = self._now()
+        if jobs.check is not None:
+            self._take(jobs.check)
+        if goes_on and self._has_work:
+            self._advance()
+        if not jobs.is_check_free:
+            self._seconds += self._now() - began
+
+    def take_read(self) -> set[str]:
+        """Requests that have ended, and whose blocks are not needed any more, since the last call."""
+        read, self._read = self._read, set()
+        return read
+
+    def take_ended(self) -> tuple[dict[int, Compared | str], float]:
+        """What has ended since the last call, see `StepReport`, and the seconds that the check took."""
+        found, self._ended, self._seconds = (self._ended, self._seconds), {}, 0.0
+        return found
+
+    def drop_all(self, reason: str) -> None:
+        """Ends all checks without a result."""
+        if self._under_way is not None:
+            self._waiting.appendleft(self._under_way)
+        while self._waiting:
+            self._end(self._waiting.popleft(), reason)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._under_way is not None
+
+    def _take(self, job: CheckJob) -> None:
+        """Reads what the answer was drawn from: its rows once more, over the KV that they were computed with."""
+        if job.is_held:
+            self._read.add(job.request_id)
+        try:
+            with self._ranks.section():
+                logits = self._opener.read_answer(job)
+                answer = Answer(job, logits[:1].flatten().clone(), logits.argmax(-1) if len(logits) else logits)
+        except Exception as error:
+            self._fail(job, error)
+            return
+        if len(self._waiting) >= MOST_WAITING:
+            self._end(self._waiting.popleft(), QUEUE_FULL)
+        self._waiting.append(answer)
+
+    def _advance(self) -> None:
+        """Opens a full prefill, or computes a tile of a layer of it, and compares when it is done."""
+        if self._under_way is None:
+            self._under_way = self._waiting.popleft()
+        answer = self._under_way
+        try:
+            with self._ranks.section():
+                result = self._compute(answer)
+        except Exception as error:
+            self._fail(answer.job, error)
+            self._close(answer)
+            return
+        if answer.prefill is not None and answer.prefill.done:
+            self._end(answer, result)
+
+    def _compute(self, answer: Answer) -> Compared | None:
+        """A part of the prefill; in the end the result, None on ranks that do not sample."""
+        if answer.prefill is None or answer.steps is None:
+            answer.prefill = self._opener.full(answer.job, self._planner)
+            answer.steps = PrefillBatcher(1, self._opener.tile_rows, join, isolate=False)
+            answer.steps.add(answer.prefill)
+            return None
+        answer.steps.advance(answer.steps.next(), 1)
+        if not answer.prefill.done:
+            return None
+        full = answer.prefill.result().logits
+        if not full.numel():
+            return None
+        likeliest = answer.likeliest.tolist()
+        return compare(answer.first, likeliest, full.reshape(len(likeliest), -1))
+
+    def _end(self, answer: Answer, result: Compared | str | None) -> None:
+        if result is not None:
+            self._ended[answer.job.number] = result
+        self._close(answer)
+
+    def _close(self, answer: Answer) -> None:
+        if answer is self._under_way:
+            self._under_way = None
+        if answer.prefill is not None:
+            answer.prefill.close()
+        answer.prefill = answer.steps = None
+
+    def _fail(self, job: CheckJob, error: Exception) -> None:
+        if isinstance(error, RankFailedError):
+            logger.warning("a shadow check failed; its request is not affected: %s", error)
+        else:
+            logger.warning("a shadow check failed; its request is not affected", exc_info=error)
+        self._ended[job.number] = FAILED
+        let_go(error, self._device)
+
+    def _now(self) -> float:
+        """A clock that a device's own work moves on, too."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

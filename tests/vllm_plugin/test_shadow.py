@@ -1,0 +1,274 @@
+"""The shadow check inside unmodified vLLM: what it finds is what a dense reference finds, and nobody notices it.
+
+Situations: greedy, sampled and penalised answers, of one token and of more than are compared; a lean setting that
+disagrees; requests with settings of their own; tenants; a ratio that recomputes everything; share 0; requests aborted
+while they are drawn; preemption; new weights; windows; several answers in one step; checks that fail, on one rank and
+on all; vLLM ending while answers wait. The clock, the budget and the order of work are in `test_checking` and
+`test_checking_worker`.
+"""
+
+import math
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheblend.engines.shadow import kl_divergence
+from vllm_running import Asked, Texts, Vllm, needs_vllm
+
+pytestmark = [needs_vllm, pytest.mark.usefixtures("extension")]
+
+NAME = "vllm:cacheblend_shadow"
+MINE = " hkvd engine"  # no tenant, the selector, settings
+EXTENDED = {"worker_extension_cls": "injecting.Injecting"}
+COUNT: dict[str, Any] = {"count": True}
+
+
+def prompts(seed: int, count: int, passages: int = 4) -> list[Asked]:
+    texts = Texts(seed)
+    held = texts.passages(6)
+    return [texts.prompt(texts.rng.sample(held, passages)) for _ in range(count)]
+
+
+def ask(asked: list[Asked], **more: Any) -> dict[str, Any]:
+    return {"ask": [one.ids for one in asked], "chunks": [one.spans for one in asked], **more}
+
+
+def between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What has come to the check's counters, by name without the prefix."""
+    return {
+        name.removeprefix(NAME): value - before.get(name, 0)
+        for name, value in after.items()
+        if name.startswith(NAME) and value != before.get(name, 0)
+    }
+
+
+@cache
+def reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def expected(folder: Path, asked: list[Asked], answers: list[Any]) -> dict[str, float]:
+    """What the check has to find, by a dense model and by the log-probabilities that vLLM gave."""
+    agreed = differed = 0
+    kl = 0.0
+    for one, answer in zip(asked, answers, strict=True):
+        tokens = answer["tokens"][0][:16]
+        full = reference(folder)(torch.tensor([one.ids + tokens[:-1]])).logits[0, len(one.ids) - 1 :]
+        blended = torch.full((len(tokens), full.shape[1]), -math.inf)
+        for row, found in enumerate(answer["logprobs"][0][:16]):
+            for token, value in found.items():
+                blended[row, int(token)] = value
+        same = (full.argmax(-1) == blended.argmax(-1)).sum().item()
+        agreed, differed = agreed + int(same), differed + len(tokens) - int(same)
+        kl += kl_divergence(full[0], blended[0])
+    return {"": len(asked), "_tokens yes": agreed, "_tokens no": differed, "_kl_sum": kl, "_kl_count": len(asked)}
+
+
+def found_in(counted: dict[str, float]) -> dict[str, float]:
+    """The check's own counters, without their labels; zero where nothing came."""
+    names = {"": f" {MINE}", "_tokens yes": f"_tokens {MINE} yes", "_tokens no": f"_tokens {MINE} no"}
+    names |= {"_kl_sum": f"_kl_sum {MINE}", "_kl_count": f"_kl_count {MINE}"}
+    return {short: counted.get(name, 0) for short, name in names.items()}
+
+
+@pytest.mark.parametrize(("family", "in_pages"), [("llama", False), ("llama", True), ("qwen3-moe", False)])
+def test_what_is_found_is_what_a_dense_model_finds(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str, in_pages: bool
+) -> None:
+    asked = prompts(11, 6)
+    every = {"logprobs": -1}
+    kinds: list[dict[str, Any]] = [
+        {"max_tokens": 24},
+        {"max_tokens": 7, "temperature": 1.0, "seed": 3},
+        {"max_tokens": 9, "repetition_penalty": 1.5},
+        {"max_tokens": 1},
+    ]
+    steps: list[dict[str, Any]] = [ask(asked, alone=True), COUNT]
+    for sampling in kinds:
+        steps += [ask(asked, sampling=sampling | every), COUNT]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.3, "shadow": 1.0, "in_pages": in_pages}
+    engine = {"enable_prefix_caching": False, "max_logprobs": -1}
+    answers = vllm.run(models[family], steps, extra, **engine)["answers"]
+    for number in range(len(kinds)):
+        before, given, after = answers[1 + 2 * number : 4 + 2 * number]
+        right, found = expected(models[family], asked, given), found_in(between(before, after))
+        assert found == pytest.approx(right, rel=1e-3, abs=1e-3), kinds[number]
+    assert answers[-1][f"{NAME}_waiting"] == 0
+    assert found_in(between({}, answers[-1]))["_tokens no"] > 0  # or agreement would show nothing
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_e5m2"])
+def test_full_recompute_agrees_wholly_and_diverges_by_rounding(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, cache: str
+) -> None:
+    """Such answers are not drawn, since they are exact: here they are. Numbers are rounded as the cache's."""
+    if cache != "auto" and not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's FP8 caches on CPUs need AVX-512")
+    asked = prompts(12, 6)
+    engine = {"enable_prefix_caching": False, "kv_cache_dtype": cache}
+    steps = [{"rpc": ["check_exact"]}, ask(asked, alone=True), ask(asked, sampling={"max_tokens": 20})]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 1.0, "shadow": 1.0}
+    result = vllm.run(models["llama"], steps, extra, **engine, **EXTENDED)
+    found = found_in(between({}, result["metrics"]))
+    assert found[""] >= 10 and found["_tokens no"] == 0 and found["_tokens yes"] >= 6 * 16
+    assert found["_kl_sum"] / found[""] < (1e-6 if cache == "auto" else 1e-3)  # a sum may lie at a step of eight bits
+    assert result["metrics"][f"{NAME}_agreement {MINE} answer"] == 1
+
+
+@pytest.mark.parametrize("exact", [{"shadow": 0}, {"shadow": 1.0, "recompute_ratio": 1.0}], ids=["share 0", "exact"])
+def test_nothing_is_drawn(vllm: Vllm, models: dict[str, Path], tmp_path: Path, exact: dict[str, float]) -> None:
+    asked = prompts(13, 4)
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, **exact}
+    found = vllm.run(models["llama"], [ask(asked, alone=True)], extra, enable_prefix_caching=False)["metrics"]
+    shown = {name: value for name, value in found.items() if name.startswith(NAME)}
+    assert found["vllm:cacheblend_requests"] > 0
+    if exact["shadow"]:
+        assert set(shown.values()) <= {0, 1.0} and shown[f"{NAME}_ratio"] == 1 and f"{NAME} {MINE}" not in shown
+    else:
+        assert not shown
+
+
+def test_a_lean_setting_is_raised_until_its_answers_are_those_of_full_prefill(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path
+) -> None:
+    asked = prompts(14, 12)
+    plain = vllm.run(models["llama"], [ask(asked)], None)
+    steps: list[dict[str, Any]] = [
+        ask(asked, alone=True),
+        *[ask(asked, alone=True)] * 5,
+        COUNT,
+        {"forget": True},
+        ask(asked),
+        {"forget": True},
+        ask(asked, alone=True, options={"recompute_ratio": 0.05}),
+        ask(asked, alone=True, options={"selector": "none"}, salt="acme"),
+    ]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.05, "shadow": 1.0, "shadow_floor": 0.8}
+    result = vllm.run(models["llama"], steps, extra)
+    raised, _, last, _, own, _ = result["answers"][6:]
+    right = [one["tokens"] for one in plain["answers"][0]]
+    assert raised[f"{NAME}_ratio"] == 1 and raised[f"{NAME}_changes raised"] >= 7  # 0.05 x 1.5^6 is above 1/2
+    assert math.isnan(raised[f"{NAME}_agreement {MINE} answer"])  # of full recompute nothing is compared
+    assert [one["tokens"] for one in last] == right
+    assert [one["tokens"] for one in own] != right  # a request keeps the ratio that it names
+    found = result["metrics"]
+    assert found["vllm:cacheblend_not_blended full recompute"] >= 12
+    assert found[f"{NAME}  hkvd request"] >= 10
+    (tenant,) = {name.split()[1] for name in found if name.endswith("none request") and name.startswith(f"{NAME} ")}
+    assert len(tenant) == 8 and tenant != "acme"
+
+
+def test_requests_that_end_in_every_state_are_counted_once_and_leave_no_block(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Aborted before and behind the first token, ended before and behind sixteen; then a prompt that takes the whole
+    cache shows that every block came back."""
+    (one,) = prompts(15, 1)
+    texts = Texts(3)
+    large = texts.ids(1400)
+    steps: list[dict[str, Any]] = [ask([one], alone=True), ask([one], alone=True), COUNT]
+    for tokens in range(0, 21, 4):
+        begun = {"begin": "a", "ids": one.ids, "chunks": one.spans, "sampling": {"max_tokens": 60}}
+        steps += [begun, {"until": "a", "steps": 5 + tokens}, {"abort": "a"}]
+        steps += [{"ask": [large], "chunks": [[]], "sampling": {"max_tokens": 2}}, COUNT]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "shadow": 1.0}
+    engine = {"num_gpu_blocks_override": 47, "max_model_len": 1472, "block_size": 32, "enable_prefix_caching": False}
+    answers = vllm.run(models["llama"], steps, extra, **engine)["answers"]
+    counts = [answers[2], *answers[7::5]]
+    ended = 0
+    for before, after in pairwise(counts):
+        came = between(before, after)
+        ended += int(came.get(f" {MINE}", 0) + came.get("_dropped no answer", 0))
+    assert ended >= 5 and counts[-1][f"{NAME}_waiting"] == 0
+    assert counts[-1][f"{NAME} {MINE}"] >= 4
+
+
+def test_preemption_in_a_small_cache_changes_no_answer(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    asked = prompts(6, 8, passages=3)
+    steps = [ask(asked, alone=True), ask(asked, sampling={"max_tokens": 120}), ask(asked, sampling={"max_tokens": 5})]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.2}
+    small = {"num_gpu_blocks_override": 44, "max_model_len": 1024, "block_size": 32, "enable_prefix_caching": False}
+    plain = vllm.run(models["llama"], steps, extra, **small)
+    result = vllm.run(models["llama"], steps, extra | {"shadow": 1.0}, **small)
+    for right, answers in zip(plain["answers"][1:], result["answers"][1:], strict=True):
+        assert [one["tokens"] for one in answers] == [one["tokens"] for one in right]
+    assert result["metrics"]["vllm:num_preemptions"] > 0
+    assert result["metrics"][f"{NAME}_dropped preempted"] > 0
+    assert result["metrics"][f"{NAME} {MINE}"] > 0
+    assert result["metrics"][f"{NAME}_waiting"] == 0
+
+
+def test_prompts_beyond_a_sliding_window_are_not_compared(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    texts = Texts(16)
+    (passage,) = texts.passages(1, 90, 91)
+    short, long = texts.prompt([passage], front=20, question=9), texts.prompt([passage] * 2, front=20)
+    steps = [ask([short, long], alone=True), ask([short, long], alone=True)]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "shadow": 1.0}
+    found = vllm.run(models["mistral"], steps, extra, enable_prefix_caching=False)["metrics"]
+    assert found[f"{NAME} {MINE}"] == 1
+    assert found[f"{NAME}_dropped beyond the sliding window"] >= 1
+
+
+def test_answers_of_old_weights_are_not_compared_with_new_ones(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path
+) -> None:
+    (one,) = prompts(17, 1)
+    steps: list[dict[str, Any]] = [ask([one], alone=True), COUNT]
+    begun = {"begin": "a", "ids": one.ids, "chunks": one.spans, "sampling": {"max_tokens": 19}}
+    steps += [begun, {"until": "a"}, {"forget": "connector"}, ask([one], alone=True)]  # it has ended and waits
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "shadow": 1.0, "budget_row_layers": 1}
+    result = vllm.run(models["llama"], steps, extra, enable_prefix_caching=False)
+    came = between(result["answers"][1], result["metrics"])
+    assert came == {"_dropped cache reset": 1}
+
+
+def test_vllm_ends_while_answers_wait(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
+    (one,) = prompts(18, 1)
+    steps: list[dict[str, Any]] = [ask([one], alone=True)]
+    steps += [{"begin": "a", "ids": one.ids, "chunks": one.spans, "sampling": {"max_tokens": 3}}, {"until": "a"}]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "shadow": 1.0}
+    result = vllm.run(models["llama"], steps, extra, enable_prefix_caching=False)
+    assert result["metrics"][f"{NAME}_waiting"] == 1
+    assert len(result["answers"][2]["tokens"][0]) == 3
+
+
+PLACES = [("read answer", 0), ("run check", 0), ("run check", 4), ("logits", 0)]
+"""In the answer's own pass: six layers."""
+FULL = [("open check", 0), ("run check", 6), ("run check", 9), ("logits", 1), ("compare", 0)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_check_that_fails_is_dropped_and_nobody_notices(
+    vllm: Vllm, models: dict[str, Path], tmp_path: Path, ranks: int
+) -> None:
+    """Errors and lack of memory, on one rank and on all; else what is found is what a dense model finds."""
+    (one,) = prompts(19, 1)
+    who: list[Any] = [0, 1, "all"] if ranks > 1 else [0]
+    faults = [(place, rank, after) for place, after in PLACES + FULL for rank in who]
+    asking = ask([one], sampling={"max_tokens": 6, "logprobs": -1})
+    steps: list[dict[str, Any]] = [ask([one], alone=True), asking, COUNT]
+    for number, (place, rank, after) in enumerate(faults):
+        kind = ["error", "memory"][number % 2]
+        steps += [{"rpc": ["arm_fault", place, rank, kind, after]}, asking, {"rpc": ["disarm_fault"]}, asking, COUNT]
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.1, "shadow": 1.0}
+    engine: dict[str, Any] = {"enable_prefix_caching": False, "max_logprobs": -1, **EXTENDED}
+    if ranks > 1:
+        engine |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+    answers = vllm.run(models["llama"], steps, extra, **engine)["answers"]
+    right, before = answers[1][0]["tokens"], answers[2]
+    found = expected(models["llama"], [one], answers[1])
+    assert found_in(between({}, before)) == pytest.approx(found, rel=1e-3)
+    for number, fault in enumerate(faults):
+        failed, seen, again, after = answers[4 + 5 * number : 8 + 5 * number]
+        assert sum(each["raised"] for each in seen) == (ranks if fault[1] == "all" else 1), fault
+        assert failed[0]["tokens"] == again[0]["tokens"] == right, fault
+        came = between(before, after)
+        assert (came.get(f" {MINE}"), came["_dropped failed"]) == (1, 1), fault
+        assert found_in(came) == pytest.approx(found, rel=1e-3), fault
+        before = after

@@ -1,0 +1,102 @@
+"""Stand-ins for what a worker of the plug-in computes, and a worker side with them."""
+
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+LAYERS = 4
+
+
+class Prefill:
+    """A stand-in for `BlendedPrefill`: `reads` are the layers whose reads do not end by themselves."""
+
+    def __init__(self, rows: int = 10, fails_at: int = -1, reads: dict[int, Any] | None = None) -> None:
+        self.layer, self.active_rows, self.fails_at = 0, rows, fails_at
+        self.reads = reads or {}
+        self.is_closed = False
+        self.error: type[Exception] = RuntimeError
+
+    @property
+    def done(self) -> bool:
+        return self.layer == LAYERS
+
+    @property
+    def awaited(self) -> Any:
+        read = self.reads.get(self.layer)
+        return None if read is None or read.done() else read
+
+    def next_layer(self) -> Any:
+        held = torch.zeros(8)
+        self.held = weakref.ref(held)
+        if self.layer == self.fails_at:
+            raise self.error("injected")
+        self.layer += 1
+        return
+        yield held
+
+    def result(self) -> Any:
+        report = SimpleNamespace(
+            wait_s=0.0, load_s=0.0, fallbacks=[], recomputed_tokens=3, row_layers=LAYERS * self.active_rows
+        )
+        plan = SimpleNamespace(hit_tokens=lambda: {"prefix": 0, "disk": 7}, __len__=lambda: 10)
+        return SimpleNamespace(report=report, plan=Planned(plan.hit_tokens()), read_s={"disk": 0.25})
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Planned:
+    def __init__(self, hits: dict[str, int]) -> None:
+        self._hits = hits
+
+    def hit_tokens(self) -> dict[str, int]:
+        return self._hits
+
+    def __len__(self) -> int:
+        return 10
+
+
+class Store:
+    """Never takes a block before `gate` is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.writes = 0
+
+    def write(self, block: Any) -> bool:
+        self.writes += 1
+        return self.gate.wait()
+
+    def put_manifest(self, manifest: Any) -> None:
+        pass
+
+
+def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 100) -> Any:
+    from cacheblend.core.kernels.attention_spec import HeadShape
+    from cacheblend.core.plan.blocks import KVLayout, LayerShape
+    from cacheblend.core.select.selectors import Hkvd
+    from cacheblend.engines.vllm.worker import worker as module
+
+    layout = KVLayout((LayerShape(1, 2),) * LAYERS, torch.float32)
+    fields = {"layout": layout, "device": torch.device("cpu"), "tp_size": 1, "tp_rank": 0, "total_kv_heads": 1}
+    fields["head_shapes"] = [HeadShape(1, 1, 2)] * LAYERS
+    return module.Worker(
+        SimpleNamespace(**fields, attention=[SimpleNamespace()] * LAYERS),  # type: ignore[arg-type]
+        store,
+        SimpleNamespace(codec="raw"),  # type: ignore[arg-type]
+        Hkvd(),
+        block_size=4,
+        budget=budget,
+        tile_rows=tile_rows,
+        group=group,
+    )
+
+
+def blend(name: str) -> Any:
+    from cacheblend.core.select.selectors import Hkvd
+    from cacheblend.engines.vllm.jobs import BlendJob
+
+    return BlendJob(name, None, Hkvd(), 4, [5, 6, 7])  # type: ignore[arg-type]
