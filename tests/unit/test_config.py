@@ -7,6 +7,7 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.checks import check_ratio
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import (
@@ -17,7 +18,6 @@ from cacheblend.core.select.selectors import (
     NoRows,
     RandomRows,
     Threshold,
-    check_ratio,
 )
 
 

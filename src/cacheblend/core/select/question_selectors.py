@@ -12,13 +12,11 @@ import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.deviation import Measure
+from cacheblend.core.select.checks import check_measure, check_ratio, check_schedule
 from cacheblend.core.select.selectors import (
     Candidates,
     FoundSpan,
     Selector,
-    check_measure,
-    check_ratio,
-    check_schedule,
     measured,
     row_count,
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.checks import check_ratio, check_schedule
 from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, Rank
 from cacheblend.core.select.selectors import (
     AllRows,
@@ -15,8 +16,6 @@ from cacheblend.core.select.selectors import (
     RandomRows,
     Selector,
     Threshold,
-    check_ratio,
-    check_schedule,
 )
 
 

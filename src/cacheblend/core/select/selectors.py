@@ -7,13 +7,14 @@ its type. `core.select.question_selectors` has the selectors that use the questi
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, get_args
+from typing import NamedTuple, Protocol
 
 import torch
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.upload import upload
+from cacheblend.core.select.checks import check_layer_numbers, check_measure, check_ratio, check_schedule
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class Threshold(Selector):
     measure: Measure = "kv"
 
     def __post_init__(self) -> None:
-        _check_layers(self.check_layers)
+        check_layer_numbers(self.check_layers)
         check_measure(self.measure)
         if not (math.isfinite(self.bound) and self.bound >= 0):
             raise InvalidInputError(f"a deviation bound is finite and at least 0, got {self.bound}")
@@ -312,23 +313,6 @@ class NoRows(Selector):
         return candidates.positions.new_empty(0)
 
 
-def check_ratio(ratio: float) -> None:
-    """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
-    if not (isinstance(ratio, int | float) and math.isfinite(ratio) and 0 <= ratio <= 1):
-        raise InvalidInputError(f"a recompute ratio must be in 0..1, got {ratio!r}")
-
-
-def check_schedule(check_layers: tuple[int, ...], ratios: tuple[float, ...]) -> None:
-    """Raises `InvalidInputError` unless every check layer has a ratio in 0..1 and the ratios do not rise."""
-    _check_layers(check_layers)
-    if len(ratios) != len(check_layers):
-        raise InvalidInputError(f"{len(check_layers)} check layers {check_layers} need as many ratios, got {ratios}")
-    if any(not 0 <= ratio <= 1 for ratio in ratios):
-        raise InvalidInputError(f"recompute ratios must be in 0..1, got {ratios}")
-    if list(ratios) != sorted(ratios, reverse=True):
-        raise InvalidInputError(f"ratios must not rise from one check layer to the next, got {ratios}")
-
-
 def row_count(ratio: float, total: int) -> int:
     """Number of rows that a share of `total` amounts to, rounded to the nearest."""
     return round(ratio * total)
@@ -339,17 +323,3 @@ def measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
     if candidates.deviation is None or candidates.layer is None:
         raise InvalidInputError("this selector decides at check layers and was called without deviations")
     return candidates.deviation, candidates.layer
-
-
-def check_measure(measure: Measure) -> None:
-    """Raises `InvalidInputError` unless it is one of `Measure`."""
-    if measure not in get_args(Measure):
-        raise InvalidInputError(f"measure must be one of {', '.join(get_args(Measure))}, got {measure!r}")
-
-
-def _check_layers(layers: tuple[int, ...]) -> None:
-    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
-    if not layers or not whole or list(layers) != sorted(set(layers)) or layers[0] < 1:
-        raise InvalidInputError(
-            f"check layers must be whole numbers, ascending, at least 1 (layer 0 has no deviation), got {layers}"
-        )
