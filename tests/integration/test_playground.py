@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from cacheblend.engines.settings import PROFILE_NAME, read_profile
+from cacheblend.nano import model_path
 from cacheblend.serve.settings import ServeSettings
 from serving import running
 
+RATIO = str(read_profile(model_path() / PROFILE_NAME).selection.recompute_ratio)
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(
     BROWSER is None or find_spec("playwright") is None,
@@ -119,7 +122,7 @@ def test_the_models_settings_are_used_unless_others_are_chosen(page: Any) -> Non
     page.select_option("#selector", "")
     assert page.locator("#selector option:checked").inner_text() == "the model's settings: hybrid"
     assert page.locator("#ratio").is_disabled()
-    assert page.locator("#ratio-shown").inner_text() == "0.12" and page.locator("#ratio").input_value() == "0.12"
+    assert page.locator("#ratio-shown").inner_text() == page.locator("#ratio").input_value() == RATIO
     sent = sent_by_asking(page)
     assert sent["blend"]["cacheblend"] == {"mode": "blend"}
     assert not {"selector", "recompute_ratio"} & sent["explain"].keys()
@@ -164,4 +167,4 @@ def test_the_page_is_loaded_without_complaints(page: Any) -> None:
     page.reload()
     page.wait_for_selector("#library li")
     assert page.complaints == []
-    assert page.locator("#selector").input_value() == "" and page.locator("#ratio-shown").inner_text() == "0.12"
+    assert page.locator("#selector").input_value() == "" and page.locator("#ratio-shown").inner_text() == RATIO

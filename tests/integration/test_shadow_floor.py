@@ -16,6 +16,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.watching import watch
+from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 from cacheblend.evaluation.suite import SETTINGS
 from cacheblend.nano import model_path
@@ -25,6 +26,7 @@ from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 
 FLOOR = 0.7
+RATIO = read_profile(model_path() / PROFILE_NAME).selection.recompute_ratio
 Served = tuple[TestClient, BlendEngine, dict[str, str], list[str]]
 SMALL = Prompts(passages=(3, 4), tokens=(48, 80))
 SHORT = SamplingParams(max_new_tokens=2)
@@ -119,7 +121,7 @@ def test_the_server_compares_shows_and_names_nobody(served: Served) -> None:
             for _ in range(2):
                 report = chat(web, key, salt=salt)
                 assert engine.flush(60)
-    assert report["recompute_ratio"] == 0.12 and report["selector"] == "hybrid"
+    assert report["recompute_ratio"] == RATIO and report["selector"] == "hybrid"
     assert chat(web, keys["alice"], recompute_ratio=0.05)["recompute_ratio"] == 0.05
     assert chat(web, keys["alice"], mode="full")["recompute_ratio"] is None
     end = time.monotonic() + 300
@@ -130,10 +132,10 @@ def test_the_server_compares_shows_and_names_nobody(served: Served) -> None:
     assert text.count("cacheblend_shadow_total{") == 3  # two tenants, and alice's own ratio
     for secret in ("alice", "bob", "private", *keys.values(), *tenants):
         assert secret not in text
-    assert 'cacheblend_shadow_ratio{model="nano"} 0.12' in text
+    assert f'cacheblend_shadow_ratio{{model="nano"}} {RATIO}' in text
     headers = {"Authorization": f"Bearer {keys['alice']}"}
     found = web.get("/playground/shadow", headers=headers).json()
-    assert found["on"] and found["floor"] == 0.9 and found["compared"] >= 4 and found["ratio"] == 0.12
+    assert found["on"] and found["floor"] == 0.9 and found["compared"] >= 4 and found["ratio"] == RATIO
     assert "tenant" not in str(found) and all(0 <= each["bound"] <= each["agreement"] <= 1 for each in found["moments"])
     assert web.get("/playground/shadow").status_code == 401
     assert web.get("/playground/passages").json()["settings"]["shadow"] is True
@@ -144,8 +146,8 @@ def test_the_floor_shows_in_answers_metrics_and_page(served: Served) -> None:
     made, key = engine.shadow.watch, keys["alice"]
     try:
         made._on_change(1.5)
-        assert chat(web, key)["recompute_ratio"] == pytest.approx(0.18)
-        assert web.get("/playground/passages").json()["settings"]["recompute_ratio"] == pytest.approx(0.18)
+        assert chat(web, key)["recompute_ratio"] == pytest.approx(1.5 * RATIO)
+        assert web.get("/playground/passages").json()["settings"]["recompute_ratio"] == pytest.approx(1.5 * RATIO)
         made._on_change(float("inf"))
         report = chat(web, key)
         assert report["recompute_ratio"] is None and report["hit_tokens"]["memory"] == 0
