@@ -89,11 +89,15 @@ def test_every_selector_equals_the_reference(family: str, selector: str) -> None
 
 
 @pytest.mark.parametrize("prompt", [*PROMPTS, *WHOLE_SUFFIX])
-@pytest.mark.parametrize("selector", ["sentences", "gradual"])
+@pytest.mark.parametrize("selector", ["sentences", "gradual", "words and heads"])
 def test_every_prompt_pooled_by_sentences_equals_the_reference(selector: str, prompt: str) -> None:
     """With misses, repeated chunks, text between, without a question, and with sentences cut by a chunk's end."""
     model, asked = tiny_model("llama"), (PROMPTS | WHOLE_SUFFIX)[prompt]
-    pooled = {"sentences": Query(0.2, hops=2), "gradual": Hybrid((1, 2), (0.3, 0.1), 0.5, words=1.0, hops=1)}[selector]
+    pooled = {
+        "sentences": Query(0.2, hops=2),
+        "gradual": Hybrid((1, 2), (0.3, 0.1), 0.5, words=1.0, hops=1),
+        "words and heads": Hybrid((2,), (0.1,), 0.4, lead=0, head_rows=4, words=5.0, hops=2, hop_rows=0),
+    }[selector]
     stored = [segment for segment in asked.segments if segment.is_chunk and segment is not UNSEEN]
     with open_engine(model, stored, sentence_end_ids=ENDS) as engine:
         outcome = run(engine, asked, pooled)
@@ -184,7 +188,7 @@ def test_blocks_lost_while_spans_are_asked_are_misses(family: str, keeps: bool) 
     assert_same(result, reference.logits, reference.kv, TOLERANCE)
 
 
-@pytest.mark.parametrize("selector", ["two hops", "words", "gradual"])
+@pytest.mark.parametrize("selector", ["two hops", "words", "words alone", "heads", "gradual"])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_block_lost_at_the_start_is_a_miss(layer: int, selector: str) -> None:
     model, store = tiny_model("llama"), LossyStore()
