@@ -16,12 +16,15 @@ class AttentionSpec:
         window: the row at position p sees keys p - window + 1 .. p; None: 0 .. p.
         softcap: logits become softcap * tanh(logits / softcap); None: unchanged.
         sinks: [heads] logit of each head that takes part in the softmax and has no value; None: no sinks.
+        is_latent: keys and values are the halves of one vector, twice as wide, that queries are as wide as, and that is
+            both key and value (`latent`); so attention gives vectors of that width.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    is_latent: bool = False
 
 
 @dataclass(frozen=True)
