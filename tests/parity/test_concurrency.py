@@ -48,7 +48,7 @@ ASKING = Hybrid((1, 2), (0.4, 0.2), early=0.6)
 PROMPTS = [RAG, Prompt.of([A, C, QUESTION]), Prompt.of([SYSTEM, C, B]), Prompt.of([QUESTION, A, A, SYSTEM])]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @torch.no_grad()
 def test_two_interleaved_requests_on_one_view(family: str) -> None:
     engine = warm_engine(family)
@@ -198,7 +198,7 @@ def on_two_ranks(
 
 
 @pytest.mark.parametrize("selector", [SELECTOR, ASKING], ids=["hkvd", "hybrid"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_tensor_parallel_ranks_select_the_same_rows_as_one_device(family: str, selector: Selector) -> None:
     engine = warm_engine(family)
     single, expected = Recorded(selector), run(engine, RAG, selector)

@@ -89,7 +89,7 @@ def test_fresh_kv_is_transformers_own(family: str) -> None:
         assert close(mine.values, theirs[1])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_attention_is_transformers_own(family: str) -> None:
     """Soft-cap, windows and sinks included."""
     engine = engine_of(family, LONG_QUESTION)

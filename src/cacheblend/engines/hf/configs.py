@@ -43,9 +43,10 @@ def check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotBlendableError(f"{config.model_type} is an encoder-decoder model; only decoders are blended")
     text = config.get_text_config(decoder=True)
-    if "indexed_attention" in (getattr(text, "layer_types", None) or ()):
+    top, kinds = getattr(text, "index_topk", None), getattr(text, "layer_types", None)
+    if "indexed_attention" in (kinds or ()) or (top and not kinds):
         raise ModelNotBlendableError(
-            f"{text.model_type} attends sparsely: an indexer selects the {getattr(text, 'index_topk', 'few')} tokens that "
+            f"{text.model_type} attends sparsely: an indexer selects the {top} tokens that "
             "each row attends to (DeepSeek sparse attention), so a row's KV depends on a selection that stored KV does "
             "not have; serve it without blending"
         )
