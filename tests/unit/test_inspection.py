@@ -42,10 +42,10 @@ from tokenizers_for_tests import CORPUS, byte_level, sentencepiece
 
 FAMILIES = [
     name
-    for name in ("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "glm", "gemma4_text")
+    for name in ("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "glm", "gemma4_text", "deepseek_v3")
     if name in [family.name for family in BLENDABLE]
 ]
-"""Plain; windows and two thetas; sinks; experts; partial RoPE; layers of several shapes."""
+"""Plain; windows and two thetas; sinks; experts; partial RoPE; layers of several shapes; latents."""
 SINKS = ("gpt_oss",)
 BOS, TOLERANCE = 1, 1e-4
 

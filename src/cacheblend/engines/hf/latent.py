@@ -7,10 +7,12 @@ both; attention is then over the kept vectors themselves (`core.kernels.latent`)
 The up-projection's matrices are read from the layer; the survey checks that its `expand_kv` is this product and nothing else.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from transformers import DynamicCache
 
@@ -112,7 +114,7 @@ def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjecti
     each dimension alone, once: modules of a view are copies, renewed when adapters are switched.
     """
     linear, rank = module.kv_b_proj, latent.shape[-1]
-    if type(linear) is nn.Linear and linear.bias is None and linear.weight.dtype == latent.dtype:
+    if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.dtype == latent.dtype:
         return _split(linear.weight.view(-1, key_dim + _value_dim(module), rank), key_dim)
     known: UpProjection | None = module.__dict__.get("_cacheblend_up")
     if known is None or known.keys.dtype != latent.dtype or known.keys.device != latent.device:
@@ -164,6 +166,19 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return bool((one.float() - other.float()).norm() <= 0.02 * other.float().norm())
+
+
+def check_caching(config: Any, view_latent: Iterable[Any]) -> None:
+    """Refuses layers that make a latent and cache the keys and values that it is expanded to.
+
+    Raises:
+        ModelNotBlendableError: an older transformers, or a model whose code comes with it, does that.
+    """
+    if getattr(config, "kv_lora_rank", None) and not any(view_latent):
+        raise ModelNotBlendableError(
+            f"{config.model_type} has latent attention (kv_lora_rank = {config.kv_lora_rank}), but its code caches expanded "
+            f"keys and values; it can be blended as transformers 5.23 implements it (installed: {transformers.__version__})"
+        )
 
 
 # ---- transformers' caches ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, 
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.configs import check_config, shift_limits
-from cacheblend.engines.hf.latent import LatentShape, latent_shape
+from cacheblend.engines.hf.latent import LatentShape, check_caching, latent_shape
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.view import LayerMask, ModelView
 
@@ -102,6 +102,7 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     check_mode(model)
     config = model.config.get_text_config(decoder=True)
     check_config(model.config)
+    check_caching(config, view.latent)
     limit = min((n for n in shift_limits(config) if n is not None), default=None)
     context = getattr(config, "max_position_embeddings", None)
     furthest = max(1, (limit or context or 4096) - ROWS)
