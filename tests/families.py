@@ -202,9 +202,13 @@ BLENDABLE = [
     _family("solar_open", head_dim=16, **ROUTED_MOE),
     _family("vaultgemma", head_dim=16, sliding_window=24),
     _family("deepseek_v2", **LATENT, **ROUTED_MOE, first_k_dense_replace=1),
-    _family("deepseek_v2-yarn", "deepseek_v2", **{**LATENT, "q_lora_rank": None}, **ROUTED_MOE, rope_parameters=YARN_ROPE),
+    _family(
+        "deepseek_v2-yarn", "deepseek_v2", **{**LATENT, "q_lora_rank": None}, **ROUTED_MOE, rope_parameters=YARN_ROPE
+    ),
     _family("deepseek_v3", **LATENT, **GROUPED_MOE, first_k_dense_replace=1),
-    _family("deepseek_v3-yarn", "deepseek_v3", **LATENT, **GROUPED_MOE, rope_parameters=YARN_MSCALE, rope_interleave=False),
+    _family(
+        "deepseek_v3-yarn", "deepseek_v3", **LATENT, **GROUPED_MOE, rope_parameters=YARN_MSCALE, rope_interleave=False
+    ),
     _family("glm4_moe_lite", **LATENT, **ROUTED_MOE),
     _family("minicpm3", **LATENT),
     _family("youtu", **LATENT),

@@ -1,4 +1,4 @@
-"""Models with latent attention beside what else runs: records, adapters, quantised weights, transformers' own caches."""
+"""Models with latent attention beside other features: records, adapters, quantised weights, transformers' caches."""
 
 import copy
 from typing import Any

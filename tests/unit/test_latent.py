@@ -14,7 +14,7 @@ from cacheblend.core.kernels.placing import Piece, Placement, place
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.configs import expected_layout
-from cacheblend.engines.hf.latent import attend_absorbed, LatentTap, latent_shape
+from cacheblend.engines.hf.latent import LatentTap, attend_absorbed, latent_shape
 from families import BLENDABLE, LATENT, SMALL, tiny_model
 from parity.scenes import RAG, open_engine
 
@@ -39,7 +39,11 @@ def test_halves_of_one_tensor_are_joined_without_a_copy() -> None:
     keys, values = (each[:, 2:7] for each in whole.chunk(2, dim=-1))
     kept = joined(keys, values)
     assert torch.equal(kept, whole[:, 2:7]) and kept.data_ptr() == keys.data_ptr()
-    wrong_order, apart, other_rows = joined(values, keys), joined(keys, values.clone()), joined(keys, whole[:, 3:8, 12:])
+    wrong_order, apart, other_rows = (
+        joined(values, keys),
+        joined(keys, values.clone()),
+        joined(keys, whole[:, 3:8, 12:]),
+    )
     assert torch.equal(wrong_order, torch.cat([values, keys], -1))
     assert torch.equal(apart, kept)
     assert torch.equal(other_rows, torch.cat([keys, whole[:, 3:8, 12:]], -1))
@@ -150,13 +154,13 @@ def test_attention_that_caches_nothing_is_refused() -> None:
 
 
 def test_code_that_caches_expanded_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of older versions of transformers: records of the expanded form would have other names and ten times the bytes."""
+    """As that of older versions of transformers: records of the expanded form would be ten times as large."""
     monkeypatch.delattr(DeepseekV3Attention, "expand_kv")
     with pytest.raises(ModelNotBlendableError, match=r"kv_lora_rank = 16.*caches expanded keys and values"):
         BlendEngine(tiny_model("deepseek_v3"), store="memory")
 
 
 def test_one_measure_compares_latents() -> None:
-    with pytest.raises(InvalidInputError, match="measure 'v' compares keys or values alone.*use measure 'kv'"):
+    with pytest.raises(InvalidInputError, match=r"measure 'v' compares keys or values alone.*use measure 'kv'"):
         open_engine(tiny_model("deepseek_v3"), [], measure="v")
     open_engine(tiny_model("deepseek_v3"), [], measure="v", selector="query").close()  # compares nothing

@@ -1,17 +1,17 @@
 """Latent attention: how the one vector that a layer keeps of a token lies in keys and values of equal width.
 
-    kept       [ rotated part r | latent c ................................ ]      576 numbers in DeepSeek-V3: 64 and 512
-    keys       [ rotated part r | start of c ]                                     288
-    values                                   [ rest of c ................... ]     288
+    kept       [ rotated part r | latent c ................... ]     576 numbers in DeepSeek-V3: 64 and 512
+    keys       [ rotated part r | start of c ]                       288
+    values                                   [ rest of c ..... ]     288
 
-So records, buffers, codecs, re-positioning (partial rotation of the keys) and deviation are those of a layer with one KV
-head. Attention needs the vector as a whole: a head's key is (W_k c, r) and its value W_v c, and the head's query q can be
-multiplied with W_k before the dot product and the mixed latents with W_v behind it, which is the same number:
+So records, buffers, codecs, re-positioning (partial rotation of the keys) and deviation are those of a layer with one
+KV head. Attention needs the vector as a whole. A head's key is (W_k c, r) and its value W_v c; instead of expanding the
+latents, its query can be multiplied with W_k in front of the attention, and its mixed latents with W_v behind it:
 
     q . (W_k c, r) = (W_k^T q_c, q_r) . (c, r)             sum a W_v c = W_v sum a c
 
-An engine does both products, in a layer's own terms (`AttentionSpec.is_latent`). Here a query has the kept vector's width, and
-all its heads use the kept vectors as keys and as values. Knows neither weights nor engines.
+An engine does both products. Attention then has queries as wide as the kept vectors, and these are keys and values of
+all heads (`AttentionSpec.is_latent`). Knows neither weights nor engines.
 """
 
 import torch
@@ -54,9 +54,7 @@ def joined(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([keys, values], dim=-1)
 
 
-def attended(
-    keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """What attention multiplies queries with and what it mixes: keys and values, or twice the kept vectors."""
     if not spec.is_latent:
         return keys, values

@@ -1,10 +1,11 @@
 """Latent attention (MLA) of transformers models: what their layers cache, and attention over it in the absorbed form.
 
-A layer makes of each row a latent (normalised) and one rotated key part, hands both to the cache, and expands what the cache
-gives back to keys and values of every head (`expand_kv`). Here the place of the cache is taken by a `LatentTap`, which notes
-both; attention is then over the kept vectors themselves (`core.kernels.latent`), so that loaded latents are never expanded.
+A layer makes of each row a latent (normalised) and one rotated key part, hands both to the cache, and expands what the
+cache gives back to keys and values of every head (`expand_kv`). Here a `LatentTap` takes the cache's place and notes
+both. Attention is then over the kept vectors themselves (`core.kernels.latent`): what was loaded is never expanded.
 
-The up-projection's matrices are read from the layer; the survey checks that its `expand_kv` is this product and nothing else.
+The up-projection's matrices are read from the layer; the survey checks that its `expand_kv` is this product and nothing
+else.
 """
 
 from collections.abc import Iterable
@@ -94,8 +95,9 @@ def attend_absorbed(
         raise ModelNotBlendableError(f"{type(module).__name__} attends over latents without caching them")
     latent, rotated = tap.latent[0], tap.rotated[0]
     rotary_dim = rotated.shape[-1]
-    up = up_projection(module, latent, query.shape[-1] - rotary_dim)
-    plain, turned = query.split([query.shape[-1] - rotary_dim, rotary_dim], dim=-1)
+    key_dim = query.shape[-1] - rotary_dim
+    up = up_projection(module, latent, key_dim)
+    plain, turned = query[..., :key_dim], query[..., key_dim:]
     absorbed = torch.cat([turned, torch.bmm(plain, up.keys)], dim=-1)
     mixed = attend(absorbed, *halves(rotated, latent), replace(spec, is_latent=True))
     values = torch.bmm(mixed[..., rotary_dim:].transpose(0, 1), up.values.transpose(1, 2))
@@ -149,7 +151,7 @@ def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
             f"{type(module).__name__} keeps {rank} + {rotary_dim} numbers of a token; an even number can be blended"
         )
     drawn = torch.randn(1, 1, 8, rank + rotary_dim, generator=torch.Generator().manual_seed(0)).to(like)
-    latent, rotated = drawn.split([rank, rotary_dim], dim=-1)
+    latent, rotated = drawn[..., :rank], drawn[..., rank:]
     own = module.expand_kv(latent, rotated)
     up = up_projection(module, latent[0], own[0].shape[-1] - rotary_dim)
     keys = torch.cat([latent @ up.keys.transpose(1, 2), rotated.expand(-1, heads, -1, -1)], dim=-1)
@@ -168,16 +170,21 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one.float() - other.float()).norm() <= 0.02 * other.float().norm())
 
 
-def check_caching(config: Any, view_latent: Iterable[Any]) -> None:
+def check_caching(config: Any, found: Iterable[Any]) -> None:
     """Refuses layers that make a latent and cache the keys and values that it is expanded to.
+
+    Args:
+        config: of the text model.
+        found: `latent_attention` of each layer.
 
     Raises:
         ModelNotBlendableError: an older transformers, or a model whose code comes with it, does that.
     """
-    if getattr(config, "kv_lora_rank", None) and not any(view_latent):
+    if getattr(config, "kv_lora_rank", None) and not any(found):
         raise ModelNotBlendableError(
-            f"{config.model_type} has latent attention (kv_lora_rank = {config.kv_lora_rank}), but its code caches expanded "
-            f"keys and values; it can be blended as transformers 5.23 implements it (installed: {transformers.__version__})"
+            f"{config.model_type} has latent attention (kv_lora_rank = {config.kv_lora_rank}), but its code caches "
+            "expanded keys and values; it can be blended as transformers 5.23 implements it (installed: "
+            f"{transformers.__version__})"
         )
 
 
@@ -186,7 +193,7 @@ def check_caching(config: Any, view_latent: Iterable[Any]) -> None:
 
 def rotary_dims(model: nn.Module) -> dict[int, int]:
     """Numbers of the rotated key part of each layer of a model that attends over latents, by the layer's index."""
-    found = (module for module in model.modules() if hasattr(module, "expand_kv"))
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
     return {int(module.layer_idx): int(module.qk_rope_head_dim) for module in found}
 
 
@@ -199,7 +206,8 @@ def kv_of_cache(model: nn.Module, cache: DynamicCache, row: int = 0) -> list[Lay
     dims = rotary_dims(model)
     kept = [(layer.keys[row], layer.values[row]) for layer in cache.layers]
     return [
-        LayerKV(*(halves(second, first) if index in dims else (first, second))) for index, (first, second) in enumerate(kept)
+        LayerKV(*(halves(second, first) if index in dims else (first, second)))
+        for index, (first, second) in enumerate(kept)
     ]
 
 

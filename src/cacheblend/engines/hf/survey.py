@@ -73,8 +73,8 @@ class Survey:
         """
         if selector.check_layers and selector.measure != "kv" and any(self.latents):
             raise InvalidInputError(
-                f"measure {selector.measure!r} compares keys or values alone, but this model keeps one latent for both; "
-                "use measure 'kv', which compares latent and rotated key part"
+                f"measure {selector.measure!r} compares keys or values alone, but this model keeps one latent for "
+                "both; use measure 'kv', which compares latent and rotated key part"
             )
         return check_selector(selector, len(self.layout.layers))
 
