@@ -1,4 +1,4 @@
-"""A model folder with latent attention from its start to its end: doctor, plan, a store that is opened again, a server."""
+"""A model folder with latent attention: doctor, plan, a server on a store that an earlier one filled."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -94,7 +94,9 @@ def test_a_server_blends_what_an_earlier_one_stored(folder: Path, tmp_path: Path
             with TestClient(create_app(engine, ServeSettings(chunk_tokens=16))) as web:
                 order = PASSAGES if round_ == 0 else PASSAGES[::-1]
                 with ThreadPoolExecutor(3) as pool:
-                    answers = list(pool.map(lambda _, order=order, web=web: ask(web, *order, recompute_ratio=1.0), range(3)))
+                    answers = list(
+                        pool.map(lambda _, order=order, web=web: ask(web, *order, recompute_ratio=1.0), range(3))
+                    )
                 full = ask(web, *order, mode="full")["choices"][0]["message"]["content"]
                 assert {each["choices"][0]["message"]["content"] for each in answers} == {full}
                 if round_:

@@ -13,12 +13,16 @@ from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.baselines import finish, full_recompute, fused, prefix_caching
 from cacheblend.store import MemoryStore
 from fake_adapters import add_adapter, set_adapter
-from families import tiny_model
+from families import BLENDABLE, tiny_model
 from parity.scenes import QUESTION, RAG, A, B, C, assert_as_reference, assert_close, greedy, open_engine, run
 from reference import blend, plain_kv
 from unit.test_quantised import quantised
 
-FAMILIES = ["deepseek_v2", "deepseek_v3-yarn", "glm4_moe_lite", "minicpm3", "kimi_linear-full"]
+FAMILIES = [
+    family.name
+    for family in BLENDABLE
+    if family.name in ("deepseek_v2", "deepseek_v3-yarn", "glm4_moe_lite", "minicpm3", "kimi_linear-full")
+]
 PARAMS = SamplingParams(max_new_tokens=6, temperature=0, ignore_eos=True)
 PROJECTIONS = ("kv_b_proj", "kv_a_proj_with_mqa", "q_b_proj")
 

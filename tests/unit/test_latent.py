@@ -154,7 +154,7 @@ def test_attention_that_caches_nothing_is_refused() -> None:
 
 
 def test_code_that_caches_expanded_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of older versions of transformers: records of the expanded form would be ten times as large."""
+    """As code that comes with a model may: records of the expanded form would be ten times as large."""
     monkeypatch.delattr(DeepseekV3Attention, "expand_kv")
     with pytest.raises(ModelNotBlendableError, match=r"kv_lora_rank = 16.*caches expanded keys and values"):
         BlendEngine(tiny_model("deepseek_v3"), store="memory")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
 from transformers import DynamicCache
 
@@ -178,13 +177,12 @@ def check_caching(config: Any, found: Iterable[Any]) -> None:
         found: `latent_attention` of each layer.
 
     Raises:
-        ModelNotBlendableError: an older transformers, or a model whose code comes with it, does that.
+        ModelNotBlendableError: code that comes with a model may do that; transformers' own caches the latent.
     """
     if getattr(config, "kv_lora_rank", None) and not any(found):
         raise ModelNotBlendableError(
             f"{config.model_type} has latent attention (kv_lora_rank = {config.kv_lora_rank}), but its code caches "
-            "expanded keys and values; it can be blended as transformers 5.23 implements it (installed: "
-            f"{transformers.__version__})"
+            "expanded keys and values; open it with transformers' own class, not with code that comes with the model"
         )
 
 
