@@ -8,7 +8,6 @@ The up-projection's matrices are read from the layer; the survey checks that its
 else.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -169,21 +168,18 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one.float() - other.float()).norm() <= 0.02 * other.float().norm())
 
 
-def check_caching(config: Any, found: Iterable[Any]) -> None:
-    """Refuses layers that make a latent and cache the keys and values that it is expanded to.
-
-    Args:
-        config: of the text model.
-        found: `latent_attention` of each layer.
+def check_caching(layer: nn.Module) -> None:
+    """Refuses a layer that makes a latent and caches the keys and values that it is expanded to.
 
     Raises:
         ModelNotBlendableError: code that comes with a model may do that; transformers' own caches the latent.
     """
-    if getattr(config, "kv_lora_rank", None) and not any(found):
-        raise ModelNotBlendableError(
-            f"{config.model_type} has latent attention (kv_lora_rank = {config.kv_lora_rank}), but its code caches "
-            "expanded keys and values; open it with transformers' own class, not with code that comes with the model"
-        )
+    for module in layer.modules():
+        if rank := getattr(module, "kv_lora_rank", None):
+            raise ModelNotBlendableError(
+                f"{type(module).__name__} has latent attention (kv_lora_rank = {rank}), but caches expanded keys and "
+                "values; open the model with transformers' own class, not with code that comes with it"
+            )
 
 
 # ---- transformers' caches ---------------------------------------------------------------------------------------

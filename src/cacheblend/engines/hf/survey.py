@@ -102,7 +102,6 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
     check_mode(model)
     config = model.config.get_text_config(decoder=True)
     check_config(model.config)
-    check_caching(config, view.latent)
     limit = min((n for n in shift_limits(config) if n is not None), default=None)
     context = getattr(config, "max_position_embeddings", None)
     furthest = max(1, (limit or context or 4096) - ROWS)
@@ -208,9 +207,8 @@ class _Probe:
     def layer(self, index: int) -> tuple[LayerShape, torch.dtype, KeyRotation | None]:
         """KV shape, dtype and rotation of one layer."""
         try:
+            self.latents.append(self._latent(index))
             self._check_run(index)
-            module = self._view.latent[index]
-            self.latents.append(None if module is None else latent_shape(module, self._noise))
             return self._shape_and_rotation(index)
         except ModelNotBlendableError:
             raise
@@ -225,6 +223,13 @@ class _Probe:
                 "both must have the same shape"
             )
         return LayerShape(keys.shape[0], keys.shape[2]), keys.dtype, self._rotation(index, keys, values)
+
+    def _latent(self, index: int) -> LatentShape | None:
+        module = self._view.latent[index]
+        if module is not None:
+            return latent_shape(module, self._noise)
+        check_caching(self._view.layers[index])
+        return None
 
     def _layer(self, index: int) -> str:
         return f"layer {index} of {self._name} ({type(self._view.layers[index]).__name__})"
