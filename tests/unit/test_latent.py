@@ -106,7 +106,7 @@ def test_a_config_alone_says_what_a_model_keeps(family: str) -> None:
     with BlendEngine(model, store="memory") as engine:
         assert engine.survey.layout == layout
         assert all(latent is not None and latent.width == 24 for latent in engine.survey.latents)
-        assert {shape.head_dim for shape in engine.survey.head_shapes} == {24}
+        assert {(shape.head_dim, shape.placed_dim) for shape in engine.survey.head_shapes} == {(24, 12)}
     assert layout.block_bytes(7) == 7 * 4 * 24 * 4
 
 

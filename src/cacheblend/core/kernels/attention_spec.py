@@ -34,14 +34,21 @@ class HeadShape:
     Attributes:
         heads: of the query; a multiple of `kv_heads`.
         kv_heads: of keys and values.
-        head_dim: numbers of a head.
+        head_dim: numbers of a head, as attention sees it.
         window: see `AttentionSpec`.
+        is_latent: see `AttentionSpec`; what is placed is half as wide.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int | None = None
+    is_latent: bool = False
+
+    @property
+    def placed_dim(self) -> int:
+        """Numbers of a key, and of a value, as they are stored and placed."""
+        return self.head_dim // 2 if self.is_latent else self.head_dim
 
 
 def check_shapes(

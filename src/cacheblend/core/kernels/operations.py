@@ -159,7 +159,8 @@ def serve(
         float8: pages of eight bits are used too.
     """
     fitting = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
-    heads = tuple(dict.fromkeys((shape.kv_heads, shape.head_dim) for shape in fitting if not shape.head_dim % 4))
+    placed = dict.fromkeys((shape.kv_heads, shape.placed_dim) for shape in shapes)
+    heads = tuple(each for each in placed if each[1] <= _MAX_HEAD_DIM and not each[1] % 4)
 
     operations: dict[Operation[Any], Callable[..., str]] = {ATTEND_ROWS: attention_differs, PLACE: placing_differs}
     if float8:

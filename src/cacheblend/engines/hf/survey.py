@@ -60,7 +60,7 @@ class Survey:
         """Of each layer, for kernels."""
         layers = zip(self.heads, self.layout.layers, self.latents, self.windows, strict=True)
         return [
-            HeadShape(heads, shape.kv_heads, shape.head_dim if latent is None else latent.width, window)
+            HeadShape(heads, shape.kv_heads, latent.width if latent else shape.head_dim, window, latent is not None)
             for heads, shape, latent, window in layers
         ]
 
