@@ -1,5 +1,6 @@
 """LoRA without PEFT: a layer with the attributes of PEFT's, and the calls that put it into a model and switch it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,11 +39,14 @@ def layers(model: Any) -> list[FakeLora]:
     return [module for module in model.modules() if isinstance(module, FakeLora)]
 
 
-def add_adapter(model: Any, name: str, seed: int, rank: int = 4) -> None:
-    """Adds an adapter of random weights to the q, k and v of each layer, and activates it."""
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def add_adapter(model: Any, name: str, seed: int, rank: int = 4, projections: Sequence[str] = QKV) -> None:
+    """Adds an adapter of random weights to these projections of each layer, and activates it."""
     drawn = torch.Generator().manual_seed(seed)
     for layer in model.model.layers:
-        for projection in ("q_proj", "k_proj", "v_proj"):
+        for projection in projections:
             lora = getattr(layer.self_attn, projection)
             if not isinstance(lora, FakeLora):
                 lora = FakeLora(lora)

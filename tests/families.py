@@ -45,10 +45,13 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    "num_key_value_heads": 4,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPED_MOE = {**ROUTED_MOE, "n_group": 2, "topk_group": 1}
+YARN_MSCALE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -198,6 +201,19 @@ BLENDABLE = [
     _family("qwen3-yarn", "qwen3", head_dim=16, rope_parameters=YARN_ROPE),
     _family("solar_open", head_dim=16, **ROUTED_MOE),
     _family("vaultgemma", head_dim=16, sliding_window=24),
+    _family("deepseek_v2", **LATENT, **ROUTED_MOE, first_k_dense_replace=1),
+    _family(
+        "deepseek_v2-yarn", "deepseek_v2", **{**LATENT, "q_lora_rank": None}, **ROUTED_MOE, rope_parameters=YARN_ROPE
+    ),
+    _family("deepseek_v3", **LATENT, **GROUPED_MOE, first_k_dense_replace=1),
+    _family(
+        "deepseek_v3-yarn", "deepseek_v3", **LATENT, **GROUPED_MOE, rope_parameters=YARN_MSCALE, rope_interleave=False
+    ),
+    _family("glm4_moe_lite", **LATENT, **ROUTED_MOE),
+    _family("minicpm3", **LATENT),
+    _family("youtu", **LATENT),
+    _family("kimi_linear-full", "kimi_linear", **LATENT, **ROUTED_MOE, layer_types=[FULL] * 4),
+    _family("axk1", **LATENT, **GROUPED_MOE),
 ]
 # Some families are newer than the oldest supported transformers.
 BLENDABLE = [family for family in BLENDABLE if family.model_type in CONFIG_MAPPING]
@@ -223,10 +239,16 @@ REFUSED = [
     _refused("gpt_neox_japanese", "cannot be run"),
     _refused("doge", "cannot be run"),
     _refused("diffllama", "attention interface 2 times"),
-    # Keys and values that are not one tensor each, of the same shape, per head
-    _refused("deepseek_v2", "latent attention", **LATENT, **ROUTED_MOE),
-    _refused("deepseek_v3", "latent attention", **LATENT, **ROUTED_MOE),
-    _refused("glm4_moe_lite", "latent attention", **LATENT, **ROUTED_MOE),
+    # Latent attention to tokens that an indexer selects, two attentions a layer, beside linear attention
+    _refused("deepseek_v32", "deepseek_v32 attends sparsely: .* 2048 tokens", **LATENT, **ROUTED_MOE),
+    _refused("glm_moe_dsa", "glm_moe_dsa attends sparsely", **LATENT, **ROUTED_MOE),
+    _refused("axk2", "axk2 attends sparsely", **LATENT, **ROUTED_MOE),
+    _refused("dots3_note_text", "dots3_note_text attends sparsely", **LATENT, **ROUTED_MOE),
+    _refused("hy_v4", "hy_v4 attends sparsely", **LATENT, **ROUTED_MOE),
+    _refused("longcat_flash", "decoder layers", **LATENT, **ROUTED_MOE),
+    _refused("kimi_linear", "layer 0", **LATENT, **ROUTED_MOE),
+    _refused("bailing_hybrid", "layer 0", **LATENT, **ROUTED_MOE),
+    # Keys and values that are not of the same shape
     _refused("mimo_v2_flash-narrow", "keys .* values", "mimo_v2_flash", head_dim=16, v_head_dim=8, **MIMO),
     # Layers that mix rows outside attention, or attention that is not causal by position and window
     _refused("mamba", "attention", state_size=8),

@@ -84,12 +84,13 @@ class Reference:
 @torch.no_grad()
 def plain_kv(model: torch.nn.Module, ids: Sequence[int], shift: int = 0) -> tuple[torch.Tensor, list[KV]]:
     """The model's own forward of `ids` at positions shift, shift + 1, ..: last logits, and every layer's KV."""
-    cache = DynamicCache()
+    cache = _FusingCache(model)
     device = model.device
     tokens = torch.tensor([[int(i) for i in ids]], device=device)
     positions = torch.arange(tokens.shape[1], device=device)[None] + shift
     out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
-    return out.logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    kv = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+    return out.logits[0, -1], [_halves(*each) if index in cache.latent else each for index, each in enumerate(kv)]
 
 
 def blend(
@@ -401,7 +402,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Fuse, then attend densely in fp32. [1, heads, rows, head_dim] -> [1, rows, heads, head_dim]."""
     run = _PASSES[-1]
-    keys, values = run.layer(key[0], value[0])
+    keys, values = (key[0], value[0]) if hasattr(module, "expand_kv") else run.layer(key[0], value[0])
     repeats = query.shape[1] // keys.shape[0]
     keys, values = (part.float().repeat_interleave(repeats, dim=0) for part in (keys, values))
     scores = query[0].float() @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -418,6 +419,29 @@ def _attention(
     weights = scores.softmax(dim=-1)[..., : keys.shape[1]]
     run.look(weights)
     return (weights @ values).transpose(0, 1)[None].to(query.dtype).contiguous(), None
+
+
+class _FusingCache(DynamicCache):
+    """Where a model caches latents, they are fused there: its own forward then expands and attends to what it is given.
+
+    Within `_forward` only; elsewhere it is transformers' own cache.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.latent = {module.layer_idx for module in model.modules() if hasattr(module, "expand_kv")}
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: object, **named: object) -> KV:
+        keys, values = super().update(keys, values, layer, *rest, **named)
+        if not _PASSES or layer not in self.latent:
+            return keys, values
+        fused = torch.cat(_PASSES[-1].layer(*_halves(keys[0], values[0])), dim=-1)[None]
+        return fused[..., values.shape[-1] :], fused[..., : values.shape[-1]]
+
+
+def _halves(latent: torch.Tensor, rotated: torch.Tensor) -> KV:
+    """A latent and its rotated key part as the package keeps them: the latter first, cut into keys and values."""
+    return torch.cat([rotated, latent], dim=-1).chunk(2, dim=-1)
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -26,7 +26,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "glm", "mixtral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "glm", "mixtral", "qwen3", "youtu"])
 def test_blends_and_full_prefills_are_those_of_plain_layers(family: str) -> None:
     model = tiny_model(family)
     with open_engine(model) as engine:

@@ -54,7 +54,7 @@ def test_says_no_and_why(family: Family) -> None:
     assert re.search(family.reason, diagnosis.reason)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "qwen3_moe", "glm", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "qwen3_moe", "glm", "gpt_oss", "deepseek_v3"])
 def test_half_precision_is_held_against_the_models_own_noise(name: str) -> None:
     diagnosis = diagnose(tiny_model(name, torch.bfloat16))
     assert diagnosis.blendable, diagnosis.reason

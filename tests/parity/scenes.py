@@ -26,11 +26,15 @@ from reference import Reference
 FAMILIES = [family.name for family in BLENDABLE]
 DIVERSE = [
     name
-    for name in ("llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "smollm3", "glm", "gemma4_text", "flint")
+    for name in (
+        *("llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "smollm3", "glm", "gemma4_text", "flint"),
+        *("deepseek_v2", "deepseek_v3"),
+    )
     if name in FAMILIES
 ]
 """In order: plain; windows and two thetas; sinks; interleaved pairs and NoPE; experts; NoPE; partial RoPE; layers of
-several shapes; sinks, NoPE and windows."""
+several shapes; sinks, NoPE and windows; latents in either pairing."""
+LATENT = [name for name in ("deepseek_v2", "deepseek_v3") if name in FAMILIES]
 
 BOS = 1
 BLOCK_SIZE = 16

@@ -20,7 +20,7 @@ AT_MOST = {"int8": 0.01, "fp8": 0.07, "int4": 0.2}
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text", "deepseek_v3"])
 def test_full_recompute_has_no_codec_error(family: str, codec: str) -> None:
     model = tiny_model(family)
     with open_engine(model, codec=codec) as engine:
@@ -33,7 +33,7 @@ def test_full_recompute_has_no_codec_error(family: str, codec: str) -> None:
 
 @pytest.mark.parametrize("anchor", ["none", "system"])
 @pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text", "deepseek_v3"])
 def test_full_reuse_has_only_the_codec_error(family: str, codec: str, anchor: AnchorKind) -> None:
     """The loaded rows of layer 0 differ from uncompressed ones by at most the codec's quantisation error."""
     model = tiny_model(family)

@@ -48,7 +48,7 @@ ASKING = Hybrid((1, 2), (0.4, 0.2), early=0.6)
 PROMPTS = [RAG, Prompt.of([A, C, QUESTION]), Prompt.of([SYSTEM, C, B]), Prompt.of([QUESTION, A, A, SYSTEM])]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @torch.no_grad()
 def test_two_interleaved_requests_on_one_view(family: str) -> None:
     engine = warm_engine(family)

@@ -61,7 +61,7 @@ def test_a_leading_chunk_is_exact_at_any_ratio(family: str) -> None:
 
 
 @pytest.mark.parametrize("anchor", IN_FRONT)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_a_chunk_directly_after_its_anchor_is_a_prefix_hit(family: str, anchor: AnchorKind) -> None:
     prompt = Prompt.of([*IN_FRONT[anchor], A, QUESTION])
     model = tiny_model(family)
@@ -119,7 +119,7 @@ def test_greedy_decoding_from_the_fused_cache_equals_generate(family: str) -> No
     assert answer.token_ids == greedy(model, RAG, steps)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma4_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma4_text", "deepseek_v3"])
 def test_the_users_model_is_not_changed(family: str) -> None:
     model = copy.deepcopy(tiny_model(family))
     state = copy.deepcopy(model.config.to_dict())

@@ -79,7 +79,7 @@ def test_a_hop_equals_the_reference_for_every_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_every_selector_equals_the_reference(family: str, selector: str) -> None:
     outcome = run(warm_engine(family), RAG, SELECTORS[selector])
     reference = blend(tiny_model(family), RAG, SELECTORS[selector])
@@ -154,7 +154,7 @@ def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> 
     assert_same(outcome.result, *plain_kv(tiny_model(family), RAG.token_ids), 1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_rows_that_asked_are_kept_as_they_were_stored(family: str) -> None:
     """A pass writes nothing: with nothing recomputed, all loaded rows are those of the store."""
     outcome = run(warm_engine(family), RAG, Query(0.0, hops=2))

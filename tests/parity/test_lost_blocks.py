@@ -77,7 +77,7 @@ def names_at(engine, prompt: Prompt, *positions: int) -> list[BlockName]:
 @pytest.mark.parametrize("read_ahead", [0, 2])
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_a_block_lost_during_the_prefill_is_a_miss(
     family: str, layer: int, selector: str, read_ahead: int, store: LossyStore
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_lost_block_of_the_exact_prefix_shortens_the_prefix(lost: int, store: 
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "head", "none"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_after_a_second_loss_everything_is_recomputed(family: str, selector: str, store: LossyStore) -> None:
     model = tiny_model(family)
     with open_engine(model, store=store) as engine:

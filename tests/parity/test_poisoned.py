@@ -25,7 +25,7 @@ from poison import HISTORIES, KV, TOLERANCE, Hostile, Part, Tally, Witness, Writ
 from reference import plain_kv
 
 COMMAND = "CACHEBLEND_HISTORIES=600 pytest tests/parity/test_poisoned.py"
-FAMILIES = ["llama", "qwen3", "gemma3_text", "cohere2"]
+FAMILIES = ["llama", "qwen3", "gemma3_text", "cohere2", "deepseek_v3"]
 ADAPTERS = ["", "a", "b"]
 TENANTS = ["", "t", "u"]
 BOS = 1

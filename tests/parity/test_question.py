@@ -92,7 +92,7 @@ def test_attention_equals_the_reference_for_every_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_attention_equals_the_reference_for_every_prompt(family: str, prompt: str) -> None:
     recorded, asked = Recorded(Query(0.1)), PROMPTS[prompt]
     result = warm_engine(family).prefill(asked, selector=recorded)

@@ -38,7 +38,7 @@ def test_a_run_reuses_the_chunks_kv_at_its_new_position(family: str) -> None:
             torch.testing.assert_close(mine[:, rows], other[:, FIRST : FIRST + LENGTH], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
 def test_full_recompute_of_a_run_equals_full_prefill(family: str) -> None:
     engine = warm_engine(family)
     prompt = with_run(engine)

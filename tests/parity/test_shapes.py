@@ -90,7 +90,7 @@ def test_shape_with_windows_and_tiny_tiles(family: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("tile_rows", [1, 3, 1000])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "deepseek_v3"])
 def test_any_tile_size_equals_the_reference(family: str, tile_rows: int) -> None:
     check(family, SHAPES["several blocks missing"], SELECTORS["hkvd"], tile_rows)
 

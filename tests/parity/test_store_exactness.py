@@ -55,7 +55,7 @@ def requests(bos: bool) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "cohere2", "qwen3_moe", "deepseek_v3"])
 def test_stored_kv_equals_a_plain_prefill_of_its_chain(family: str, anchor: AnchorKind) -> None:
     model, store = tiny_model(family), Witness()
     with open_engine(model, [A], store=store, anchor=anchor, capture=True) as engine:

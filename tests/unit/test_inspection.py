@@ -42,10 +42,10 @@ from tokenizers_for_tests import CORPUS, byte_level, sentencepiece
 
 FAMILIES = [
     name
-    for name in ("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "glm", "gemma4_text")
+    for name in ("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "glm", "gemma4_text", "deepseek_v3")
     if name in [family.name for family in BLENDABLE]
 ]
-"""Plain; windows and two thetas; sinks; experts; partial RoPE; layers of several shapes."""
+"""Plain; windows and two thetas; sinks; experts; partial RoPE; layers of several shapes; latents."""
 SINKS = ("gpt_oss",)
 BOS, TOLERANCE = 1, 1e-4
 
@@ -89,7 +89,7 @@ def test_fresh_kv_is_transformers_own(family: str) -> None:
         assert close(mine.values, theirs[1])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_attention_is_transformers_own(family: str) -> None:
     """Soft-cap, windows and sinks included."""
     engine = engine_of(family, LONG_QUESTION)

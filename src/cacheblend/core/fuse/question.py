@@ -9,7 +9,6 @@ masked out. The cost is asking rows x layers, independent of the prompt's length
 it has found may ask in turn, all of them in one pass (`core.fuse.asking`). Nothing is written.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.latent import attended
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.layers.runner import Attend, LayerRunner
@@ -115,13 +115,14 @@ class QuestionPass:
             places = self._places - (len(self._all_seen) - len(seen))
             known.keys.index_copy_(1, places, keys)
             known.values.index_copy_(1, places, values)
+            looked_at, mixed = attended(known.keys, known.values, spec)
             outputs = []
             for heads, kv_heads in _groups(query, len(seen), len(keys)):
                 part = replace(spec, sinks=None if spec.sinks is None else spec.sinks[heads])
-                weights = attention_weights(query[heads], known.keys[kv_heads], self._positions, seen, part)
+                weights = attention_weights(query[heads], looked_at[kv_heads], self._positions, seen, part)
                 self._receive(weights, seen)
-                folded = weights.view(len(known.keys[kv_heads]), -1, len(seen))
-                outputs.append(torch.bmm(folded, known.values[kv_heads].float()).view(*weights.shape[:2], -1))
+                folded = weights.view(len(looked_at[kv_heads]), -1, len(seen))
+                outputs.append(torch.bmm(folded, mixed[kv_heads].float()).view(*weights.shape[:2], -1))
             return torch.cat(outputs).transpose(0, 1).to(query.dtype).contiguous()
 
         return attend
@@ -152,7 +153,10 @@ def _beyond_generic(weights: torch.Tensor) -> torch.Tensor:
 
 def _groups(query: torch.Tensor, seen: int, kv_heads: int) -> list[tuple[slice, slice]]:
     """Slices of query heads and of the KV heads that they use, with at most about `_MAX_WEIGHTS` weights each."""
-    fold = len(query) // kv_heads
-    step = max(1, _MAX_WEIGHTS // max(1, math.prod((fold, query.shape[1], seen))))
+    fold, of_a_head = len(query) // kv_heads, max(1, query.shape[1] * seen)
+    if kv_heads == 1:  # as of latents, which all heads share
+        at_once = max(1, _MAX_WEIGHTS // of_a_head)
+        return [(slice(start, start + at_once), slice(0, 1)) for start in range(0, fold, at_once)]
+    step = max(1, _MAX_WEIGHTS // (fold * of_a_head))
     starts = range(0, kv_heads, step)
     return [(slice(s * fold, min(s + step, kv_heads) * fold), slice(s, min(s + step, kv_heads))) for s in starts]

@@ -16,12 +16,15 @@ class AttentionSpec:
         window: the row at position p sees keys p - window + 1 .. p; None: 0 .. p.
         softcap: logits become softcap * tanh(logits / softcap); None: unchanged.
         sinks: [heads] logit of each head that takes part in the softmax and has no value; None: no sinks.
+        is_latent: keys and values are the halves of one vector, twice as wide, that queries are as wide as, and that is
+            both key and value (`latent`); so attention gives vectors of that width.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    is_latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,21 @@ class HeadShape:
     Attributes:
         heads: of the query; a multiple of `kv_heads`.
         kv_heads: of keys and values.
-        head_dim: numbers of a head.
+        head_dim: numbers of a head, as attention sees it.
         window: see `AttentionSpec`.
+        is_latent: see `AttentionSpec`; what is placed is half as wide.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     window: int | None = None
+    is_latent: bool = False
+
+    @property
+    def placed_dim(self) -> int:
+        """Numbers of a key, and of a value, as they are stored and placed."""
+        return self.head_dim // 2 if self.is_latent else self.head_dim
 
 
 def check_shapes(

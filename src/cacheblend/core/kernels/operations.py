@@ -21,6 +21,7 @@ from cacheblend.core.kernels.comparing import (
 )
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
+from cacheblend.core.kernels.latent import attended
 from cacheblend.core.kernels.placing import Placement, check_records
 from cacheblend.core.kernels.registry import Kernel, Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation
@@ -44,6 +45,8 @@ def attend_rows(
     Raises:
         InvalidInputError: the shapes do not fit together.
     """
+    if block_table is None:
+        keys, values = attended(keys, values, spec)
     check_shapes(query, keys, values, positions, is_paged=block_table is not None)
     if query.shape[2] > _MAX_HEAD_DIM:
         return attention.attend_rows(query, keys, values, positions, spec, block_table)
@@ -56,6 +59,7 @@ def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
 
     By our kernel where one serves: a library's may make a plan for each length, and so for each token that is decoded.
     """
+    keys, values = attended(keys, values, spec)
     served = ATTEND_ROWS.on(query.device, query.dtype)
     if not served.is_kernel or query.shape[-1] > _MAX_HEAD_DIM:
         return attention.attend_last(query, keys, values, spec)
@@ -155,7 +159,8 @@ def serve(
         float8: pages of eight bits are used too.
     """
     fitting = tuple(dict.fromkeys(shape for shape in shapes if shape.head_dim <= _MAX_HEAD_DIM))
-    heads = tuple(dict.fromkeys((shape.kv_heads, shape.head_dim) for shape in fitting if not shape.head_dim % 4))
+    placed = dict.fromkeys((shape.kv_heads, shape.placed_dim) for shape in shapes)
+    heads = tuple(each for each in placed if each[1] <= _MAX_HEAD_DIM and not each[1] % 4)
 
     operations: dict[Operation[Any], Callable[..., str]] = {ATTEND_ROWS: attention_differs, PLACE: placing_differs}
     if float8:

@@ -18,6 +18,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.latent import fill_cache
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.shadow import kl_divergence
@@ -211,12 +212,3 @@ class PlainDecoding:
         out = self._model(input_ids=last[None], position_ids=position, past_key_values=self._kv, use_cache=True)
         logits: torch.Tensor = out.logits[0, -1]
         return logits
-
-
-def fill_cache(model: PreTrainedModel, kv: list[LayerKV]) -> DynamicCache:
-    """Moves a prompt's KV into a transformers cache; empties `kv` layer by layer, so that no layer is held twice."""
-    cache = DynamicCache(config=model.config)
-    for layer in range(len(kv)):
-        keys, values = kv.pop(0)
-        cache.update(keys[None], values[None], layer)
-    return cache

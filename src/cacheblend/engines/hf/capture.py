@@ -6,9 +6,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of
-from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.naming import join_ids
 from cacheblend.core.plan.planner import Planner
+from cacheblend.engines.hf.latent import kv_of_cache
 
 
 def batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:
@@ -38,5 +38,5 @@ def compute_chunks(
     cache = DynamicCache()  # without a config, so that sliding-window layers keep all tokens: all of them are stored
     model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
     for row, job in enumerate(jobs):
-        layers = [LayerKV(layer.keys[row], layer.values[row]) for layer in cache.layers]
+        layers = kv_of_cache(model, cache, row)
         yield CapturedChunk(blocks_of(job, planner, layers), manifest_of(job, planner, model_name))

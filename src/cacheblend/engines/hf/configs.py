@@ -24,9 +24,12 @@ def expected_layout(config: PretrainedConfig, dtype: torch.dtype | None = None) 
         AttributeError: the config lacks the number of layers, heads or dimensions.
     """
     config = config.get_text_config()
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    if rank := getattr(config, "kv_lora_rank", None):  # a latent and a rotated key part in halves, see `kernels.latent`
+        kept = int(rank) + int(getattr(config, "qk_rope_head_dim", None) or 0)
+        return KVLayout((LayerShape(1, -(-kept // 2)),) * int(config.num_hidden_layers), dtype)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    dtype = dtype or getattr(config, "dtype", None) or torch.float32
     return KVLayout((LayerShape(int(heads), int(width)),) * int(config.num_hidden_layers), dtype)
 
 
@@ -34,16 +37,18 @@ def check_config(config: Any) -> None:
     """Refuses models by config alone that would fail later with unclear errors.
 
     Raises:
-        ModelNotBlendableError: an encoder-decoder model, latent attention, inputs to each layer, layers that share KV,
-            or a RoPE that cannot be shifted.
+        ModelNotBlendableError: an encoder-decoder model, attention to tokens that an indexer selects, inputs to each
+            layer, layers that share KV, or a RoPE that cannot be shifted.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotBlendableError(f"{config.model_type} is an encoder-decoder model; only decoders are blended")
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
+    top, kinds = getattr(text, "index_topk", None), getattr(text, "layer_types", None)
+    if "indexed_attention" in (kinds or ()) or (top and not kinds):
         raise ModelNotBlendableError(
-            f"{text.model_type} uses multi-head latent attention (kv_lora_rank = {text.kv_lora_rank}), "
-            "whose cache does not hold keys and values per head; serve it without blending"
+            f"{text.model_type} attends sparsely: an indexer selects the {top} tokens that "
+            "each row attends to (DeepSeek sparse attention), so a row's KV depends on a selection that stored KV does "
+            "not have; serve it without blending"
         )
     _check_layers(text)
     for _ in shift_limits(text):

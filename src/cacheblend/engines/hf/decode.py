@@ -40,20 +40,27 @@ class Decoding:
         """Position of the row that is computed next, which is the last token."""
         return len(self.sampler) - 1
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
-        """Writes the row at `position`, [kv_heads, head_dim] each; returns the layer's KV up to and including it."""
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, together: bool = False) -> LayerKV:
+        """Writes the row at `position`, [kv_heads, head_dim] each; returns the layer's KV up to and including it.
+
+        `together`: a row's key and value lie next to each other, as latent attention wants them.
+        """
         if len(self._kv) == layer:
-            self._kv.append(_grown(self._prompt_kv.pop(0), self.position))
+            self._kv.append(_grown(self._prompt_kv.pop(0), self.position, together))
         elif self._kv[layer].keys.shape[1] == self.position:
-            self._kv[layer] = _grown(self._kv[layer], self.position)
+            self._kv[layer] = _grown(self._kv[layer], self.position, together)
         kv, at = self._kv[layer], self.position
         kv.keys[:, at], kv.values[:, at] = keys, values
         return LayerKV(kv.keys[:, : at + 1], kv.values[:, : at + 1])
 
 
-def _grown(kv: LayerKV, length: int) -> LayerKV:
+def _grown(kv: LayerKV, length: int, together: bool) -> LayerKV:
     kv_heads, _, head_dim = kv.keys.shape
-    grown = [part.new_empty(kv_heads, length + GROW_ROWS, head_dim) for part in kv]
+    size = (kv_heads, length + GROW_ROWS, head_dim)
+    if together:
+        grown = kv.keys.new_empty(*size[:2], 2 * head_dim).chunk(2, dim=-1)
+    else:
+        grown = tuple(part.new_empty(size) for part in kv)
     for new, old in zip(grown, kv, strict=True):
         new[:, :length] = old[:, :length]
     return LayerKV(*grown)
@@ -84,7 +91,7 @@ def _forward(view: ModelView, answers: Sequence[Decoding]) -> torch.Tensor:
         ) -> torch.Tensor:
             mixed = []
             for row, answer in enumerate(answers):
-                kv = answer.write(layer, keys[:, row], values[:, row])
+                kv = answer.write(layer, keys[:, row], values[:, row], together=spec.is_latent)
                 mixed.append(attend_last(query[:, row], kv.keys, kv.values, spec))
             return torch.stack(mixed)
 

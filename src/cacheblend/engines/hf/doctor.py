@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.core.plan.blocks import KVLayout
+from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.engines.fingerprint import WEIGHT_FILES
 from cacheblend.engines.hf.configs import check_config
+from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.live_check import LiveCheck
 from cacheblend.engines.hf.opening import class_of, loading_reason
 from cacheblend.engines.hf.survey import Survey, survey_model
@@ -179,10 +180,12 @@ def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
 
 def _describe(survey: Survey) -> Iterator[Check]:
     layout = survey.layout
-    yield Check("KV cache", True, f"{_shapes(layout)}, {_name(layout.dtype)}: {layout.block_bytes(1)} bytes a token")
+    yield Check("KV cache", True, f"{_shapes(survey)}, {_name(layout.dtype)}: {layout.block_bytes(1)} bytes a token")
+    if any(survey.latents):
+        yield Check("latent attention", True, _saving(survey))
     windows = [f"{n} sliding by {window}" if window else f"{n} full" for window, n in _counts(survey.windows)]
     yield Check("windows", True, f"layers: {_joined(windows)}")
-    turns = [_rotation(rotation, n, layout) for rotation, n in _counts(survey.rotations)]
+    turns = [_rotation(rotation, n, survey) for rotation, n in _counts(survey.rotations)]
     yield Check("re-positioning", True, _joined(turns))
     context = "no limit in the config" if survey.context_length is None else f"{survey.context_length} tokens"
     if survey.length_limit is None:
@@ -192,15 +195,30 @@ def _describe(survey: Survey) -> Iterator[Check]:
         yield Check("length", None, f"context: {context}; {limit}")
 
 
-def _shapes(layout: KVLayout) -> str:
-    shapes = [f"{n} layers: {s.kv_heads} KV heads of {s.head_dim}" for s, n in _counts(layout.layers)]
-    return _joined(shapes)
+def _shapes(survey: Survey) -> str:
+    layers = list(zip(survey.layout.layers, survey.latents, strict=True))
+    return _joined([f"{n} layers: {_shape(shape, latent)}" for (shape, latent), n in _counts(layers)])
 
 
-def _rotation(rotation: KeyRotation | None, count: int, layout: KVLayout) -> str:
+def _shape(shape: LayerShape, latent: LatentShape | None) -> str:
+    if latent is None:
+        return f"{shape.kv_heads} KV heads of {shape.head_dim}"
+    return f"a latent of {latent.rank} and a rotated key part of {latent.rotary_dim}"
+
+
+def _saving(survey: Survey) -> str:
+    found = [latent for latent in survey.latents if latent is not None]
+    kept, expanded = sum(latent.width for latent in found), sum(latent.expanded for latent in found)
+    return (
+        f"{len(found)} layers keep latents, {kept / expanded:.1%} of their keys and values expanded; "
+        "attention is over the latents (absorbed form)"
+    )
+
+
+def _rotation(rotation: KeyRotation | None, count: int, survey: Survey) -> str:
     if rotation is None:
         return f"{count} layers: keys without positions (NoPE)"
-    head_dim = max(shape.head_dim for shape in layout.layers)
+    head_dim = max(shape.head_dim for shape in survey.head_shapes)
     slowest, fastest = rotation.inv_freq.min(), rotation.inv_freq.max()
     return (
         f"{count} layers: {rotation.pairing} pairing, {rotation.rotary_dim} of {head_dim} dims, "

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.fuse.prefill import BlendedPrefill, check_selector
+from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
@@ -81,7 +81,7 @@ class BlendEngine(Answering, FollowedModel):
         adapted = adapters.adapted()
         view = ModelView(adapted.model)
         survey = survey_model(model, view)
-        selector = check_selector(self.config.make_selector(), len(survey.layout.layers))
+        selector = survey.check_selector(self.config.make_selector())
         self.tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, survey, sentence_end_ids)
         self.builder = self.prompts.builder

@@ -19,6 +19,7 @@ from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
 from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.latent import kv_of_cache
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.store import MemoryStore
 
@@ -184,7 +185,7 @@ class LiveCheck:
                 f"{type(self._model).__name__} keeps state other than the keys and values of its {layers} layers "
                 "(such as that of a convolution or state-space layer), which blending does not support"
             )
-        return [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
+        return kv_of_cache(self._model, cache)
 
     def _noise(self, ids: torch.Tensor, plain: Plain) -> float:
         """The model's own noise: largest distance of two other plain computations from `plain`; 0 in full precision."""

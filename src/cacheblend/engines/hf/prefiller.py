@@ -11,7 +11,7 @@ import torch
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import Controller, Decision
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, check_selector
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.kernels.operations import serve
 from cacheblend.core.kernels.upload import upload_together
@@ -93,7 +93,7 @@ class Prefiller:
             if decision.ratio > floor_of(self._config):
                 selector = raised(decision.ratio)
         chosen = NoRows() if mode == "reuse" else selector
-        check_selector(chosen, len(self._survey.layout.layers))
+        self._survey.check_selector(chosen)
         options = self._options(chosen, decision)
         return BlendedPrefill(plan, self._open_runner, self.open_loader, chosen, options, started=started)
 

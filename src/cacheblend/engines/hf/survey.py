@@ -14,11 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
+from cacheblend.core.fuse.prefill import check_selector
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, Pairing, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.configs import check_config, shift_limits
+from cacheblend.engines.hf.latent import LatentShape, check_caching, latent_shape
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.view import LayerMask, ModelView
 
@@ -36,6 +39,7 @@ class Survey:
         rotations: one per layer, None if the layer's keys carry no position (NoPE).
         windows: sliding window of each layer in tokens, None for full attention.
         heads: query heads of each layer.
+        latents: what each layer with latent attention keeps; None for layers that keep keys and values of heads.
         length_limit: longest prompt in tokens whose keys can be shifted; None: only the context limits it. Longer
             prompts use other RoPE frequencies at all positions, so KV of shorter prompts cannot be reused in them.
         context_length: the model's context in tokens, None if its config has none.
@@ -46,6 +50,7 @@ class Survey:
     rotations: tuple[KeyRotation | None, ...]
     windows: tuple[int | None, ...]
     heads: tuple[int, ...]
+    latents: tuple[LatentShape | None, ...]
     length_limit: int | None
     context_length: int | None
     vocab_size: int
@@ -53,8 +58,25 @@ class Survey:
     @property
     def head_shapes(self) -> list[HeadShape]:
         """Of each layer, for kernels."""
-        layers = zip(self.heads, self.layout.layers, self.windows, strict=True)
-        return [HeadShape(heads, shape.kv_heads, shape.head_dim, window) for heads, shape, window in layers]
+        layers = zip(self.heads, self.layout.layers, self.latents, self.windows, strict=True)
+        return [
+            HeadShape(heads, shape.kv_heads, latent.width if latent else shape.head_dim, window, latent is not None)
+            for heads, shape, latent, window in layers
+        ]
+
+    def check_selector(self, selector: Selector) -> Selector:
+        """The selector for this model.
+
+        Raises:
+            InvalidInputError: it checks at a layer that the model does not have, or compares keys or values alone where
+                a layer keeps one vector for both.
+        """
+        if selector.check_layers and selector.measure != "kv" and any(self.latents):
+            raise InvalidInputError(
+                f"measure {selector.measure!r} compares keys or values alone, but this model keeps one latent for "
+                "both; use measure 'kv', which compares latent and rotated key part"
+            )
+        return check_selector(selector, len(self.layout.layers))
 
     @property
     def max_length(self) -> int | None:
@@ -94,6 +116,7 @@ def survey_model(model: PreTrainedModel, view: ModelView) -> Survey:
         rotations=tuple(rotation for _, _, rotation in layers),
         windows=tuple(mask.window for mask in probe.masks),
         heads=tuple(probe.heads),
+        latents=tuple(probe.latents),
         length_limit=limit,
         context_length=context,
         vocab_size=model.get_input_embeddings().num_embeddings,
@@ -141,6 +164,7 @@ class _Probe:
         self._candidates = list(_candidate_rotations(view.model))
         self.masks: list[LayerMask] = []
         self.heads: list[int] = []
+        self.latents: list[LatentShape | None] = []
 
     def _open(self, shift: int, ids: torch.Tensor | None = None) -> HfLayerRunner:
         try:
@@ -183,6 +207,7 @@ class _Probe:
     def layer(self, index: int) -> tuple[LayerShape, torch.dtype, KeyRotation | None]:
         """KV shape, dtype and rotation of one layer."""
         try:
+            self.latents.append(self._latent(index))
             self._check_run(index)
             return self._shape_and_rotation(index)
         except ModelNotBlendableError:
@@ -198,6 +223,13 @@ class _Probe:
                 "both must have the same shape"
             )
         return LayerShape(keys.shape[0], keys.shape[2]), keys.dtype, self._rotation(index, keys, values)
+
+    def _latent(self, index: int) -> LatentShape | None:
+        module = self._view.latent[index]
+        if module is not None:
+            return latent_shape(module, self._noise)
+        check_caching(self._view.layers[index])
+        return None
 
     def _layer(self, index: int) -> str:
         return f"layer {index} of {self._name} ({type(self._view.layers[index]).__name__})"

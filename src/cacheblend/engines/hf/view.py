@@ -10,7 +10,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
+from cacheblend.engines.hf.latent import LatentTap, attend_absorbed, latent_attention
 
 ATTENTION = "cacheblend"
 _SHARED = re.compile(r"_modules|_parameters|_buffers|.*_hooks.*")  # by a module and its copies, but for the children
@@ -34,11 +35,13 @@ class LayerMask:
         window: sliding window in tokens, None for full attention.
         refusal: why this attention cannot be blended; empty if it can.
         attend: computes the layer's attention; None until a layer is run.
+        tap: notes what a layer with latent attention caches; None in other layers, and until it is run.
     """
 
     window: int | None = None
     refusal: str = ""
     attend: Attend | None = None
+    tap: LatentTap | None = None
 
 
 def _make_mask(*, mask_function: Any, q_length: int, local_size: int | None = None, **_: Any) -> LayerMask:
@@ -77,6 +80,8 @@ def attend_by_mask(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     spec = AttentionSpec(scaling=scaling, window=attention_mask.window, softcap=softcap or None, sinks=s_aux)
+    if attention_mask.tap is not None:
+        return attend_absorbed(module, query[0], attention_mask.tap, attention_mask.attend, spec)[None], None
     return attention_mask.attend(query[0], key[0], value[0], spec)[None], None
 
 
@@ -90,6 +95,17 @@ class LayerCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+def _tapped(call: LayerCall) -> LayerCall:
+    """The same call of a layer with latent attention, with a tap in the cache's place that its attention knows too."""
+    tap = LatentTap()
+    kwargs = {name: _with_tap(value, tap) for name, value in call.kwargs.items()}
+    return LayerCall(tuple(_with_tap(value, tap) for value in call.args), {**kwargs, "past_key_values": tap})
+
+
+def _with_tap(value: Any, tap: LatentTap) -> Any:
+    return replace(value, tap=tap) if isinstance(value, LayerMask) else value
 
 
 class _AllLayersSeenError(Exception):
@@ -136,6 +152,9 @@ class ModelView:
     Args:
         model: a transformers causal language model.
 
+    Attributes:
+        latent: for each layer, its module that attends over latents; None where keys and values are cached per head.
+
     Raises:
         ModelNotBlendableError: its decoder layers cannot be found, or their forward is wrapped.
     """
@@ -144,6 +163,7 @@ class ModelView:
         self.layers_path = _find_layers(model)
         self.model: PreTrainedModel = _twin(model, {}, ATTENTION)
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
+        self.latent: Sequence[Any] = [latent_attention(layer) for layer in self.layers]
         self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False
 
@@ -169,6 +189,8 @@ class ModelView:
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """The layer's output [n, width] for hidden states [n, width]."""
+        if self.latent[index] is not None:
+            call = _tapped(call)
         out = self._called[index](hidden[None], *call.args, **call.kwargs)
         self._layers_give_tuples = isinstance(out, tuple)
         output: torch.Tensor = out[0] if self._layers_give_tuples else out

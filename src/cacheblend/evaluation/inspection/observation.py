@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.latent import attended
 from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerKV
@@ -127,7 +128,7 @@ class _Observer:
             kv.write(positions, keys, values)
             seen = int(positions[-1]) + 1
             step = max(1, SCORES_AT_ONCE // (len(query) * seen))
-            fused = LayerKV(kv.keys[:, :seen].float(), kv.values[:, :seen].float())
+            fused = LayerKV(*attended(kv.keys[:, :seen].float(), kv.values[:, :seen].float(), spec))
             slices = [slice(start, start + step) for start in range(0, len(positions), step)]
             outputs = [self._attend(layer, query[:, part], fused, positions[part], spec) for part in slices]
             return torch.cat(outputs).to(query.dtype)

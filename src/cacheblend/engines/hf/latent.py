@@ -1,0 +1,216 @@
+"""Latent attention (MLA) of transformers models: what their layers cache, and attention over it in the absorbed form.
+
+A layer makes of each row a latent (normalised) and one rotated key part, hands both to the cache, and expands what the
+cache gives back to keys and values of every head (`expand_kv`). Here a `LatentTap` takes the cache's place and notes
+both. Attention is then over the kept vectors themselves (`core.kernels.latent`): what was loaded is never expanded.
+
+The up-projection's matrices are read from the layer; the survey checks that its `expand_kv` is this product and nothing
+else.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.latent import halves, parts
+from cacheblend.core.layers.runner import Attend
+from cacheblend.core.load.loader import LayerKV
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """What a layer with latent attention keeps of a token, and what it expands that to.
+
+    Attributes:
+        rank: numbers of the latent.
+        rotary_dim: numbers of the rotated key part; 0: the layer has no positions.
+        expanded: numbers of the keys and values of all heads.
+    """
+
+    rank: int
+    rotary_dim: int
+    expanded: int
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.rank + self.rotary_dim
+
+
+class UpProjection(NamedTuple):
+    """From a latent [rank] to each head's key, without its rotated part, and value."""
+
+    keys: torch.Tensor
+    """[heads, key_dim, rank]"""
+    values: torch.Tensor
+    """[heads, value_dim, rank]"""
+
+
+@dataclass
+class LatentTap:
+    """Takes the place of the cache in a layer's call: notes what the layer would cache, and gives it back."""
+
+    latent: torch.Tensor | None = None
+    rotated: torch.Tensor | None = None
+
+    def update(
+        self, latent: torch.Tensor, rotated: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [1, 1, n, rank] and rotated key parts [1, 1, n, rotary_dim], as they are."""
+        self.latent, self.rotated = latent, rotated
+        return latent, rotated
+
+
+def latent_attention(layer: nn.Module) -> Any:
+    """The module of a decoder layer that attends over latents; None if it has none."""
+    return next((module for module in layer.modules() if hasattr(module, "expand_kv")), None)
+
+
+def attend_absorbed(
+    module: Any, query: torch.Tensor, tap: LatentTap, attend: Attend, spec: AttentionSpec
+) -> torch.Tensor:
+    """A layer's attention in the absorbed form.
+
+    Args:
+        module: the layer's attention.
+        query: [heads, n, key_dim + rotary_dim], the rotated part last.
+        tap: what the layer caches of the same rows.
+        attend: over the kept vectors.
+        spec: of the layer.
+
+    Returns:
+        [n, heads, value_dim].
+
+    Raises:
+        ModelNotBlendableError: the layer cached nothing.
+    """
+    if tap.latent is None or tap.rotated is None:
+        raise ModelNotBlendableError(f"{type(module).__name__} attends over latents without caching them")
+    latent, rotated = tap.latent[0], tap.rotated[0]
+    rotary_dim = rotated.shape[-1]
+    key_dim = query.shape[-1] - rotary_dim
+    up = up_projection(module, latent, key_dim)
+    plain, turned = query[..., :key_dim], query[..., key_dim:]
+    absorbed = torch.cat([turned, torch.bmm(plain, up.keys)], dim=-1)
+    mixed = attend(absorbed, *halves(rotated, latent), replace(spec, is_latent=True))
+    values = torch.bmm(mixed[..., rotary_dim:].transpose(0, 1), up.values.transpose(1, 2))
+    return values.transpose(0, 1)
+
+
+def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjection:
+    """The matrices by which a layer expands latents.
+
+    Args:
+        module: the layer's attention.
+        latent: [1, n, rank], of the dtype and device that the layer computes in.
+        key_dim: of a head's key without its rotated part.
+
+    Of a plain projection they are its own weights. Others (quantised, or with adapters) are asked what they make of
+    each dimension alone, once: modules of a view are copies, renewed when adapters are switched.
+    """
+    linear, rank = module.kv_b_proj, latent.shape[-1]
+    if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.dtype == latent.dtype:
+        return _split(linear.weight.view(-1, key_dim + _value_dim(module), rank), key_dim)
+    known: UpProjection | None = module.__dict__.get("_cacheblend_up")
+    if known is None or known.keys.dtype != latent.dtype or known.keys.device != latent.device:
+        unit = torch.eye(rank, dtype=latent.dtype, device=latent.device)
+        weight = linear(unit).T.reshape(-1, key_dim + _value_dim(module), rank)
+        known = module.__dict__["_cacheblend_up"] = _split(weight, key_dim)
+    return known
+
+
+def _split(weight: torch.Tensor, key_dim: int) -> UpProjection:
+    return UpProjection(weight[:, :key_dim], weight[:, key_dim:])
+
+
+def _value_dim(module: Any) -> int:
+    return int(module.v_head_dim)
+
+
+@torch.no_grad()
+def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
+    """A layer's shape, once its own expansion has been found to be `up_projection` of latents, and nothing else.
+
+    Args:
+        module: the layer's attention.
+        like: a tensor of the dtype and on the device that it computes in.
+
+    Raises:
+        ModelNotBlendableError: it expands in another way, or keeps an odd number of numbers.
+    """
+    rank, rotary_dim, heads = int(module.kv_lora_rank), int(module.qk_rope_head_dim), int(module.num_heads)
+    if (rank + rotary_dim) % 2:
+        raise ModelNotBlendableError(
+            f"{type(module).__name__} keeps {rank} + {rotary_dim} numbers of a token; an even number can be blended"
+        )
+    drawn = torch.randn(1, 1, 8, rank + rotary_dim, generator=torch.Generator().manual_seed(0)).to(like)
+    latent, rotated = drawn[..., :rank], drawn[..., rank:]
+    own = module.expand_kv(latent, rotated)
+    up = up_projection(module, latent[0], own[0].shape[-1] - rotary_dim)
+    keys = torch.cat([latent @ up.keys.transpose(1, 2), rotated.expand(-1, heads, -1, -1)], dim=-1)
+    values = latent @ up.values.transpose(1, 2)
+    if not all(_is_equal(mine, theirs) for mine, theirs in zip((keys, values), own, strict=True)):
+        raise ModelNotBlendableError(
+            f"{type(module).__name__} expands its latents in another way than by one matrix for each head"
+        )
+    return LatentShape(rank, rotary_dim, heads * (keys.shape[-1] + values.shape[-1]))
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to rounding in 16 bits, which is below 0.01."""
+    if one.shape != other.shape:
+        return False
+    return bool((one.float() - other.float()).norm() <= 0.02 * other.float().norm())
+
+
+def check_caching(layer: nn.Module) -> None:
+    """Refuses a layer that makes a latent and caches the keys and values that it is expanded to.
+
+    Raises:
+        ModelNotBlendableError: code that comes with a model may do that; transformers' own caches the latent.
+    """
+    for module in layer.modules():
+        if rank := getattr(module, "kv_lora_rank", None):
+            raise ModelNotBlendableError(
+                f"{type(module).__name__} has latent attention (kv_lora_rank = {rank}), but caches expanded keys and "
+                "values; open the model with transformers' own class, not with code that comes with it"
+            )
+
+
+# ---- transformers' caches ---------------------------------------------------------------------------------------
+
+
+def rotary_dims(model: nn.Module) -> dict[int, int]:
+    """Numbers of the rotated key part of each layer of a model that attends over latents, by the layer's index."""
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    return {int(module.layer_idx): int(module.qk_rope_head_dim) for module in found}
+
+
+def kv_of_cache(model: nn.Module, cache: DynamicCache, row: int = 0) -> list[LayerKV]:
+    """The KV of one sequence in transformers' cache, in the form of the core's buffers.
+
+    Where a layer attends over latents, transformers has the latent in the place of keys, and the rotated part in that
+    of values.
+    """
+    dims = rotary_dims(model)
+    kept = [(layer.keys[row], layer.values[row]) for layer in cache.layers]
+    return [
+        LayerKV(*(halves(second, first) if index in dims else (first, second)))
+        for index, (first, second) in enumerate(kept)
+    ]
+
+
+def fill_cache(model: Any, kv: list[LayerKV]) -> DynamicCache:
+    """Moves a prompt's KV into a transformers cache; empties `kv` layer by layer, so that no layer is held twice."""
+    cache, dims = DynamicCache(config=model.config), rotary_dims(model)
+    for layer in range(len(kv)):
+        first, second = kv.pop(0)
+        if layer in dims:
+            second, first = parts(first, second, dims[layer])
+        cache.update(first[None], second[None], layer)
+    return cache
