@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -13,18 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
-from cacheblend.bench.ttft_report import table
 from cacheblend.cli import app, ask, main
 from cacheblend.cli.output import error_text
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.report import BlendReport
-from cacheblend.data import read_passages, read_row
 from cacheblend.engines.hf.request import Answer, Delta
 from cacheblend.engines.settings import Settings
-from cacheblend.nano.scenes import Style
 from command_line import Run, runner
 from tiny_folder import TinyShape, build_tiny
 
@@ -363,129 +357,10 @@ def test_doctor(run: Run, model: Path, tmp_path: Path) -> None:
     assert refused.json["blendable"] is False
 
 
-def test_bench_ttft(run: Run, tmp_path: Path) -> None:
-    command = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 16, "--question-tokens", 4)
-    result = run(*command, "--runs", 1, "--ratio", 0.5, "--ratio", 0.1, "--json-file", tmp_path / "r.json")
-    assert result.code == 0
-    arms = json.loads((tmp_path / "r.json").read_text())["arms"]
-    assert [(arm["arm"], arm["ratio"]) for arm in arms if arm["arm"] == "blend"] == [("blend", 0.5), ("blend", 0.1)]
-    assert "blend" in result.out
-
-
-TINY = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 8, "--question-tokens", 2, "--runs", 1)
-
-
-def test_a_sweep_is_drawn(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1, 2), "ratio": (0.1, 0.9)})
-    few = (*TINY, "--arms", "full,blend")
-    result = run(*few, "--sweep", "chunks")
-    assert "the curves are in bench-ttft-chunks.png" in result.err
-    assert Path("bench-ttft-chunks.png").stat().st_size > 1000
-    assert "1 x 8" in result.out
-    assert "2 x 8" in result.out
-    found = run(*few, "--sweep", "ratio", "-r", 0, "-r", 0.5, "-r", 1, "--plot", "x.svg", "--json")
-    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0, 0.5, 1]
-    assert "<svg" in Path("x.svg").read_text()
-    found = run(*few, "--sweep", "ratio", "-r", 0.3, "--json")
-    assert [arm["ratio"] for arm in found.json["arms"] if arm["arm"] == "blend"] == [0.1, 0.9]
-
-
-def test_a_sweep_without_matplotlib(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunks": (1,)})
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run(*TINY, "--arms", "full", "--sweep", "chunks")
-    assert result.code == 0
-    assert "pip install 'cacheblend[plot]'" in result.err
-    assert "1 x 8" in result.out
-    assert not list(tmp_path.iterdir())
-
-
-def test_every_point_of_a_sweep_is_checked_before_one_is_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend.bench.ttft.SWEEPS", {"chunk-tokens": (8, 40_000)})
-    monkeypatch.setattr("cacheblend.bench.ttft._measure", lambda *_: pytest.fail("measured"))
-    result = run(*TINY, "--sweep", "chunk-tokens")
-    assert result.code == 2
-    assert "80034 tokens" in result.err
-    assert "32768" in result.err
-
-
-@pytest.mark.parametrize("seconds", [0.0123, 9.9996, 12.3456, 99.999, 1234.56])
-def test_the_bench_table_fits_80_columns(seconds: float) -> None:
-    arms = [
-        {"arm": name, "ratio": 0.123457 if name == "blend" else None, "store": "memory", "speedup_vs_full": 123.456}
-        | {"ttft_s": {"median": seconds, "min": seconds, "max": seconds}, "load_s": seconds}
-        | {"loaded_tokens": 131072, "recomputed_tokens": 131072}
-        for name in ("full", "prefix", "reuse", "blend", "miss")
-    ]
-    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
-    console.print(table({"model": "m [/b] [i]", "prompt": {"chunks": 1024, "chunk_tokens": 131072}, "arms": arms}))
-    text = console.export_text()
-    assert "…" not in text
-    assert "m [/b] [i]" in text
-    assert re.search("TTFT, s +min +max +gain +load, s +loaded +again", text)
-    assert re.search(r"blend 0.123457 +memory .* 123\.46 .* 131072 +131072", text)
-    assert "again: recomputed" in text
-
-
-@pytest.fixture
-def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A demo of few and short passages, in a folder of its own."""
-    monkeypatch.setattr("cacheblend.evaluation.demo.STYLE", Style(3, 60, dense=1.0, hard=0.4, chains=0.9))
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.usefixtures("small_demo")
-def test_demo(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    shown = run("demo", "--questions", 1, "--keep", "kept", "--plot", "a.svg")
-    assert shown.code == 0
-    for text in (
-        "full recompute",
-        "prefix caching",
-        "full reuse",
-        "HKVD, gradual, r = 0.15",
-        "/7 ",
-        "r = 1 is full prefill",
-    ):
-        assert text in shown.out
-    assert "<svg" in Path("a.svg").read_text()
-    assert run("store", "stat", "kept/store", "--json").json["chunks"] == 3
-    rows = [json.loads(line) for line in Path("kept/questions.jsonl").read_text().splitlines()]
-    assert len(rows) == 7
-    asked = next(line for line in shown.out.splitlines() if line.startswith("  cacheblend ask "))
-    again = run(*shlex.split(asked)[1:], "--json").json
-    assert again["report"]["hit_tokens"]["disk"] > 100
-    assert again["report"]["missed_tokens"] == 0
-
-
-@pytest.mark.usefixtures("small_demo")
-def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run("demo", "-n", 1, "--ratio", 0.4, "--json")
-    found = result.json
-    assert "pip install 'cacheblend[plot]'" in result.err
-    assert found["plot"] is None
-    assert not list(tmp_path.iterdir())
-    assert all(invariant["holds"] for invariant in found["invariants"])
-    assert [method["kind"] for method in found["methods"]][:3] == ["full", "prefix", "reuse"]
-    hkvd = found["methods"][-1]
-    assert hkvd["title"] == "HKVD, one check, r = 0.4"
-    assert 0.35 < hkvd["recomputed"] < 0.45
-    for number, method in enumerate(found["methods"]):  # its figures are those of its answers
-        cells = [(row["category"], row["cells"][number], row["answers"]) for row in found["evaluation"]["cells"]]
-        right = {category: [cell["answer"] in answers] for category, cell, answers in cells}
-        assert method["right"] == right
-    assert len(found["passages"]) == 3
-    assert sorted(found["questions"][0]["order"]) == [1, 2, 3]
-    assert run("demo", "-n", 1, "--ratio", 0.4, "--json").json["questions"] == found["questions"]
-
-
 # ---- bad input --------------------------------------------------------------------------------------------
 
 
+TINY = ("bench", "ttft", "--shape", "tiny", "--chunks", 2, "--chunk-tokens", 8, "--question-tokens", 2, "--runs", 1)
 LEVELS = ("--check-layers", "1,2")
 BAD = [
     (["warm", "-m", "{model}", "-s", "{tmp}/s", "-d", "{tmp}/none.json"], "none.json cannot be read"),
@@ -606,68 +481,6 @@ def test_as_a_process(model: Path, data: Path, tmp_path: Path) -> None:
     failed = subprocess.run([*program, "store", "ls", str(tmp_path / "none")], capture_output=True, text=True)
     assert failed.returncode == 2
     assert failed.stderr == f"error: there is no store in {tmp_path / 'none'}: check the path\n"
-
-
-# ---- data files -------------------------------------------------------------------------------------------
-
-
-def test_data_formats(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("First\nstill first.\n \n\nSecond.\r\n\r\nThird.")
-    (tmp_path / "b.txt").write_text("Fourth.")
-    (tmp_path / "c.jsonl").write_text('{"text": "x", "title": "t"}\n\n{"text": "y"}\n')
-    (tmp_path / "d.json").write_text('[{"ctxs": [{"title": "", "text": "x"}]}, {"text": "y"}]')
-    texts = {name: [p.text for p in read_passages(tmp_path / name)] for name in ("", "a.txt", "c.jsonl", "d.json")}
-    assert texts["a.txt"] == ["First\nstill first.", "Second.", "Third."]
-    assert texts[""] == [*texts["a.txt"], "Fourth."]
-    assert texts["c.jsonl"] == texts["d.json"] == ["x", "y"]
-    assert [p.title for p in read_passages(tmp_path / "c.jsonl")] == ["t", "c #3"]
-    assert read_row(tmp_path / "d.json", 1).passages[0].text == "y"
-    lines = [{"question": f"{n}?", "passages": [{"text": f"{n}."}, {"text": "x", "title": "t"}]} for n in (1, 2)]
-    (tmp_path / "e.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    row = read_row(tmp_path / "e.jsonl", 1)
-    assert (row.question, [(p.text, p.title) for p in row.passages]) == ("2?", [("2.", "e #2.0"), ("x", "t")])
-    assert len(read_passages(tmp_path / "e.jsonl")) == 4
-    assert len(read_row(tmp_path / "c.jsonl", 0).passages) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.json", "{", "a.json, line 1: not JSON"),
-        ("a.json", "{}", "line 1: the field 'text' is missing (found none)"),
-        ("a.json", '{\n "text": "x"\n}', "one JSON object over several lines; put rows into a list"),
-        ("a.jsonl", '{"contexts": []}', "line 1: there is no field 'contexts'; rename it to 'passages'"),
-        (
-            "a.jsonl",
-            '{"query": "?", "passages": [{"text": "x"}]}',
-            "there is no field 'query'; rename it to 'question'",
-        ),
-        ("a.json", "[]", "has no passages"),
-        ("a.json", "[7]", "row 0: expected an object, found a number"),
-        ("a.json", '[{"ctxs": 1}]', "row 0, field 'ctxs': expected a list"),
-        ("a.json", '[{"ctxs": ["x"]}]', "row 0, ctxs[0]: expected an object"),
-        ("a.json", '[{"ctxs": [{"text": "x"}, {"title": "t"}]}]', "row 0, ctxs[1]: the field 'text' is missing"),
-        ("a.json", '[{"ctxs": [{"text": null}]}]', "row 0, ctxs[0], field 'text': expected a text, found null"),
-        ("a.json", '[{"ctxs": [{"text": " "}]}]', "it is empty"),
-        ("a.json", '[{"ctxs": [], "question": 1}]', "row 0, field 'question'"),
-        ("a.jsonl", '{"text": "x"}\n{"text"', "line 2: not JSON"),
-        ("a.jsonl", '{"text": "x", "title": 1}', "line 1, field 'title'"),
-        ("a.txt", " \n\n ", "has no passages"),
-        ("a.csv", "x", "passages come as"),
-    ],
-)
-def test_data_errors_name_the_place(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(InvalidInputError) as error:
-        read_passages(tmp_path / name)
-    assert message in str(error.value)
-    assert name in str(error.value)
-
-
-def test_data_that_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(InvalidInputError, match="not UTF-8"):
-        read_passages(tmp_path / "a.txt")
 
 
 def test_a_port_that_another_server_took_meanwhile_is_an_error_before_any_message(
