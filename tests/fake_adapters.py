@@ -1,6 +1,5 @@
 """LoRA without PEFT: a layer with the attributes of PEFT's, and the calls that put it into a model and switch it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,10 +39,14 @@ def layers(model: Any) -> list[FakeLora]:
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
+LATENT = ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
-def add_adapter(model: Any, name: str, seed: int, rank: int = 4, projections: Sequence[str] = QKV) -> None:
-    """Adds an adapter of random weights to these projections of each layer, and activates it."""
+def add_adapter(model: Any, name: str, seed: int, rank: int = 4) -> None:
+    """Adds an adapter of random weights, and activates it: to the projections of each layer that make queries, keys and
+    values, or latents where it has latent attention."""
+    attention = model.model.layers[0].self_attn
+    projections = LATENT if hasattr(attention, "kv_b_proj") else QKV
     drawn = torch.Generator().manual_seed(seed)
     for layer in model.model.layers:
         for projection in projections:
