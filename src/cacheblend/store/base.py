@@ -6,7 +6,6 @@ Knows blocks, manifests and what may go wrong; does not know where the bytes are
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -15,9 +14,14 @@ import torch
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource, ChunkManifest, RecordMemory
+from cacheblend.store.documents import Damage as Damage
+from cacheblend.store.documents import DocumentRecords
 
 Progress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all)."""
+
+SMALL_FILE_BYTES = 4096
+"""What a manifest, or a document's record, counts at least: file systems give it a page."""
 
 LOGGER_NAME = "cacheblend.store"
 """Damage, dropped writes and ignored failures are reported to this logger as warnings."""
@@ -30,7 +34,7 @@ class StoreStats:
     Attributes:
         tier: ``"memory"``, ``"disk"``, ``"redis"``, ``"s3"`` (see `KVStore.tier_names`) or ``"tiered"``.
         blocks: blocks held.
-        bytes: bytes they take (file sizes on disk).
+        bytes: bytes that they, their manifests and documents' records take (of these, whole pages in a folder).
         max_bytes: the bound; None where the store is unbounded.
         chunks: manifests held.
         pinned: blocks held that are pinned.
@@ -56,29 +60,17 @@ class StoreStats:
     tiers: tuple["StoreStats", ...] = ()
 
 
-@dataclass(frozen=True)
-class Damage:
-    """One damaged block or manifest that `verify` found.
-
-    Attributes:
-        kind: ``"block"`` or ``"manifest"``.
-        name: name of the block or of the chunk.
-        reason: what is wrong.
-        removed: whether it has been removed; False where the store cannot be written to.
-    """
-
-    kind: str
-    name: BlockName
-    reason: str
-    removed: bool
-
-
 class KVStore(BlockSource):
     """Blocks and manifests, bounded in bytes; unpinned blocks are evicted, by default least recently used first.
 
     Every method may be called from any thread at any time; a store on a folder shares it with other
     processes. Use as a context manager, or call `close`.
+
+    Attributes:
+        documents: what is known of the documents that its chunks are parts of.
     """
+
+    documents: DocumentRecords
 
     @abstractmethod
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
@@ -148,6 +140,11 @@ class KVStore(BlockSource):
         """Hints that these blocks will be read: a store with tiers copies them to its fastest. Ignores lost blocks."""
         return
 
+    def drop_copies(self) -> None:
+        """Hints that what was stored so far is not read again: a store with tiers drops what it keeps in memory, or on
+        a device, of the stores behind. These lose nothing."""
+        return
+
     @abstractmethod
     def write(self, block: Block) -> bool:
         """Holds the block from now on; True if it was new, False if it was held already (marks it as used).
@@ -195,6 +192,11 @@ class KVStore(BlockSource):
         Raises:
             StoreError: the store cannot be read.
         """
+
+    def are_pinned(self, names: Sequence[BlockName]) -> list[bool]:
+        """Whether each block has a pin. Raises `StoreError` where the store cannot be read."""
+        pinned = self.pinned()
+        return [name in pinned for name in names]
 
     @abstractmethod
     def put_manifest(self, manifest: ChunkManifest) -> None:
@@ -252,10 +254,15 @@ class KVStore(BlockSource):
         """
 
     @abstractmethod
-    def prune(self, max_bytes: int) -> int:
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed.
 
-        Also drops manifests of which no block is held. The store's own bound stays as it is.
+        Also drops manifests of which no block is held. Manifests and documents' records count. The store's own bound
+        stays as it is.
+
+        Args:
+            max_bytes: what may stay.
+            progress: called with (bytes freed, bytes to free), where that takes a while.
 
         Raises:
             InvalidInputError: `max_bytes` is negative.
@@ -300,8 +307,3 @@ def read_all_layers(store: KVStore, names: Sequence[BlockName]) -> None:
         for layer in range(len(entry.layout.layers) if entry else 0):  # a whole block may be more than a timeout allows
             if isinstance(store.read_many([name], layer)[0], BlockLostError):
                 break
-
-
-def empty_chunks(manifests: Iterable[ChunkManifest], held: AbstractSet[BlockName]) -> list[BlockName]:
-    """Ids of the chunks of which no block is among those `held`."""
-    return [manifest.chunk_id for manifest in manifests if held.isdisjoint(manifest.block_names)]

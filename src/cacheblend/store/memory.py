@@ -6,25 +6,26 @@ ends with the process.
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
-from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range
+from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
+from cacheblend.store.base import Damage, FindCounter, Progress, StoreStats
+from cacheblend.store.checks import check_block, check_layer, check_max_bytes, head_range
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
 from cacheblend.store.held import Held, heads_key
+from cacheblend.store.memory_listing import MemoryListing
 from cacheblend.store.residence import HERE, Kept, Residence, default_memory_bytes
 
 _TRIES = 4  # to make room where there is less memory than the bound says
 
 
-class MemoryStore(KVStore):
-    """Blocks in memory, at most `max_bytes` of records.
+class MemoryStore(MemoryListing):
+    """Blocks in memory, at most `max_bytes` of records, manifests and documents' records.
 
     Besides whole blocks (`write`) it accepts single layers (`offer`) and some heads of single layers (`offer_heads`),
     which is how a tiered store fills it. A block is found once all its layers are there with all heads. The bound and
@@ -51,13 +52,11 @@ class MemoryStore(KVStore):
         self.max_bytes = default_memory_bytes() if max_bytes is None else check_max_bytes(max_bytes)
         self.residence, self._lock = residence, threading.RLock()
         self._held: dict[BlockName, Held] = {}
+        super().__init__(self._held.keys(), self._lock)
         self._eviction, self._expiry = eviction_of(eviction), Expiry(ttl)
         self._bytes, self._holds_heads = 0, False
-        self._pinned: set[BlockName] = set()
-        self._manifests: dict[BlockName, ChunkManifest] = {}
         self._finds = FindCounter()
         self._evictions = self._write_failures = 0
-        self._evicted_since_check = 0  # blocks, since empty chunks were last removed
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
@@ -228,25 +227,42 @@ class MemoryStore(KVStore):
             for name in [name for name, held in self._held.items() if self._has_expired(name, held)]:
                 self._evict(name)
 
+    @property
+    def _total(self) -> int:
+        """Bytes of everything that is kept."""
+        return self._bytes + self._manifests.nbytes + self._kept_records.nbytes
+
+    def _make_room(self, need: int) -> None:
+        """Evicts until a manifest or record of so many bytes fits; raises `StoreFullError` if it cannot."""
+        if not self._evict_for(need):
+            raise StoreFullError(
+                f"{need} more bytes do not fit into the memory store, which is bounded to {self.max_bytes} bytes; what "
+                "it holds is pinned, or records of documents: raise max_bytes or unpin blocks"
+            )
+
     def _evict_for(self, need: int, keep: BlockName | None = None) -> bool:
         """Evicts until `need` more bytes fit; False, with nothing evicted, if they cannot."""
-        excess, victims = self._bytes + need - self.max_bytes, list[BlockName]()
+        excess, victims = self._total + need - self.max_bytes, list[BlockName]()
         for name in self._eviction.victims() if excess > 0 else ():
             if name not in self._pinned and name != keep:
                 victims.append(name)
                 excess -= self._held[name].nbytes
             if excess <= 0:
                 break
-        if excess > 0:
+        if excess > 0 and self._empty.bytes_without(victims) < excess:
             return False
         for name in victims:
+            if self._total + need <= self.max_bytes:  # manifests went, too
+                return True
             self._evict(name)
+        if self._total + need > self.max_bytes:
+            self._empty.sweep()
         return True
 
     def _kept(self, records: Sequence[torch.Tensor], need: int, keep: BlockName | None = None) -> Kept:
         """The records where they are kept; where less memory is to be had than the bound says, others make room."""
         kept, tries = self.residence.keep(records), _TRIES
-        while kept is None and tries and self._evict_for(self.max_bytes - self._bytes + need, keep):
+        while kept is None and tries and self._evict_for(self.max_bytes - self._total + need, keep):
             kept, tries = self.residence.keep(records), tries - 1
         return kept
 
@@ -254,54 +270,8 @@ class MemoryStore(KVStore):
         self._evictions += not self._held[name].missing
         self._eviction.evicted(name)
         freed = self._drop(name)
-        self._evicted_since_check += 1
-        if self._evicted_since_check > max(64, len(self._manifests) // 2):
-            self._remove_empty_chunks()
-        return freed
-
-    def _remove_empty_chunks(self) -> None:
-        """Removes manifests of chunks of which no block is held."""
-        self._evicted_since_check = 0
-        for chunk_id in empty_chunks(self._manifests.values(), self._held.keys()):
-            del self._manifests[chunk_id]
-
-    # ---- pins and manifests -----------------------------------------------------------------------------
-
-    def pin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.pin`."""
-        with self._lock:
-            self._pinned.update(names)
-
-    def unpin(self, names: Iterable[BlockName]) -> None:
-        """See `KVStore.unpin`."""
-        with self._lock:
-            self._pinned.difference_update(names)
-
-    def pinned(self) -> set[BlockName]:
-        """See `KVStore.pinned`."""
-        with self._lock:
-            return set(self._pinned)
-
-    def put_manifest(self, manifest: ChunkManifest) -> None:
-        """See `KVStore.put_manifest`."""
-        check_manifest(manifest)
-        with self._lock:
-            self._manifests[manifest.chunk_id] = manifest
-
-    def manifests(self) -> list[ChunkManifest]:
-        """See `KVStore.manifests`."""
-        with self._lock:
-            return [self._manifests[chunk_id] for chunk_id in sorted(self._manifests)]
-
-    def has_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.has_manifest`."""
-        with self._lock:
-            return chunk_id in self._manifests
-
-    def delete_manifest(self, chunk_id: BlockName) -> bool:
-        """See `KVStore.delete_manifest`."""
-        with self._lock:
-            return self._manifests.pop(chunk_id, None) is not None
+        freed += self._empty.evicted([name])
+        return freed + (self._empty.sweep() if self._empty.is_due else 0)
 
     # ---- the whole store --------------------------------------------------------------------------------
 
@@ -312,9 +282,9 @@ class MemoryStore(KVStore):
             return StoreStats(
                 tier=self.residence.tier,
                 blocks=len(whole),
-                bytes=self._bytes,
+                bytes=self._total,
                 max_bytes=self.max_bytes,
-                chunks=len(self._manifests),
+                chunks=self._manifests.count(),
                 pinned=len(self._pinned.intersection(whole)),
                 hits=self._finds.hits,
                 misses=self._finds.misses,
@@ -329,16 +299,16 @@ class MemoryStore(KVStore):
             progress(len(self._held), len(self._held))
         return []
 
-    def prune(self, max_bytes: int) -> int:
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         """See `KVStore.prune`."""
         check_max_bytes(max_bytes)
         freed = 0
         with self._lock:
             for name in [name for name in self._eviction.victims() if name not in self._pinned]:
-                if self._bytes <= max_bytes:
+                if self._total <= max_bytes:
                     break
                 freed += self._evict(name)
-            self._remove_empty_chunks()
+            freed += self._empty.sweep()
         return freed
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ _REDIS = ("redis", "rediss", "valkey")
 _OPTIONS = {
     "memory": ("max_bytes", "ttl", "evict", "page_locked"),
     "cuda": ("max_bytes", "ttl", "evict"),
-    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict", "locks", "page_locked"),
+    "file": ("max_bytes", "ram_bytes", "ttl", "direct", "evict", "locks", "page_locked", "mode"),
     **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster", "page_locked")),
     "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region", "page_locked"),
 }
@@ -85,6 +85,7 @@ def open_store(
             - ``page_locked=true`` (memory, ``ram_bytes``): in page-locked memory, from which a GPU copies without the
               host; ``false``: in ordinary memory.
             - ``direct=true`` (folders): bypass the page cache.
+            - ``mode=0640`` (folders): permissions of new files; 0600, for their owner only, unless given.
             - ``locks=false`` (folders): for network file systems whose locks are slow or hang.
             - ``timeout`` (servers, buckets): seconds that an answer may take.
             - ``prefix``, ``cluster=true`` (servers): prefix of all keys; the server is a node of a cluster.
@@ -284,6 +285,7 @@ def _folder(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
         eviction=options.get("evict", "lru"),
         direct=_flag(options, "direct"),
         locks=_flag(options, "locks", default="true"),
+        mode=_mode(options),
     )
 
 
@@ -323,6 +325,15 @@ def _flag(options: Mapping[str, str], name: str, default: str = "false") -> bool
     if given not in ("true", "false"):
         raise InvalidInputError(f"{name} must be true or false, got {given!r}")
     return given == "true"
+
+
+def _mode(options: Mapping[str, str]) -> int:
+    given = options.get("mode", "0600")
+    if not re.fullmatch("0?[67][0-7]{2}", given):
+        raise InvalidInputError(
+            f"mode must be octal permissions that let the owner read and write (0640), got {given!r}"
+        )
+    return int(given, 8) & 0o666
 
 
 def _seconds(options: Mapping[str, str], default: float) -> float:

@@ -18,6 +18,7 @@ from cacheblend.store.base import KVStore
 from cacheblend.store.combined.cascade import CascadeStore, close_all
 from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.combined.tiered import TieredStore
+from cacheblend.store.disk.folder import OWNER_ONLY
 from cacheblend.store.disk.store import DEFAULT_DISK_BYTES, DiskStore
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.memory import MemoryStore
@@ -114,6 +115,7 @@ class FolderPlace:
     eviction: str = "lru"
     direct: bool = False
     locks: bool = True
+    mode: int = OWNER_ONLY
 
     def __post_init__(self) -> None:
         eviction_of(self.eviction)
@@ -138,6 +140,7 @@ class FolderPlace:
                     eviction=self.eviction,
                     ttl=self.ttl_s,
                     locks=self.locks,
+                    mode=self.mode,
                 )
         except BaseException:
             close_all(parts.values())
@@ -224,11 +227,12 @@ class TieredPlace:
 
     front: MemoryPlace | DevicePlace
     back: StorePlace
+    keeps_written: bool = True
 
     def open(self, read_only: bool = False) -> KVStore:
         """See `StorePlace`."""
         front = self.front.open()
-        return TieredStore(front, self.back.open(read_only))
+        return TieredStore(front, self.back.open(read_only), keeps_written=self.keeps_written)
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,7 @@ def page_locking(place: StorePlace) -> StorePlace:
     if isinstance(place, TieredPlace):
         front = page_locking(place.front)
         assert isinstance(front, MemoryPlace | DevicePlace)
-        return TieredPlace(front, page_locking(place.back))
+        return replace(place, front=front, back=page_locking(place.back))
     return place
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest
 from cacheblend.store.base import Damage, KVStore, Progress
+from cacheblend.store.combined.documents import CombinedDocuments
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class CombinedStore(KVStore):
 
     def __init__(self, members: Sequence[KVStore]) -> None:
         self.members = tuple(members)
+        self.documents = CombinedDocuments(self.members, self._members_of)
 
     def _members_of(self, name: BlockName) -> Sequence[KVStore]:
         """The members that answer for a name: all, unless the subclass splits names between them."""
@@ -139,6 +141,11 @@ class CombinedStore(KVStore):
         """See `KVStore.flush`."""
         for member in self.members:
             member.flush()
+
+    def drop_copies(self) -> None:
+        """See `KVStore.drop_copies`. Those of all members."""
+        for member in self.members:
+            member.drop_copies()
 
     def close(self) -> None:
         """See `KVStore.close`. Closes all members."""

@@ -20,7 +20,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, FindCounter, KVStore, StoreStats, read_all_layers
+from cacheblend.store.base import LOGGER_NAME, FindCounter, KVStore, Progress, StoreStats, read_all_layers
 from cacheblend.store.combined.base import CombinedStore, TierNames
 from cacheblend.store.writer import WriteBehind
 
@@ -190,9 +190,9 @@ class CascadeStore(CombinedStore):
         stats = store.stats()
         return replace(stats, tier=self._tiers.of(self.members.index(store), stats.tier))
 
-    def prune(self, max_bytes: int) -> int:
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         """See `KVStore.prune`. Each store to `max_bytes`; the bytes freed in the farthest one that answers."""
-        return self._ask(self.members, lambda store: store.prune(max_bytes))[-1]
+        return self._ask(self.members, lambda store: store.prune(max_bytes, progress))[-1]
 
     def flush(self) -> None:
         """See `KVStore.flush`. Waits for the writes to all stores."""

@@ -15,7 +15,7 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
-from cacheblend.store.base import KVStore, StoreStats
+from cacheblend.store.base import KVStore, Progress, StoreStats
 from cacheblend.store.checks import check_max_bytes
 from cacheblend.store.combined.base import CombinedStore
 
@@ -80,11 +80,11 @@ class StripedStore(CombinedStore):
         sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
         return replace(parts[0], **sums, max_bytes=sum(bounds) if len(bounds) == len(parts) else None, tiers=parts)
 
-    def prune(self, max_bytes: int) -> int:
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         """See `KVStore.prune`. Each store to an equal part of `max_bytes`."""
         check_max_bytes(max_bytes)
         listed = self.manifests()
-        freed = sum(store.prune(max_bytes // len(self.members)) for store in self.members)
+        freed = sum(store.prune(max_bytes // len(self.members), progress) for store in self.members)
         for manifest in listed:  # a store knows only its own blocks, and may have dropped a chunk held in others
             if any(entry is not None for entry in self.find(manifest.block_names)):
                 self.put_manifest(manifest)

@@ -15,7 +15,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
-from cacheblend.store.base import FindCounter, KVStore, StoreStats, read_all_layers
+from cacheblend.store.base import FindCounter, KVStore, Progress, StoreStats, read_all_layers
 from cacheblend.store.checks import head_range
 from cacheblend.store.combined.base import CombinedStore, TierNames
 from cacheblend.store.memory import MemoryStore
@@ -39,12 +39,12 @@ class TieredStore(CombinedStore):
     Args:
         front: memory, or a GPU's; with a bound of 0 bytes it holds nothing and every read goes to the back.
         back: any store.
+        keeps_written: the front keeps what is written, too; False: only what is read.
     """
 
-    def __init__(self, front: MemoryStore, back: KVStore) -> None:
+    def __init__(self, front: MemoryStore, back: KVStore, *, keeps_written: bool = True) -> None:
         super().__init__([back])
-        self.front = front
-        self.back = back
+        self.front, self.back, self._keeps_written = front, back, keeps_written
         self._lock = threading.Lock()
         self._entries: OrderedDict[BlockName, BlockEntry] = OrderedDict()
         self._finds = FindCounter()
@@ -147,9 +147,9 @@ class TieredStore(CombinedStore):
         read_all_layers(self, names)
 
     def write(self, block: Block) -> bool:
-        """See `KVStore.write`. To both; the back decides whether it succeeds."""
+        """See `KVStore.write`. The back decides whether it succeeds."""
         new = self.back.write(block)
-        if sum(record.nbytes for record in block.records) <= self.front.max_bytes:
+        if self._keeps_written and sum(record.nbytes for record in block.records) <= self.front.max_bytes:
             with contextlib.suppress(StoreFullError):  # the back has it
                 self.front.write(block)
         return new
@@ -165,10 +165,15 @@ class TieredStore(CombinedStore):
         hits, misses = self._finds.hits, self._finds.misses
         return replace(back, tier="tiered", hits=hits, misses=misses, tiers=(front, back))
 
-    def prune(self, max_bytes: int) -> int:
+    def drop_copies(self) -> None:
+        """See `KVStore.drop_copies`. Empties the front."""
+        self.front.prune(0)
+        super().drop_copies()
+
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         """See `KVStore.prune`. Both; the bytes freed in the back."""
         self.front.prune(max_bytes)
-        return self.back.prune(max_bytes)
+        return self.back.prune(max_bytes, progress)
 
     def close(self) -> None:
         """See `KVStore.close`. Closes both."""

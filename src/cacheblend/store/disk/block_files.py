@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import resource
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -274,6 +275,8 @@ class BlockFiles:
         stamp = stamp_of(status)
         if old is not None and old.stamp == stamp:
             return Known(name, path, stamp, old.header)
+        if not stat.S_ISREG(status.st_mode):
+            raise self._damaged.lost(name, path, stamp, DamagedError("it is no regular file"))
         if self._damaged.is_known(name, stamp):
             raise BlockDamagedError(name, f"{path} is damaged", removed=False)
         try:
@@ -295,7 +298,7 @@ class BlockFiles:
 
     @property
     def _flags(self) -> int:
-        return os.O_RDONLY | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if self._direct else 0)
+        return os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (getattr(os, "O_DIRECT", 0) if self._direct else 0)
 
     # ---- cached headers and descriptors -----------------------------------------------------------------
 

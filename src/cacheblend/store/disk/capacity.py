@@ -1,4 +1,4 @@
-"""Keeps a folder's blocks within the bound by evicting blocks.
+"""Keeps a folder's files within the bound by evicting blocks, and manifests of chunks that have none left.
 
 Knows sizes, times and pins of files; does not know their content.
 
@@ -9,7 +9,7 @@ the bound, and after every 1/32 of the bound written. So each further writing pr
 """
 
 # System calls on strings, since this is the hot path:
-# ruff: noqa: PTH108, PTH116
+# ruff: noqa: PTH108, PTH110, PTH116
 
 import contextlib
 import heapq
@@ -17,14 +17,23 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.store.base import SMALL_FILE_BYTES, Progress
 from cacheblend.store.disk.block_files import BlockFiles
-from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder, name_of_file, named_files
+from cacheblend.store.disk.entries import name_of_file, named_files
+from cacheblend.store.disk.folder import BLOCK_SUFFIX, Folder
+from cacheblend.store.disk.sealed_files import SealedFiles
+from cacheblend.store.empty_chunks import EmptyChunks, Listed
 from cacheblend.store.eviction import Eviction
 from cacheblend.store.expiry import Expiry
+from cacheblend.store.format.checksum import DamagedError
+
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,7 +53,8 @@ class Capacity:
     Args:
         folder: the store's folder.
         files: the folder's open block files; evicted ones are closed.
-        max_bytes: bound on the block files' sizes; None for no bound but the disk's.
+        manifests: of the folder; that of a chunk goes with its last block.
+        max_bytes: bound on the files' sizes; None for no bound but the disk's.
         eviction: the policy; None: least recently used first, by the files' times.
         expiry: time to live of unpinned blocks.
 
@@ -59,6 +69,7 @@ class Capacity:
         self,
         folder: Folder,
         files: BlockFiles,
+        manifests: SealedFiles[ChunkManifest],
         max_bytes: int | None,
         eviction: Eviction | None = None,
         expiry: Expiry | None = None,
@@ -69,6 +80,7 @@ class Capacity:
         self.evictions = 0
         self._folder = folder
         self._files = files
+        self._empty = EmptyChunks(FolderManifests(folder, manifests))
         self._eviction, self._expiry = eviction, expiry or Expiry(None)
         self._lock = threading.RLock()
         self._policy_lock = threading.Lock()  # separate, so that a look-up does not wait for an eviction
@@ -91,6 +103,25 @@ class Capacity:
                 status = file.stat(follow_symlinks=False)
                 used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
                 yield BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned)
+
+    def small_bytes(self) -> int:
+        """Bytes of all manifests and documents' records. Raises `OSError`."""
+        return self._small_bytes(set())[0]
+
+    def _small_bytes(self, pinned: AbstractSet[str]) -> tuple[int, int]:
+        """(bytes of all manifests and records, bytes of those that no eviction removes)."""
+        total = kept = 0
+        for file in _entries(self._folder.manifests):
+            with contextlib.suppress(FileNotFoundError):
+                size = whole_pages(file.stat(follow_symlinks=False).st_size)
+                total += size
+                kept += size if file.name.partition(".")[0] in pinned else 0
+        for root in _entries(self._folder.documents):
+            for file in _entries(root.path):
+                with contextlib.suppress(FileNotFoundError):
+                    size = whole_pages(file.stat(follow_symlinks=False).st_size)
+                    total, kept = total + size, kept + size
+        return total, kept
 
     def used(self, worths: Sequence[tuple[BlockName, float]]) -> None:
         """Records for the policy that blocks were written or found, in this order; see `Eviction.used`."""
@@ -132,57 +163,73 @@ class Capacity:
 
     def _admit(self, need: int, max_bytes: int) -> None:
         if need > max_bytes:
-            raise StoreFullError(f"a block file of {need} bytes; the store is bounded to {max_bytes}: raise max_bytes")
+            raise StoreFullError(f"a file of {need} bytes; the store is bounded to {max_bytes}: raise max_bytes")
         limit = max_bytes - need - self._in_flight
         stale = self._total is None or self._since_listed > max_bytes // 32
         if not stale and self._total is not None and self._total <= limit:
             return
-        with self._folder.evicting():
-            total, kept = self._count()
-            if kept > limit:
-                raise StoreFullError(
-                    f"{need} more bytes do not fit: {kept} of at most {max_bytes} bytes in "
-                    f"{self._folder.path} are pinned: unpin blocks, or raise max_bytes"
-                )
-            if total > limit:  # evict a little more than needed, so that not every write lists the folder
+        with self._folder.locked():
+            for _ in range(_TRIES):  # what another process uses meanwhile is not evicted
+                total, kept = self._count()
+                if total <= limit or kept > limit:
+                    break
+                # A little more than needed, so that not every write lists the folder.
                 total -= self._evict(total - max(0, limit - max_bytes // 64))
+                if total <= limit:
+                    break
+            if total > limit:
+                raise StoreFullError(
+                    f"{need} more bytes do not fit: {max(kept, limit)} of at most {max_bytes} bytes in "
+                    f"{self._folder.path} are pinned, or records of documents: unpin blocks, or raise max_bytes"
+                )
             self._total = total
             self._since_listed = 0
 
     def _count(self) -> tuple[int, int]:
-        """(bytes of all blocks, bytes of the pinned ones); takes seconds for a million blocks, and no memory."""
-        pinned = {f"{name.hex()}{BLOCK_SUFFIX}" for name in self.pinned()}
-        total = kept = 0
+        """(bytes of all files, bytes of those that stay); takes seconds for a million blocks, and no memory."""
+        pinned = {name.hex() for name in self.pinned()}
+        total, kept = self._small_bytes(pinned)
         for file in self._files_of_blocks():
             if file.name.endswith(BLOCK_SUFFIX):
                 with contextlib.suppress(FileNotFoundError):
                     size = file.stat(follow_symlinks=False).st_size
                     total += size
-                    kept += size if pinned and file.name in pinned else 0
+                    kept += size if pinned and file.name.removesuffix(BLOCK_SUFFIX) in pinned else 0
         return total, kept
 
     def free(self, need: int) -> int:
         """Evicts blocks of at least `need` bytes in total, even if the bound is not reached; the bytes freed."""
         self._files.close_idle(0)  # a deleted file occupies the disk for as long as it is open
-        with self._lock, self._folder.evicting():
+        with self._lock, self._folder.locked():
             freed = self._evict(need)
             self._total = None
             return freed
 
-    def shrink(self, max_bytes: int) -> int:
+    def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
         """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed."""
-        with self._lock, self._folder.evicting():
+        with self._lock, self._folder.locked():
             self._total = None
-            return self._evict(self._count()[0] - max_bytes)
+            return self._evict(self._count()[0] - max_bytes, progress)
 
-    def _evict(self, surplus: int) -> int:
+    def _evict(self, surplus: int, progress: Progress | None = None) -> int:
         """Removes unpinned blocks in order until `surplus` bytes are freed; the bytes freed."""
         freed = 0
         for block in self._victims(surplus):
             if freed >= surplus:
                 break
             freed += self._remove(block)
+            if progress is not None:
+                progress(min(freed, surplus), surplus)
+        if freed < surplus or self._empty.is_due:
+            freed += self._empty.sweep()
         return freed
+
+    def remove_empty_chunks(self) -> int:
+        """Removes the manifests of chunks of which no block is held; the bytes freed. Reads all manifests.
+
+        Raises `OSError`.
+        """
+        return self._empty.sweep()
 
     def _remove(self, block: BlockFile) -> int:
         """Removes a block that was listed; the bytes freed."""
@@ -196,12 +243,12 @@ class Capacity:
                     self._eviction.evicted(block.name)
             self.evictions += 1
         self._files.forget(block.name)
-        return block.nbytes
+        return block.nbytes + self._empty.evicted([block.name])
 
     def _expire(self) -> None:
         """Removes unpinned blocks whose time to live has passed."""
         since = 1e9 * self._expiry.since(time.time())
-        with self._folder.evicting():
+        with self._folder.locked():
             freed = sum(self._remove(block) for block in self.blocks() if block.used_ns < since and not block.pinned)
             if self._total is not None:
                 self._total -= freed
@@ -235,6 +282,45 @@ class Capacity:
     def _files_of_blocks(self) -> Iterator["os.DirEntry[str]"]:
         for shard in _entries(self._folder.blocks):
             yield from _entries(shard.path)
+
+
+class FolderManifests:
+    """See `ManifestPlace`: a folder's. What cannot be read is left to those who list manifests."""
+
+    def __init__(self, folder: Folder, files: SealedFiles[ChunkManifest]) -> None:
+        self._folder, self._files = folder, files
+
+    def count(self) -> int:
+        """See `ManifestPlace`."""
+        return len(self._files.names())
+
+    def all(self) -> Iterator[Listed]:
+        """See `ManifestPlace`. Reads those that have changed."""
+        return self.some(self._files.names())
+
+    def some(self, chunk_ids: Sequence[BlockName]) -> Iterator[Listed]:
+        """See `ManifestPlace`."""
+        for chunk_id in chunk_ids:
+            with contextlib.suppress(DamagedError, OSError):
+                size = os.stat(self._files.path(chunk_id)).st_size
+                manifest = self._files.read(chunk_id)
+                if manifest is not None:
+                    yield manifest, whole_pages(size)
+
+    def held(self, names: Sequence[BlockName]) -> set[BlockName]:
+        """See `ManifestPlace`. A stat for each."""
+        return {name for name in names if os.path.exists(self._folder.block_path(name))}
+
+    def remove(self, chunk_ids: Sequence[BlockName]) -> None:
+        """See `ManifestPlace`. One that cannot be removed stays, and is counted again."""
+        for chunk_id in chunk_ids:
+            with contextlib.suppress(OSError):
+                self._files.remove(chunk_id)
+
+
+def whole_pages(nbytes: int) -> int:
+    """What a small file occupies on a disk."""
+    return -(-nbytes // SMALL_FILE_BYTES) * SMALL_FILE_BYTES
 
 
 def _entries(folder: str | os.PathLike[str]) -> list["os.DirEntry[str]"]:

@@ -1,7 +1,7 @@
 """What is done about files that are not what was written: reported once, and removed if the folder can be written."""
 
 # System calls on strings, since this is the hot path:
-# ruff: noqa: PTH108, PTH116
+# ruff: noqa: PTH116
 
 import errno
 import logging
@@ -13,6 +13,7 @@ from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.store.base import LOGGER_NAME
 from cacheblend.store.disk.block_reader import Stamp
+from cacheblend.store.disk.entries import remove_entry
 from cacheblend.store.disk.folder import Folder
 from cacheblend.store.format.checksum import DamagedError
 
@@ -64,7 +65,7 @@ class DamagedFiles:
             outcome = "removed"
             try:
                 if _is_there(path, stamp):
-                    os.unlink(path)
+                    remove_entry(path)
             except FileNotFoundError:
                 pass
             except OSError as error:

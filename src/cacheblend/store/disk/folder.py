@@ -3,6 +3,7 @@
     cacheblend.json          the format version; makes the folder a store
     blocks/ab/abcd....safetensors
     manifests/abcd....json
+    documents/abcd.../ef01....json    by root
     pins/abcd...             empty files
     tmp/                     files being written, each locked (flock) by its writer
     lock                     locked while files are evicted
@@ -11,7 +12,7 @@ Knows files and processes; does not know what is in the files.
 """
 
 # System calls on strings, since this is the hot path:
-# ruff: noqa: PTH103, PTH104, PTH108, PTH120, PTH208
+# ruff: noqa: PTH104, PTH108, PTH110, PTH120, PTH208
 
 import contextlib
 import errno
@@ -26,9 +27,11 @@ from pathlib import Path
 
 from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.format.block_file import FORMAT, NAME_BYTES
+from cacheblend.store.format.block_file import FORMAT
 
 FORMAT_FILE = "cacheblend.json"
+OWNER_ONLY = 0o600
+"""Permissions of files: passages can be read back from what a store holds."""
 BLOCK_SUFFIX = ".safetensors"
 
 _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
@@ -48,6 +51,7 @@ class Folder:
         locks: flock files being written, and the folder while evicting. Without locks (on a network file system they
             may hang or be missing) temporary files of dead processes are recognised by their age, and processes that
             evict at the same time may evict more than necessary.
+        mode: permissions of new files, whatever the umask; new folders can be entered by those who may read files.
 
     Attributes:
         read_only: as requested, or because the folder cannot be written to.
@@ -57,20 +61,29 @@ class Folder:
         StoreError: not a folder, one with other things in it, or one that cannot be read.
     """
 
-    def __init__(self, path: Path, read_only: bool = False, durable: bool = True, locks: bool = True) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, read_only: bool = False, durable: bool = True, locks: bool = True, mode: int = OWNER_ONLY
+    ) -> None:
+        self.path, self._mode = path, mode
         self._locks = locks
         self.durable = durable
         self.read_only = read_only
         self.blocks = path / "blocks"
         self.manifests = path / "manifests"
+        self.documents = path / "documents"
         self.pins = path / "pins"
         self.tmp = path / "tmp"
         self._blocks_prefix = f"{self.blocks}/"
+        self._format_file = str(path / FORMAT_FILE)
         if not self._has_format():
             self._create()
         if not self.read_only:
             self._prepare()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has its format file. One stat."""
+        return os.path.exists(self._format_file)
 
     def block_path(self, name: BlockName) -> str:
         """Path of the block's file, whether it exists or not."""
@@ -84,7 +97,9 @@ class Folder:
         file = self.path / FORMAT_FILE
         try:
             content = json.loads(file.read_text())
-            version = int(content["format"])
+            version = content["format"]
+            if type(version) is not int or version < 1:
+                raise ValueError(f"format {version!r} is not a whole number from 1")
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -105,18 +120,30 @@ class Folder:
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is not a folder: name a folder for the store")
         if self.read_only:
+            entries = os.listdir(self.path) if self.path.is_dir() else []
+            if {"blocks", "manifests"} <= set(entries):
+                raise StoreError(self._not_a_store(entries))
             raise StoreError(f"there is no store in {self.path}: check the path")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.make(self.path)
             others = [entry for entry in os.listdir(self.path) if not self._is_harmless(entry)]
             if others and not self._has_format():  # checked again: another process may have just made the store
-                raise StoreError(
-                    f"{self.path} is not a store and not empty (it has {sorted(others)[0]!r}): use an empty folder"
-                )
-            self.tmp.mkdir(exist_ok=True)
+                raise StoreError(self._not_a_store(others))
+            self.make(self.tmp)
             self.publish(self.path / FORMAT_FILE, [memoryview(format_file_text().encode())])
         except OSError as error:
             raise store_error(error, f"cannot make a store in {self.path}") from error
+
+    def _not_a_store(self, entries: Sequence[str]) -> str:
+        """What is wrong with a folder that has these entries and no format file, and what to do."""
+        if {"blocks", "manifests"} <= set(entries):
+            return (
+                f"{self.path} has blocks and manifests, and no {FORMAT_FILE}: if it is a store of format {FORMAT} "
+                f"whose format file was deleted, write {format_file_text()!r} to {self.path / FORMAT_FILE}; else use "
+                "another folder"
+            )
+        return f"{self.path} is not a store and not empty (it has {sorted(entries)[0]!r}): use an empty folder"
 
     def _is_harmless(self, entry: str) -> bool:
         """Whether a folder that is to become a store may contain this entry."""
@@ -127,7 +154,7 @@ class Folder:
     def _prepare(self) -> None:
         try:
             for folder in (self.blocks, self.manifests, self.pins, self.tmp):
-                folder.mkdir(exist_ok=True)
+                self.make(folder)
             self._clean_temporary()
             path, fd = self._new_temporary()
             os.unlink(path)
@@ -195,17 +222,43 @@ class Folder:
             os.rename(path, target)
         except FileNotFoundError:  # the first block of its sub-folder
             parent = os.path.dirname(target)
-            os.makedirs(parent, exist_ok=True)
+            self.make(Path(parent))
             if self.durable:
                 sync_folder(os.path.dirname(parent))
             os.rename(path, target)
         return target
 
+    def make(self, folder: Path) -> None:
+        """Makes a folder and those that it lies in, unless they are there; raises `OSError`."""
+        mode = self._mode | (self._mode & 0o444) >> 2
+        if not folder.parent.exists():
+            self.make(folder.parent)
+        try:
+            folder.mkdir(mode)
+        except FileExistsError:
+            return
+        if self._mode != OWNER_ONLY:
+            folder.chmod(mode)
+
+    def touch(self, path: Path) -> None:
+        """Makes an empty file, unless it is there; raises `OSError`."""
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
+        except FileExistsError:
+            return
+        try:
+            if self._mode != OWNER_ONLY:
+                os.fchmod(fd, self._mode)
+        finally:
+            os.close(fd)
+
     def _new_temporary(self) -> tuple[str, int]:
         """A new file in the folder, locked: (path, descriptor)."""
         while True:
             path = str(self.tmp / f"{os.getpid()}-{secrets.token_hex(8)}")
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
+            if self._mode != OWNER_ONLY:
+                os.fchmod(fd, self._mode)  # whatever the umask
             with contextlib.suppress(OSError):  # a file system without flock
                 self._lock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink:  # else: another process cleaned it up before it was locked
@@ -219,10 +272,15 @@ class Folder:
         fcntl.flock(fd, how)
 
     @contextlib.contextmanager
-    def evicting(self) -> Iterator[None]:
-        """A context that one process at a time holds (any number, if the disk is too full for the lock's file)."""
+    def locked(self, lock: str | Path = "lock") -> Iterator[None]:
+        """A context that one process at a time holds (any number, if the disk is too full for the lock's file).
+
+        Args:
+            lock: the file that is locked, in the folder.
+        """
         try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self.touch(self.path / lock)
+            fd = os.open(self.path / lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             if not is_full(error):
                 raise
@@ -283,23 +341,3 @@ def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
             written -= len(waiting.pop())
         if written:
             waiting[-1] = waiting[-1][written:]
-
-
-def named_files(folder: str, suffix: str = "") -> list[BlockName]:
-    """Block names, sorted, of the files in `folder` that are named by a block name in hexadecimal and `suffix`."""
-    try:
-        files = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return sorted(name for file in files if (name := name_of_file(file, suffix)) is not None)
-
-
-def name_of_file(file: str, suffix: str) -> BlockName | None:
-    """The block name in a file's name, None if it has another form."""
-    text = file.removesuffix(suffix)
-    if len(file) != 2 * NAME_BYTES + len(suffix) or len(text) != 2 * NAME_BYTES or text.lower() != text:
-        return None
-    try:
-        return BlockName(bytes.fromhex(text))
-    except ValueError:
-        return None

@@ -4,8 +4,7 @@ A block is held completely or not at all: a file appears under its final name on
 fails its checksum is reported, removed and counts as not held.
 """
 
-# System calls on strings, since this is the hot path:
-# ruff: noqa: PTH108
+# ruff: noqa: PTH110 - system calls on strings, since this is the hot path
 
 import contextlib
 import logging
@@ -21,16 +20,20 @@ from cacheblend.core.errors import BlockLostError, StoreError, StoreFullError
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
 from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
 from cacheblend.store.disk.block_files import BlockFiles
-from cacheblend.store.disk.capacity import Capacity
-from cacheblend.store.disk.folder import Folder, is_full, store_error, sync_folder, unreadable
-from cacheblend.store.disk.manifest_files import ManifestFiles
+from cacheblend.store.disk.capacity import Capacity, whole_pages
+from cacheblend.store.disk.documents import FolderDocuments
+from cacheblend.store.disk.entries import unlink
+from cacheblend.store.disk.folder import OWNER_ONLY, Folder, is_full, store_error, sync_folder, unreadable
+from cacheblend.store.disk.sealed_files import SealedFiles
+from cacheblend.store.documents import verify_documents
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
 from cacheblend.store.format.block_file import encode_block
 from cacheblend.store.format.checksum import DamagedError
+from cacheblend.store.format.manifest_file import decode_manifest, encode_manifest
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -48,7 +51,7 @@ class DiskStore(KVStore):
 
     Args:
         path: the folder; made if it does not exist.
-        max_bytes: bound on the block files of all models in the folder; None for no bound but the disk's.
+        max_bytes: bound on the files of all models in the folder; None for no bound but the disk's.
             Each process that writes keeps the bound that it was given.
         read_only: never write: no block is marked as used, damage is reported but not removed.
         durable: fsync every block, so that it also survives a power failure. Without it a block survives the
@@ -57,7 +60,7 @@ class DiskStore(KVStore):
             folders that are read once and are much larger than memory.
         eviction: the policy's name, see `eviction_of`; of other processes' uses only their time is known.
         ttl: seconds without use after which an unpinned block is removed; None: no limit.
-        locks: lock files while they are written; see `Folder`.
+        locks, mode: lock files while they are written; permissions of new files; see `Folder`.
 
     Raises:
         InvalidInputError: a bound or `ttl` that is not above 0, or an unknown policy.
@@ -76,16 +79,17 @@ class DiskStore(KVStore):
         eviction: str = "lru",
         ttl: float | None = None,
         locks: bool = True,
+        mode: int = OWNER_ONLY,
     ) -> None:
-        self._folder, expiry = Folder(Path(path), read_only, durable, locks), Expiry(ttl)
+        self._folder, expiry = Folder(Path(path), read_only, durable, locks, mode), Expiry(ttl)
         self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
-        policy = eviction_of(eviction)
         # For lru no policy is needed: the files' times say when they were used, and all processes see them.
-        self._capacity = Capacity(self._folder, self._files, max_bytes, None if eviction == "lru" else policy, expiry)
-        self._manifests = ManifestFiles(self._folder)
+        policy = None if eviction == "lru" else eviction_of(eviction)
+        self._manifests = SealedFiles(self._folder, self._folder.manifests, decode_manifest)
+        self._capacity = Capacity(self._folder, self._files, self._manifests, max_bytes, policy, expiry)
+        self.documents = FolderDocuments(self._folder, self._capacity)
         self._finds = FindCounter()
-        self._lock = threading.Lock()
-        self._write_failures = self._damaged_manifests = 0
+        self._lock, self._write_failures, self._damaged_manifests = threading.Lock(), 0, 0
         self._reads_at_once = _MOST_READS if direct else min(_MOST_READS, _cores())
         self._bytes_a_thread = _DIRECT_BYTES_A_THREAD if direct else _BYTES_A_THREAD
         self._readers = DaemonPool(self._reads_at_once, "cacheblend-disk")
@@ -110,6 +114,11 @@ class DiskStore(KVStore):
     def tier_names(self) -> tuple[str, ...]:
         """See `KVStore.tier_names`."""
         return ("disk",)
+
+    @property
+    def is_reachable(self) -> bool:
+        """See `KVStore.is_reachable`. Whether the folder is still a store: it may be deleted, or its disk unmounted."""
+        return self._folder.is_there
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. One stat for a known block; reads the header of others."""
@@ -183,7 +192,7 @@ class DiskStore(KVStore):
         self.unpin([name])
         self._files.forget(name)
         self._capacity.gone(name)
-        return _unlink(self._folder.block_path(name))
+        return unlink(self._folder.block_path(name))
 
     # ---- pins and manifests -----------------------------------------------------------------------------
 
@@ -192,7 +201,7 @@ class DiskStore(KVStore):
         self._folder.require_writable()
         try:
             for name in names:
-                os.close(os.open(self._folder.pins / name.hex(), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+                self._folder.touch(self._folder.pins / name.hex())
             if self._folder.durable:
                 sync_folder(str(self._folder.pins))
         except OSError as error:
@@ -202,19 +211,25 @@ class DiskStore(KVStore):
         """See `KVStore.unpin`."""
         self._folder.require_writable()
         for name in names:
-            _unlink(str(self._folder.pins / name.hex()))
+            unlink(str(self._folder.pins / name.hex()))
 
     def pinned(self) -> set[BlockName]:
         """See `KVStore.pinned`."""
         with self._reading():
             return self._capacity.pinned()
 
+    def are_pinned(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `KVStore.are_pinned`. One stat for each."""
+        return [os.path.exists(self._folder.pins / name.hex()) for name in names]
+
     def put_manifest(self, manifest: ChunkManifest) -> None:
         """See `KVStore.put_manifest`."""
         self._folder.require_writable()
         check_manifest(manifest)
+        data = encode_manifest(manifest)
         try:
-            self._manifests.put(manifest)
+            with self._capacity.reserved(whole_pages(len(data))):
+                self._manifests.put(manifest.chunk_id, data)
         except OSError as error:
             raise store_error(error, f"cannot write the manifest of chunk {manifest.chunk_id.hex()}") from error
 
@@ -247,8 +262,7 @@ class DiskStore(KVStore):
                 self._manifests.remove(chunk_id)
                 removed = True
         logger.warning("damaged manifest %s: %s; %s", path, reason, "removed" if removed else "could not be removed")
-        if found is not None:
-            found.append(Damage("manifest", chunk_id, reason, removed))
+        (found if found is not None else []).append(Damage("manifest", chunk_id, reason, removed))
         return None
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
@@ -276,7 +290,7 @@ class DiskStore(KVStore):
     def stats(self) -> StoreStats:
         """See `KVStore.stats`."""
         with self._reading():
-            count = nbytes = pinned = 0
+            count, nbytes, pinned = 0, self._capacity.small_bytes(), 0
             for block in self._capacity.blocks():
                 count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
             chunks = len(self._manifests.names())
@@ -307,16 +321,15 @@ class DiskStore(KVStore):
                 progress(done, len(names))
         for chunk_id in chunk_ids:
             self._manifest(chunk_id, found)
-        return found
+        return found + verify_documents(self.documents, removes=not self.read_only)
 
-    def prune(self, max_bytes: int) -> int:
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         """See `KVStore.prune`."""
         self._folder.require_writable()
         check_max_bytes(max_bytes)
         try:
-            freed = self._capacity.shrink(max_bytes)
-            for chunk_id in empty_chunks(self.manifests(), {block.name for block in self._capacity.blocks()}):
-                self._manifests.remove(chunk_id)
+            freed = self._capacity.shrink(max_bytes, progress)
+            freed += self._capacity.remove_empty_chunks()
         except OSError as error:
             raise store_error(error, f"cannot prune {self.path}") from error
         return freed
@@ -328,16 +341,5 @@ class DiskStore(KVStore):
 
 
 def _cores() -> int:
-    """Processor cores that this process may use."""
+    """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _unlink(path: str) -> bool:
-    """Removes a file; False if it does not exist."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise store_error(error, f"cannot remove {path}") from error
-    return True

@@ -1,7 +1,6 @@
 """A chunk's manifest as a small JSON file with a checksum of its own, byte for byte (docs/format.md)."""
 
 import base64
-import json
 import zlib
 
 import numpy as np
@@ -9,9 +8,8 @@ import numpy as np
 from cacheblend.core.naming import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store.format.block_file import FORMAT, NAME_BYTES
-from cacheblend.store.format.checksum import DIGITS, DamagedError, is_sealed, seal
-
-_OPENING = b'{"checksum":"'
+from cacheblend.store.format.checksum import DamagedError
+from cacheblend.store.format.sealed_json import decode_sealed, encode_sealed
 
 
 def encode_manifest(manifest: ChunkManifest) -> bytes:
@@ -26,7 +24,7 @@ def encode_manifest(manifest: ChunkManifest) -> bytes:
         "token_ids": _pack(manifest.token_ids.tobytes()),
         "block_names": base64.b64encode(b"".join(manifest.block_names)).decode(),
     }
-    return seal(_OPENING, b'",' + json.dumps(fields, separators=(",", ":")).encode()[1:] + b"\n")
+    return encode_sealed(fields)
 
 
 def decode_manifest(data: bytes, chunk_id: BlockName) -> ChunkManifest:
@@ -35,12 +33,8 @@ def decode_manifest(data: bytes, chunk_id: BlockName) -> ChunkManifest:
     Raises:
         DamagedError: a byte is wrong, or it is the manifest of another chunk than `chunk_id`.
     """
-    if len(data) < len(_OPENING) + DIGITS or not data.startswith(_OPENING):
-        raise DamagedError("not a manifest")
-    if not is_sealed(data, len(_OPENING)):
-        raise DamagedError("the manifest does not match its checksum")
+    fields = decode_sealed(data, "manifest")
     try:
-        fields = json.loads(data)
         names = base64.b64decode(fields["block_names"])
         manifest = ChunkManifest(
             chunk_id=BlockName(bytes.fromhex(fields["chunk_id"])),

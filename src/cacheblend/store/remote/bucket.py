@@ -2,6 +2,7 @@
 
     blocks/<name>            the bytes of a block file
     manifests/<name>         the bytes of a manifest's file
+    documents/<root>/<name>  the bytes of a document's record
     pins/<name>              empty
 
 An object appears complete or not at all. A bucket does not record when an object was read: a block counts as used when
@@ -12,15 +13,16 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.core.load.threads import DaemonPool, results_of
 from cacheblend.core.naming import BlockName
-from cacheblend.store.remote.objects import Bytes, HeldBlock, Range
+from cacheblend.store.remote.objects import DOCUMENTS, Bytes, HeldBlock, Range, Sealed, parts_of, runs_of
 
 AT_ONCE = 32
 """Requests at the same time."""
@@ -132,9 +134,9 @@ class BucketObjects:
 
     def records(self, ranges: Sequence[Range]) -> list[Bytes | None]:
         """See `Objects`. Records that lie next to each other come in one request."""
-        runs = list(_runs(ranges))
+        runs = list(runs_of(ranges))
         found = self._each(runs, lambda run: self._range(_block(run[0].name), run[0].first, run[-1].last))
-        return [part for run, data in zip(runs, found, strict=True) for part in _parts(run, data)]
+        return [part for run, data in zip(runs, found, strict=True) for part in parts_of(run, data)]
 
     def put(self, name: BlockName, header: Bytes, records: Sequence[Bytes]) -> None:
         """See `Objects`."""
@@ -144,13 +146,17 @@ class BucketObjects:
 
     def delete(self, names: Sequence[BlockName]) -> list[bool]:
         """See `Objects`."""
-        there = [found is not None for found in self._each(names, lambda name: self._head(_block(name)))]
+        there = self.exist(names)
         paths = [_block(name) for name, held in zip(names, there, strict=True) if held]
         self._delete(paths)
         with self._lock:
             for name in names:
                 self._used.pop(name, None)
         return there
+
+    def exist(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `Objects`. A request for each."""
+        return [found is not None for found in self._each(names, lambda name: self._head(_block(name)))]
 
     def held(self, *, tidy: bool = False) -> list[HeldBlock]:
         """See `Objects`."""
@@ -181,28 +187,44 @@ class BucketObjects:
         names = [_name(meta["path"]) for meta in self._list("pins")]
         return {name for name in names if name is not None}
 
-    def put_manifest(self, name: BlockName, data: Bytes) -> None:
+    def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         """See `Objects`."""
-        self._put(_manifest(name), bytes(data))
+        self._put(f"{kind}/{name.hex()}", bytes(data))
 
-    def manifests(self) -> Mapping[BlockName, str]:
+    def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
         """See `Objects`."""
-        named = [(_name(meta["path"]), f"{meta['e_tag']} {meta['last_modified']}") for meta in self._list("manifests")]
-        return {name: mark for name, mark in named if name is not None}
+        named = [
+            (_name(meta["path"]), Sealed(f"{meta['e_tag']} {meta['last_modified']}", int(meta["size"])))
+            for meta in self._list(kind)
+        ]
+        return {name: sealed for name, sealed in named if name is not None}
 
-    def read_manifests(self, names: Sequence[BlockName]) -> list[Bytes | None]:
+    def documents_bytes(self) -> int:
         """See `Objects`."""
-        return self._each(names, lambda name: self._whole(_manifest(name)))
+        return sum(int(meta["size"]) for meta in self._list(DOCUMENTS.rstrip("/")))
 
-    def has_manifest(self, name: BlockName) -> bool:
+    def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
         """See `Objects`."""
-        return self._head(_manifest(name)) is not None
+        return self._each(names, lambda name: self._whole(f"{kind}/{name.hex()}"))
 
-    def delete_manifest(self, name: BlockName) -> bool:
+    def has_sealed(self, kind: str, name: BlockName) -> bool:
         """See `Objects`."""
-        there = self.has_manifest(name)
-        self._delete([_manifest(name)])
+        return self._head(f"{kind}/{name.hex()}") is not None
+
+    def delete_sealed(self, kind: str, name: BlockName) -> bool:
+        """See `Objects`."""
+        there = self.has_sealed(kind, name)
+        self._delete([f"{kind}/{name.hex()}"])
         return there
+
+    def kinds(self, prefix: str) -> list[str]:
+        """See `Objects`. Lists everything below the prefix's folder."""
+        paths = [str(meta["path"]) for meta in self._list(prefix.rstrip("/"))]
+        return sorted({"/".join(path.split("/")[-3:-1]) for path in paths})
+
+    def lock(self, kind: str) -> AbstractContextManager[object]:
+        """See `Objects`. A bucket has no locks."""
+        return nullcontext()
 
     def listing_stamp(self) -> str | None:
         """See `Objects`. A bucket cannot tell without listing."""
@@ -306,36 +328,9 @@ def _block(name: BlockName) -> str:
     return f"blocks/{name.hex()}"
 
 
-def _manifest(name: BlockName) -> str:
-    return f"manifests/{name.hex()}"
-
-
 def _name(path: str) -> BlockName | None:
     """The block's name in an object's path; None for an object that does not belong to the store."""
     try:
         return BlockName(bytes.fromhex(path.rpartition("/")[2]))
     except ValueError:
         return None
-
-
-def _runs(ranges: Sequence[Range]) -> Iterator[list[Range]]:
-    """The ranges in their order, those together that continue the one before them."""
-    run: list[Range] = []
-    for each in ranges:
-        if run and (run[-1].name != each.name or run[-1].last != each.first):
-            yield run
-            run = []
-        run.append(each)
-    if run:
-        yield run
-
-
-def _parts(run: Sequence[Range], data: Bytes | None) -> list[Bytes | None]:
-    """What was received of a run, range by range; a part that is too short is found to be damaged by its reader."""
-    if data is None:
-        return [None] * len(run)
-    if len(run) == 1:
-        return [data]
-    begin, view = run[0].first, memoryview(data)
-    # Copies, so that a record that is kept does not keep all that was received with it.
-    return [bytes(view[each.first - begin : each.last - begin]) for each in run]

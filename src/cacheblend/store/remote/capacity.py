@@ -1,4 +1,4 @@
-"""Keeps the blocks of an `Objects` within a bound by evicting the least recently used ones.
+"""Keeps an `Objects` within a bound by evicting the least recently used blocks, and manifests that have none left.
 
 Other processes' writes are noticed when the blocks are listed: every 30 s, and when this process's own count reaches
 the bound. Knows sizes, times and pins; does not know the blocks' content.
@@ -9,12 +9,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from cacheblend.core.errors import StoreFullError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.remote.objects import HeldBlock, Objects
+from cacheblend.store.base import Progress
+from cacheblend.store.empty_chunks import EmptyChunks, ManifestPlace
+from cacheblend.store.remote.objects import MANIFESTS, HeldBlock, Objects
 
 _RECOUNT_S = 30.0  # other processes write too
+
+
+class Manifests(ManifestPlace, Protocol):
+    """Manifests of a place.
+
+    Attributes:
+        blocks: those that are held, as they were listed; others may have been written since.
+    """
+
+    blocks: set[BlockName]
 
 
 class RemoteCapacity:
@@ -22,8 +35,11 @@ class RemoteCapacity:
 
     Args:
         objects: the place.
-        max_bytes: bound on the blocks of all writers; None leaves eviction to the other side.
+        max_bytes: bound on what all writers store, manifests and documents' records included; None leaves eviction to
+            the other side.
         drop: removes blocks and returns which were held.
+        manifests: of the place; those that evicted blocks leave behind are removed.
+        asking: makes the context of calls to the place, see `CircuitBreaker.asking`.
 
     Attributes:
         max_bytes: the same.
@@ -31,27 +47,31 @@ class RemoteCapacity:
     """
 
     def __init__(
-        self, objects: Objects, max_bytes: int | None, drop: Callable[[Sequence[BlockName]], list[bool]]
+        self,
+        objects: Objects,
+        max_bytes: int | None,
+        drop: Callable[[Sequence[BlockName]], list[bool]],
+        manifests: Manifests,
+        asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._objects, self.max_bytes, self._drop = objects, max_bytes, drop
+        self._objects, self.max_bytes, self._drop, self._asking = objects, max_bytes, drop, asking
+        self._manifests, self._empty = manifests, EmptyChunks(manifests)
         self._lock = threading.Condition()
         self._bytes, self._counted_at = 0, -_RECOUNT_S
         self._being_written = 0  # bytes
         self.evictions = 0
 
     @contextlib.contextmanager
-    def reserved(
-        self, need: int, name: BlockName, asking: Callable[[], AbstractContextManager[None]]
-    ) -> Iterator[None]:
-        """A context in which a block of `need` bytes may be written: evicts until it fits.
+    def reserved(self, need: int, name: BlockName, what: str) -> Iterator[None]:
+        """A context in which something of `need` bytes may be written: evicts blocks until it fits.
 
         Args:
-            need: the block's size in bytes.
-            name: the block's name; it is not evicted meanwhile.
-            asking: makes the context of calls to the place, see `CircuitBreaker.asking`.
+            need: its size in bytes.
+            name: its name; a block of this name is not evicted meanwhile.
+            what: it is, for the error.
 
         Raises:
-            StoreFullError: the block cannot fit.
+            StoreFullError: it cannot fit.
         """
         if self.max_bytes is None:
             yield
@@ -59,7 +79,7 @@ class RemoteCapacity:
         with self._lock:
             while self._being_written and self._being_written + need > self.max_bytes:
                 self._lock.wait()  # blocks being written by other threads cannot be evicted yet
-            self._evict_for(need, name, self.max_bytes, asking)
+            self._evict_for(need, name, what, self.max_bytes)
             self._being_written += need
         written = 0
         try:
@@ -71,43 +91,59 @@ class RemoteCapacity:
                 self._bytes += written
                 self._lock.notify_all()
 
-    def shrink(self, max_bytes: int) -> int:
+    def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
         """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed. Raises `StoreError`."""
         with self._lock:
-            freed, _ = self._evict(max_bytes, None)
+            freed, _ = self._evict_until(max_bytes, None)
+        if progress is not None:
+            progress(freed, freed)
         return freed
+
+    def sweep(self) -> int:
+        """Removes all manifests of which no block is held; the bytes freed. Raises `StoreError`."""
+        with self._lock:
+            self._listed()
+            return self._empty.sweep()
 
     def expire(self, since: float) -> None:
         """Removes unpinned blocks that were last used before the time `since`. Raises `StoreError`."""
         with self._lock:
             pinned = self._objects.pinned()
-            old = [block for block in self._objects.held(tidy=True) if block.used < since and block.name not in pinned]
+            old = [block for block in self._listed() if block.used < since and block.name not in pinned]
             gone = self._drop([block.name for block in old])
             self.evictions += sum(gone)
             self._bytes -= sum(block.nbytes for block, was in zip(old, gone, strict=True) if was)
+            self._bytes -= self._left_by(old)
 
-    def _evict_for(
-        self, need: int, name: BlockName, bound: int, asking: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def _evict_for(self, need: int, name: BlockName, what: str, bound: int) -> None:
         taken = self._being_written + need
         if time.monotonic() > self._counted_at + _RECOUNT_S or self._bytes + taken > bound:
-            with asking():
-                _, self._bytes = self._evict(bound - taken, name, slack=bound // 64)
+            with self._asking():
+                _, self._bytes = self._evict_until(bound - taken, name, slack=bound // 64)
             self._counted_at = time.monotonic()
         if self._bytes + taken > bound:
             raise StoreFullError(
-                f"block {name.hex()} needs {need} bytes; {self._objects.place} is bounded to {bound} "
-                "bytes and the blocks it holds are pinned: raise max_bytes or unpin blocks"
+                f"{what} {name.hex()} needs {need} bytes; {self._objects.place} is bounded to {bound} bytes, and what "
+                "it holds is pinned, or records of documents: raise max_bytes or unpin blocks"
             )
 
-    def _evict(self, at_most: int, keep: BlockName | None, slack: int = 0) -> tuple[int, int]:
+    def _evict_until(self, at_most: int, keep: BlockName | None, slack: int = 0) -> tuple[int, int]:
         """Evicts the least recently used blocks until `at_most` bytes are left: (bytes freed, bytes left).
 
-        Evicts nothing if that is not enough to write the block `keep`. If anything is evicted, `slack` bytes more
-        are, so that not every write has to list all blocks.
+        Evicts nothing if that is not enough to write `keep`. If anything is evicted, `slack` bytes more are, so that
+        not every write has to list all blocks.
         """
-        held = sorted(self._objects.held(tidy=True), key=lambda block: block.used)
-        total = sum(block.nbytes for block in held)
+        freed, left = self._evict(at_most, keep, slack)
+        total = freed
+        while left > at_most and freed:  # a manifest stayed, of a chunk that has other blocks
+            freed, left = self._evict(at_most, keep, slack)
+            total += freed
+        return total, left
+
+    def _evict(self, at_most: int, keep: BlockName | None, slack: int) -> tuple[int, int]:
+        held, listed = sorted(self._listed(), key=lambda block: block.used), self._objects.sealed(MANIFESTS)
+        total = sum(block.nbytes for block in held) + sum(each.nbytes for each in listed.values())
+        total += self._objects.documents_bytes()
         pinned = self._objects.pinned() if total > at_most else set()
         victims: list[HeldBlock] = []
         excess = total - at_most
@@ -116,10 +152,25 @@ class RemoteCapacity:
                 break
             if block.name not in pinned and block.name != keep:
                 victims.append(block)
-                excess -= block.nbytes
-        if keep is not None and excess > 0:
+                excess -= block.nbytes + (listed[block.name].nbytes if block.name in listed else 0)
+        names, nbytes = [block.name for block in victims], sum(block.nbytes for block in victims)
+        if keep is not None and excess > 0 and total - nbytes - self._empty.bytes_without(names) > at_most:
             return 0, total
-        gone = self._drop([block.name for block in victims])
+        gone = self._drop(names)
         self.evictions += sum(gone)
-        freed = sum(block.nbytes for block, was in zip(victims, gone, strict=True) if was)
-        return freed, total - sum(block.nbytes for block in victims)
+        manifests = self._left_by(victims)
+        if total - nbytes - manifests > at_most or self._empty.is_due:
+            manifests += self._empty.sweep()
+        freed = sum(block.nbytes for block, was in zip(victims, gone, strict=True) if was) + manifests
+        return freed, total - nbytes - manifests
+
+    def _listed(self) -> list[HeldBlock]:
+        held = self._objects.held(tidy=True)
+        self._manifests.blocks = {block.name for block in held}
+        return held
+
+    def _left_by(self, blocks: Sequence[HeldBlock]) -> int:
+        """Removes the manifests that blocks leave behind; the bytes freed."""
+        names = [block.name for block in blocks]
+        self._manifests.blocks.difference_update(names)
+        return self._empty.evicted(names)

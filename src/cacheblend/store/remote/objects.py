@@ -1,7 +1,7 @@
-"""What a remote store needs of a server or bucket: an interface for blocks in pieces, manifests, pins and last uses.
+"""What a remote store needs of a server or bucket: an interface for blocks in pieces, small files, pins and last uses.
 
     block      header | record of layer 0 | record of layer 1 | ...     the bytes of a block file (docs/format.md)
-    manifest   the bytes of a manifest's file
+    sealed     the bytes of a small file with a checksum, of some kind: a manifest, a document's record
     pin        a name
 
 Implementations move bytes and do not know their meaning; `RemoteStore` does. Each call is one round trip, or several
@@ -10,13 +10,20 @@ at the same time. Every call raises `StoreUnreachableError` where the other side
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from cacheblend.core.naming import BlockName
 
 Bytes = bytes | bytearray | memoryview
+
+MANIFESTS = "manifests"
+"""The kind of manifests."""
+
+DOCUMENTS = "documents/"
+"""What the kinds of documents' records begin with; the root follows."""
 
 
 class Range(NamedTuple):
@@ -62,6 +69,18 @@ class HeldBlock(NamedTuple):
     used: float
 
 
+class Sealed(NamedTuple):
+    """A manifest or a document's record as it is listed.
+
+    Attributes:
+        mark: changes when it does.
+        nbytes: its bytes.
+    """
+
+    mark: str
+    nbytes: int
+
+
 class Objects(Protocol):
     """One server or bucket; safe to call from several threads. Returned values are snapshots that the caller owns."""
 
@@ -86,6 +105,10 @@ class Objects(Protocol):
             None where a block is not held, or was used before `since`; else its header if `unknown` has the name, and
             no bytes if it has not.
         """
+        ...
+
+    def exist(self, names: Sequence[BlockName]) -> list[bool]:
+        """Whether each block is held; marks none as used."""
         ...
 
     def headers(self, names: Sequence[BlockName]) -> list[Bytes | None]:
@@ -120,24 +143,36 @@ class Objects(Protocol):
         """Names of all pins."""
         ...
 
-    def put_manifest(self, name: BlockName, data: Bytes) -> None:
-        """Stores a manifest, replacing one of the same name."""
+    def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
+        """Stores a manifest or a document's record, replacing one of the same kind and name."""
         ...
 
-    def manifests(self) -> Mapping[BlockName, str]:
-        """Names of all manifests, each with a mark that changes when the manifest does."""
+    def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
+        """Names of all of a kind."""
         ...
 
-    def read_manifests(self, names: Sequence[BlockName]) -> list[Bytes | None]:
-        """Bytes of manifests, None where there is none."""
+    def documents_bytes(self) -> int:
+        """Bytes of all documents' records."""
         ...
 
-    def has_manifest(self, name: BlockName) -> bool:
-        """Whether there is a manifest of this name."""
+    def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
+        """Their bytes, None where there is none."""
         ...
 
-    def delete_manifest(self, name: BlockName) -> bool:
-        """Removes a manifest; whether there was one."""
+    def has_sealed(self, kind: str, name: BlockName) -> bool:
+        """Whether there is one of this kind and name."""
+        ...
+
+    def delete_sealed(self, kind: str, name: BlockName) -> bool:
+        """Removes one; whether there was one."""
+        ...
+
+    def kinds(self, prefix: str) -> list[str]:
+        """The kinds that begin with a prefix and of which there is any."""
+        ...
+
+    def lock(self, kind: str) -> AbstractContextManager[object]:
+        """A context that one process holds at a time; of no effect where there are no locks."""
         ...
 
     def listing_stamp(self) -> str | None:
@@ -147,3 +182,26 @@ class Objects(Protocol):
     def close(self) -> None:
         """Closes connections; may be called twice."""
         ...
+
+
+def runs_of(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """The ranges in their order, those together that continue the one before them."""
+    run: list[Range] = []
+    for each in ranges:
+        if run and (run[-1].name != each.name or run[-1].last != each.first):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+def parts_of(run: Sequence[Range], data: Bytes | None) -> list[Bytes | None]:
+    """What was received of a run, range by range; a part that is too short is found to be damaged by its reader."""
+    if data is None:
+        return [None] * len(run)
+    if len(run) == 1:
+        return [data]
+    begin, view = run[0].first, memoryview(data)
+    # Copies, so that a record that is kept does not keep all that was received with it.
+    return [bytes(view[each.first - begin : each.last - begin]) for each in run]

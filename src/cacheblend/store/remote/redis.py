@@ -2,30 +2,42 @@
 
     {prefix}:{<name>}:h      header               {prefix}:{<name>}:<layer>    record
     {prefix}:used            name -> when         {prefix}:sizes               name -> "bytes layers"
-    {prefix}:manifests       name -> manifest     {prefix}:marks               name -> when it was put
+    {prefix}:manifests       name -> manifest     {prefix}:marks               name -> "when-it-was-put bytes"
+    {prefix}:<kind>          name -> bytes        {prefix}:<kind>:marks       likewise, of documents' records
+    {prefix}:kinds           of these             {prefix}:<kind>:lock        whose holder decides what is referred to
     {prefix}:pins            names                {prefix}:changes             when manifests last changed
 
 Names are written as hexadecimal digits; the braces keep a block's values on one node of a cluster. A block's header is
-written last, and its layers expire unless that happens, so a writer that dies leaves nothing.
+written last, and its layers expire unless that happens, so a writer that dies leaves nothing. A mark of an older
+version has no bytes: what it is of is measured whenever bytes are counted.
 """
 
+import logging
 import math
-import threading
+import re
+import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
-from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.remote.objects import Bytes, HeldBlock, Range
+from cacheblend.store.base import LOGGER_NAME
+from cacheblend.store.remote.objects import MANIFESTS, Bytes, HeldBlock, Range, Sealed
+from cacheblend.store.remote.redis_connection import RedisConnection
+
+LOCK_S = 60
+"""Seconds after which a lock is let go, in case its holder has died."""
 
 _MAX_COMMANDS = 10_000  # per pipeline
 _PUBLISHED_S = 60.0  # a block is listed up to this long before it can be found
 _HALF_WRITTEN_S = 3600  # after which the layers of a writer that died expire
+_MOST_LAYERS = 512  # of a block whose number of layers is not known
+_DIGITS = re.compile(rb"(?:[0-9a-f]{2})+")
 _TICK_S = 1e-6  # time between blocks of one call, so that the first counts as used last
+
+logger = logging.getLogger(LOGGER_NAME)
 
 
 class RedisObjects:
@@ -44,31 +56,9 @@ class RedisObjects:
     tier = "redis"
 
     def __init__(self, url: str, *, prefix: str = "cacheblend", timeout: float = 2.0, cluster: bool = False) -> None:
-        try:
-            import redis
-        except ImportError as error:
-            raise InvalidInputError("a store in Redis needs redis-py: pip install 'cacheblend[redis]'") from error
-        parts = urlsplit(url)
-        scheme = parts.scheme.replace("valkey", "redis")
-        self.place = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-        from redis.backoff import NoBackoff
-        from redis.exceptions import RedisClusterException
-        from redis.retry import Retry
-
-        options: dict[str, Any] = {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
-            "retry": Retry(NoBackoff(), 1),  # for a connection that was closed while idle
-        }
-        if cluster:
-            options["retry"] = Retry(NoBackoff(), 0)  # the cluster's client repeats commands of a lost node by itself
-        kind = redis.RedisCluster if cluster else redis.Redis
-        self._no_answer = (redis.ConnectionError, redis.TimeoutError, RedisClusterException, OSError)
-        self._full, self._refused = redis.OutOfMemoryError, redis.RedisError
+        self._connection = RedisConnection(url, timeout, cluster)
+        self.place = self._connection.place
         self._prefix = prefix
-        self._open = partial(kind.from_url, urlunsplit((scheme, *parts[1:3], "", "")), **options)
-        self._client: Any = None  # opened on first use: a cluster's client connects at once
-        self._opening = threading.Lock()
 
     # ---- blocks -----------------------------------------------------------------------------------------
 
@@ -150,7 +140,7 @@ class RedisObjects:
             for name in names:
                 pipe.unlink(self._piece(name, "h"))
             for name, size in zip(names, sizes, strict=True):
-                for layer in range(int(size.split()[1]) if size else 0):
+                for layer in range(0 if size is None else (_size(size) or (0, _MOST_LAYERS))[1]):
                     pipe.unlink(self._piece(name, str(layer)))
             pipe.hdel(self._key("sizes"), *digits)
             pipe.zrem(self._key("used"), *digits)
@@ -164,17 +154,31 @@ class RedisObjects:
         )
         when = dict(used)
         blocks = [
-            HeldBlock(_name(digits), int(size.split()[0]), float(when.get(digits, 0.0)))
-            for digits, size in sizes.items()
+            HeldBlock(name, self._bytes_of(name, sizes[digits], tidy=tidy), float(when.get(digits, 0.0)))
+            for digits, name in _names(sizes).items()
         ]
-        there = self._exist([block.name for block in blocks])
+        there = self.exist([block.name for block in blocks])
         published = time.time() - _PUBLISHED_S
         gone = [block.name for block, held in zip(blocks, there, strict=True) if not held and block.used < published]
         if gone and tidy:
             self.delete(gone)
         return [block for block, held in zip(blocks, there, strict=True) if held]
 
-    def _exist(self, names: Sequence[BlockName]) -> list[bool]:
+    def _bytes_of(self, name: BlockName, written: bytes, *, tidy: bool) -> int:
+        """A block's bytes, measured where the list of sizes has something else than two numbers; `tidy` mends it."""
+        size = _size(written)
+        if size is not None:
+            return size[0]
+        keys = [self._piece(name, part) for part in ("h", *map(str, range(_MOST_LAYERS)))]
+        lengths = self._together(lambda pipe: [pipe.strlen(key) for key in keys])
+        layers = sum(length > 0 for length in lengths[1:])
+        logger.warning("the size of block %s in %s is damaged: %r; it was measured", name.hex(), self.place, written)
+        if tidy:
+            self._together(lambda pipe: pipe.hset(self._key("sizes"), name.hex(), f"{sum(lengths)} {layers}"))
+        return int(sum(lengths))
+
+    def exist(self, names: Sequence[BlockName]) -> list[bool]:
+        """See `Objects`."""
         found: list[bool] = []
         for start in range(0, len(names), _MAX_COMMANDS):
             part = names[start : start + _MAX_COMMANDS]
@@ -194,44 +198,99 @@ class RedisObjects:
 
     def pinned(self) -> set[BlockName]:
         """See `Objects`."""
-        return {_name(digits) for digits in self._together(lambda pipe: pipe.smembers(self._key("pins")))[0]}
+        return set(_names(self._together(lambda pipe: pipe.smembers(self._key("pins")))[0]).values())
 
-    def put_manifest(self, name: BlockName, data: Bytes) -> None:
+    def put_sealed(self, kind: str, name: BlockName, data: Bytes) -> None:
         """See `Objects`."""
 
         def put(pipe: Any) -> None:
-            pipe.hset(self._key("manifests"), name.hex(), bytes(data))
-            pipe.hset(self._key("marks"), name.hex(), time.time_ns())
-            pipe.set(self._key("changes"), time.time_ns())
+            pipe.hset(self._key(kind), name.hex(), bytes(data))
+            pipe.hset(self._marks(kind), name.hex(), f"{time.time_ns()} {len(data)}")
+            self._note_change(pipe, kind)
 
         self._together(put)
 
-    def manifests(self) -> Mapping[BlockName, str]:
+    def sealed(self, kind: str) -> Mapping[BlockName, Sealed]:
         """See `Objects`."""
-        marks = self._together(lambda pipe: pipe.hgetall(self._key("marks")))[0]
-        return {_name(digits): mark.decode() for digits, mark in marks.items()}
+        return self._sealed([kind])[0]
 
-    def read_manifests(self, names: Sequence[BlockName]) -> list[Bytes | None]:
+    def documents_bytes(self) -> int:
+        """See `Objects`."""
+        kinds = self._all_kinds()
+        return sum(each.nbytes for listed in self._sealed(kinds) for each in listed.values()) if kinds else 0
+
+    def _sealed(self, kinds: Sequence[str]) -> list[dict[BlockName, Sealed]]:
+        """What there is of each kind. A mark without bytes is an older version's: these are measured."""
+        marks = self._together(lambda pipe: [pipe.hgetall(self._marks(kind)) for kind in kinds])
+        sizes = [{digits: _bytes_in(mark) for digits, mark in each.items()} for each in marks]
+        unknown = [(at, digits) for at, each in enumerate(sizes) for digits, size in each.items() if size is None]
+        for start in range(0, len(unknown), _MAX_COMMANDS):
+            part = unknown[start : start + _MAX_COMMANDS]
+            lengths = self._together(
+                lambda pipe, part=part: [pipe.hstrlen(self._key(kinds[at]), digits) for at, digits in part]
+            )
+            for (at, digits), length in zip(part, lengths, strict=True):
+                sizes[at][digits] = int(length)
+        return [
+            {
+                name: Sealed(each[digits].decode(errors="replace"), size[digits] or 0)
+                for digits, name in _names(each).items()
+            }
+            for each, size in zip(marks, sizes, strict=True)
+        ]
+
+    def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
         """See `Objects`."""
         if not names:
             return []
         digits = [name.hex() for name in names]
-        found: list[Bytes | None] = self._together(lambda pipe: pipe.hmget(self._key("manifests"), digits))[0]
+        found: list[Bytes | None] = self._together(lambda pipe: pipe.hmget(self._key(kind), digits))[0]
         return found
 
-    def has_manifest(self, name: BlockName) -> bool:
+    def has_sealed(self, kind: str, name: BlockName) -> bool:
         """See `Objects`."""
-        return bool(self._together(lambda pipe: pipe.hexists(self._key("marks"), name.hex()))[0])
+        return bool(self._together(lambda pipe: pipe.hexists(self._marks(kind), name.hex()))[0])
 
-    def delete_manifest(self, name: BlockName) -> bool:
+    def delete_sealed(self, kind: str, name: BlockName) -> bool:
         """See `Objects`."""
 
         def delete(pipe: Any) -> None:
-            pipe.hdel(self._key("marks"), name.hex())
-            pipe.hdel(self._key("manifests"), name.hex())
-            pipe.set(self._key("changes"), time.time_ns())
+            pipe.hdel(self._marks(kind), name.hex())
+            pipe.hdel(self._key(kind), name.hex())
+            self._note_change(pipe, kind)
 
         return bool(self._together(delete)[0])
+
+    def kinds(self, prefix: str) -> list[str]:
+        """See `Objects`."""
+        kinds = [kind for kind in self._all_kinds() if kind.startswith(prefix)]
+        counts = self._together(lambda pipe: [pipe.hlen(self._marks(kind)) for kind in kinds]) if kinds else []
+        return sorted(kind for kind, count in zip(kinds, counts, strict=True) if count)
+
+    def _all_kinds(self) -> list[str]:
+        """The kinds that there ever were, besides manifests."""
+        return [kind.decode() for kind in self._together(lambda pipe: pipe.smembers(self._key("kinds")))[0]]
+
+    @contextmanager
+    def lock(self, kind: str) -> Iterator[None]:
+        """See `Objects`. Let go after `LOCK_S` seconds, in case its holder has died."""
+        key, token = self._key(f"{kind}:lock"), secrets.token_hex(8).encode()
+        while not self._together(lambda pipe: pipe.set(key, token, nx=True, ex=LOCK_S))[0]:
+            time.sleep(0.02)
+        try:
+            yield
+        finally:
+            if self._together(lambda pipe: pipe.get(key))[0] == token:
+                self._together(lambda pipe: pipe.delete(key))
+
+    def _note_change(self, pipe: Any, kind: str) -> None:
+        if kind == MANIFESTS:
+            pipe.set(self._key("changes"), time.time_ns())
+        else:
+            pipe.sadd(self._key("kinds"), kind)
+
+    def _marks(self, kind: str) -> str:
+        return self._key("marks" if kind == MANIFESTS else f"{kind}:marks")
 
     def listing_stamp(self) -> str | None:
         """See `Objects`."""
@@ -239,39 +298,10 @@ class RedisObjects:
 
     def close(self) -> None:
         """See `Objects`."""
-        if self._client is not None:
-            self._client.close()
-
-    # ---- the connection ---------------------------------------------------------------------------------
+        self._connection.close()
 
     def _together(self, ask: Any, all_of: int | None = None) -> list[Any]:
-        """The answers to the commands that `ask` adds to a pipeline; commands after the first `all_of` may fail.
-
-        Raises:
-            StoreUnreachableError, StoreFullError, StoreError: no answer in time, no memory left, or refused.
-        """
-
-        def run() -> list[Any]:
-            with self._opening:  # a second client, once garbage, would close connections that are in use
-                if self._client is None:
-                    self._client = self._open()
-            with self._client.pipeline(transaction=False) as pipe:
-                ask(pipe)
-                answers: list[Any] = pipe.execute(raise_on_error=False)
-            for answer in answers[:all_of]:
-                if isinstance(answer, Exception):
-                    raise answer
-            return answers
-
-        try:
-            return run()
-        except self._no_answer as error:
-            message = f"{self.place} does not answer: {error or type(error).__name__}"
-            raise StoreUnreachableError(message) from error
-        except self._full as error:
-            raise StoreFullError(f"{self.place} has no memory left: {error}") from error
-        except self._refused as error:
-            raise StoreError(f"{self.place} refused: {error}") from error
+        return self._connection.together(ask, all_of)
 
     def _with_names(self, command: str, names: Iterable[BlockName]) -> None:
         digits = [name.hex() for name in names]
@@ -292,5 +322,18 @@ def _header(answer: bytes | int | None) -> Bytes | None:
     return answer
 
 
-def _name(digits: bytes) -> BlockName:
-    return BlockName(bytes.fromhex(digits.decode()))
+def _names(found: Iterable[bytes]) -> dict[bytes, BlockName]:
+    """By what the server has as a name; what is none is left out."""
+    return {digits: BlockName(bytes.fromhex(digits.decode())) for digits in found if _DIGITS.fullmatch(digits)}
+
+
+def _bytes_in(mark: bytes) -> int | None:
+    """The bytes in a mark; None: it has none."""
+    parts = mark.split()
+    return int(parts[1]) if len(parts) == 2 and parts[1].isdigit() else None
+
+
+def _size(value: bytes | None) -> tuple[int, int] | None:
+    """(bytes, layers) as `put` writes them; None: the server has something else."""
+    parts = (value or b"").split()
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(bytes.isdigit, parts)) else None

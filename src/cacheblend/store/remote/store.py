@@ -17,16 +17,17 @@ import torch
 from cacheblend.core.errors import BlockLostError, StoreError, StoreReadOnlyError, StoreUnreachableError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
-from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats, empty_chunks
+from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
 from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
+from cacheblend.store.documents import verify_documents
 from cacheblend.store.expiry import Expiry
 from cacheblend.store.format.block_file import BlockHeader, encode_block
 from cacheblend.store.format.manifest_file import encode_manifest
 from cacheblend.store.remote.blocks import RemoteBlocks
 from cacheblend.store.remote.breaker import CircuitBreaker
 from cacheblend.store.remote.capacity import RemoteCapacity
-from cacheblend.store.remote.manifests import RemoteManifests
-from cacheblend.store.remote.objects import Objects
+from cacheblend.store.remote.objects import MANIFESTS, Objects
+from cacheblend.store.remote.sealed import RemoteDocuments, RemoteManifestPlace, RemoteManifests
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -36,7 +37,7 @@ class RemoteStore(KVStore):
 
     Args:
         objects: moves the bytes; closed with the store.
-        max_bytes: bound on the blocks of all writers; None leaves eviction to the other side.
+        max_bytes: bound on what all writers store; None leaves eviction to the other side.
         read_only: never write: damage is reported but not removed.
         ttl: seconds without use after which an unpinned block is removed; None: no limit.
 
@@ -52,7 +53,9 @@ class RemoteStore(KVStore):
         self._breaker = CircuitBreaker(objects.place)
         self._blocks = RemoteBlocks(objects, self._breaker, read_only)
         self._listing = RemoteManifests(objects, self._breaker, read_only)
-        self._capacity = RemoteCapacity(objects, max_bytes, self._blocks.drop)
+        manifests = RemoteManifestPlace(objects, self._listing)
+        self._capacity = RemoteCapacity(objects, max_bytes, self._blocks.drop, manifests, self._breaker.asking)
+        self.documents = RemoteDocuments(objects, self._breaker, read_only, self._capacity)
         self._finds = FindCounter()
         self._lock = threading.Lock()
         self._write_failures = 0
@@ -119,7 +122,7 @@ class RemoteStore(KVStore):
                     self._capacity.expire(self._expiry.since(now))
             header, *records = encode_block(block)
             nbytes = len(header) + sum(len(record) for record in records)
-            with self._capacity.reserved(nbytes, block.name, self._breaker.asking):
+            with self._capacity.reserved(nbytes, block.name, "block"):
                 self._objects.put(block.name, header, records)  # no pause: a place too slow to write may be read
         except StoreError:
             with self._lock:
@@ -154,8 +157,9 @@ class RemoteStore(KVStore):
         """See `KVStore.put_manifest`."""
         self._require_writable()
         check_manifest(manifest)
-        with self._breaker.asking():
-            self._objects.put_manifest(manifest.chunk_id, encode_manifest(manifest))
+        data, name = encode_manifest(manifest), manifest.chunk_id
+        with self._breaker.asking(), self._capacity.reserved(len(data), name, "the manifest of chunk"):
+            self._objects.put_sealed(MANIFESTS, name, data)
 
     def manifests(self) -> list[ChunkManifest]:
         """See `KVStore.manifests`. Manifests that did not change since the last call are not read again."""
@@ -169,25 +173,26 @@ class RemoteStore(KVStore):
     def has_manifest(self, chunk_id: BlockName) -> bool:
         """See `KVStore.has_manifest`."""
         with self._breaker.asking():
-            return self._objects.has_manifest(chunk_id)
+            return self._objects.has_sealed(MANIFESTS, chunk_id)
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         """See `KVStore.delete_manifest`."""
         with self._writing():
-            return self._objects.delete_manifest(chunk_id)
+            return self._objects.delete_sealed(MANIFESTS, chunk_id)
 
     # ---- the whole store --------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         """See `KVStore.stats`."""
         with self._breaker.asking():
-            held, pinned, chunks = self._objects.held(), self._objects.pinned(), len(self._objects.manifests())
+            held, pinned, chunks = self._objects.held(), self._objects.pinned(), self._objects.sealed(MANIFESTS)
+            small = sum(each.nbytes for each in chunks.values()) + self._objects.documents_bytes()
         return StoreStats(
             tier=self._objects.tier,
             blocks=len(held),
-            bytes=sum(block.nbytes for block in held),
+            bytes=sum(block.nbytes for block in held) + small,
             max_bytes=self._capacity.max_bytes,
-            chunks=chunks,
+            chunks=len(chunks),
             pinned=sum(block.name in pinned for block in held),
             hits=self._finds.hits,
             misses=self._finds.misses,
@@ -199,25 +204,21 @@ class RemoteStore(KVStore):
     def verify(self, progress: Progress | None = None) -> list[Damage]:
         """See `KVStore.verify`. Blocks that vanish meanwhile are not damage."""
         with self._breaker.asking():
-            names = [block.name for block in self._objects.held()]
+            names = [block.name for block in self._objects.held(tidy=not self.read_only)]
         found: list[Damage] = []
         for done, name in enumerate(names, start=1):
             self._blocks.verify(name, found)
             if progress is not None:
                 progress(done, len(names))
         self._listing.verify(found)
-        return found
+        return found + verify_documents(self.documents, removes=not self.read_only)
 
-    def prune(self, max_bytes: int) -> int:
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
         """See `KVStore.prune`."""
         self._require_writable()
         check_max_bytes(max_bytes)
         with self._breaker.asking():
-            freed = self._capacity.shrink(max_bytes)
-            held = {block.name for block in self._objects.held(tidy=True)}
-            for chunk_id in empty_chunks(self.manifests(), held):
-                self._objects.delete_manifest(chunk_id)
-        return freed
+            return self._capacity.shrink(max_bytes, progress) + self._capacity.sweep()
 
     def close(self) -> None:
         """See `KVStore.close`. Closes the objects."""

@@ -1,0 +1,299 @@
+"""The chunks that a store lists, by tenant and content, kept up to date with a store that others write to.
+
+    refresh    starts a reading in a thread when one is due; never waits
+    update     waits until the list has been read; for a newer one only if that is quick
+    prepare    has the index of a root made, if it is not there; never waits
+    match      the stored chunks in a prompt of one root; match_now: those that are known by now
+
+A reading changes a copy of the index, which then replaces the old one, so that `match` never waits for a reading. Knows
+stores and manifests. Does not know requests.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
+from cacheblend.store import KVStore
+
+MOST_INDEXES = 256
+"""Tenants whose chunks are indexed at a time; the index of another one is made again when it is needed."""
+
+logger = logging.getLogger("cacheblend.store")
+
+
+@dataclass
+class ListChanges:
+    """Chunks that were listed and taken off since they were last asked for."""
+
+    added: list[ChunkManifest] = field(default_factory=list)
+    removed: list[ChunkManifest] = field(default_factory=list)
+
+
+class ChunkListing:
+    """An index of a store's chunks for each root. May be used from any thread.
+
+    Args:
+        store: its list is read.
+        anchor_ids: chunks with another anchor are of no use and left out; None: none is.
+        min_tokens: shorter runs are not matched.
+        refresh_s: the list is read again after so many seconds; 0: for each request, which waits for it.
+        fresh_s: seconds that a look-up waits for a list that is due, while readings are as quick: else the old one
+            serves.
+        keeps_changes: `take_changes` will be called.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        anchor_ids: TokenIds | None,
+        min_tokens: int,
+        refresh_s: float,
+        *,
+        fresh_s: float = 0.25,
+        keeps_changes: bool = False,
+    ) -> None:
+        self._store, self._min_tokens = store, min_tokens
+        self._anchor = None if anchor_ids is None else anchor_ids.tolist()
+        self._refresh_s, self._fresh_s, self._keeps_changes = refresh_s, fresh_s, keeps_changes
+        self._listed: dict[BlockName, ChunkManifest] = {}
+        self._indexes: OrderedDict[BlockName, ChunkIndex] = OrderedDict()
+        self._changes: deque[tuple[bool, ChunkManifest]] = deque()  # in their order; True: added
+        self._stamp: Hashable | None = None
+        self._is_read = False
+        self._reading_s = 0.0  # what the last reading took
+        self._forgotten: set[BlockName] = set()  # since the last reading began
+        self._lost: set[BlockName] = set()  # listed, and announced as taken off
+        self._by_root: dict[BlockName, dict[BlockName, ChunkManifest]] = {}
+        self._lock = threading.RLock()  # of everything above; held for changes, never while the store is asked
+        self._building = threading.Lock()
+        self._preparing: set[BlockName] = set()
+        self._is_closed = False
+        self._pool = DaemonPool(1, "cacheblend-listing")
+        self._reading: Future[None] | None = None
+        self._read_at = float("-inf")
+        if refresh_s:
+            self._start_reading()
+
+    def refresh(self) -> bool:
+        """Starts a reading if one is due. True: the list is as new as it has to be; False: `update` first."""
+        if self._refresh_s == 0:
+            return False
+        if self._reading is not None and self._reading.done():
+            reading, self._reading = self._reading, None
+            if reading.exception() is not None:
+                logger.warning("the store's list of chunks cannot be read: %s", reading.exception())
+        if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
+            self._start_reading()
+        return self._is_read and not self._is_waited_for(self._reading)
+
+    def update(self) -> None:
+        """Returns when the list has been read: at least once, or after this call if `refresh_s` is 0. A list that is
+        being read again is waited for while that is quick.
+
+        Raises:
+            StoreError: the list cannot be read.
+        """
+        reading = self._reading
+        if self._refresh_s == 0 or (reading is None and not self._is_read):
+            self._read()
+        elif reading is not None and not self._is_read:
+            reading.result()
+        elif reading is not None and self._is_waited_for(reading):
+            done, _ = wait([reading], self._fresh_s)  # its error is logged by the next `refresh`
+            if not done:
+                self._reading_s = float("inf")
+
+    def match(self, root: BlockName, prompt: Prompt) -> Prompt:
+        """A prompt whose plain text is cut at the chunks of this root that it contains."""
+        index = self._index(root)
+        with self._lock:
+            if root in self._indexes:
+                self._indexes.move_to_end(root)
+        return with_matches(prompt, index)
+
+    def match_now(self, root: BlockName, prompt: Prompt) -> Prompt:
+        """As `match`, and waits for nothing: chunks of a list that has not been read yet are not found."""
+        self.refresh()
+        if not self.has_index(root):
+            self.prepare(root)
+            return prompt
+        return self.match(root, prompt)
+
+    @property
+    def has_read(self) -> bool:
+        """The list has been read at least once."""
+        return self._is_read
+
+    def has_index(self, root: BlockName) -> bool:
+        """`match` need not make an index first."""
+        return root in self._indexes
+
+    def prepare(self, root: BlockName) -> None:
+        """Has the index of a root made in a thread."""
+        if root not in self._indexes and root not in self._preparing and not self._is_closed:
+            self._preparing.add(root)
+            self._submit(self._prepare, root)
+
+    def add(self, chunks: Sequence[ChunkManifest]) -> None:
+        """Adds chunks that were stored here, before the store's list is read again."""
+        with self._lock:
+            self._forgotten.difference_update(chunk.chunk_id for chunk in chunks)
+            new = [chunk for chunk in chunks if chunk.chunk_id not in self._listed and self._is_wanted(chunk)]
+            self._listed |= {chunk.chunk_id: chunk for chunk in new}
+            self._apply(ListChanges(added=new))
+            self.observe({chunk.chunk_id: True for chunk in chunks})
+
+    def forget(self, chunk_ids: Iterable[BlockName]) -> None:
+        """Takes chunks off that were dropped here, before the store's list is read again."""
+        with self._lock:
+            gone = [self._listed.pop(name) for name in chunk_ids if name in self._listed]
+            self._forgotten.update(chunk.chunk_id for chunk in gone)
+            self._apply(ListChanges(removed=gone))
+
+    def chunks(self, root: BlockName) -> list[ChunkManifest]:
+        """The chunks of a root as they are known, ordered by id; takes the same time whatever other roots have."""
+        with self._lock:
+            listed = self._by_root.get(root, {})
+            return [listed[name] for name in sorted(listed)]
+
+    def observe(self, held: Mapping[BlockName, bool]) -> None:
+        """Reports chunks as taken off, or back, by whether the store holds their blocks: evicted ones stay listed.
+
+        Args:
+            held: by chunk, as a look-up found it.
+        """
+        if not self._keeps_changes:
+            return
+        with self._lock:
+            lost = {name for name, is_held in held.items() if not is_held and name in self._listed} - self._lost
+            back = {name for name, is_held in held.items() if is_held and name in self._lost}
+            self._lost = (self._lost | lost) - back
+            self._note([self._listed[name] for name in back], [self._listed[name] for name in lost])
+
+    def take_changes(self, most: int) -> ListChanges:
+        """What was listed and taken off since the last call, at most so many; none unless `keeps_changes`."""
+        taken, seen = ListChanges(), set[BlockName]()
+        with self._lock:
+            while self._changes and len(seen) < most and self._changes[0][1].chunk_id not in seen:
+                is_added, chunk = self._changes.popleft()  # in their order: of a chunk one at a time
+                (taken.added if is_added else taken.removed).append(chunk)
+                seen.add(chunk.chunk_id)
+        return taken
+
+    def withdraw(self) -> None:
+        """Reports every chunk as taken off: it is listed, but this engine finds it no more."""
+        with self._lock:
+            if self._keeps_changes:
+                self._changes = deque(change for change in self._changes if not change[0])
+                self._note([], [chunk for name, chunk in self._listed.items() if name not in self._lost])
+
+    def close(self) -> None:
+        """Waits for nothing; what is known is found from now on, and nothing is read any more."""
+        self._is_closed = True
+        self._pool.close()
+
+    def _submit(self, what: Callable[..., None], *args: Any) -> Future[None] | None:
+        """Has it called in the thread; None: another thread has closed the list meanwhile."""
+        try:
+            return self._pool.submit(what, *args)
+        except RuntimeError:
+            if not self._is_closed:
+                raise
+            return None
+
+    def _start_reading(self) -> None:
+        self._read_at = time.monotonic()
+        self._reading = self._submit(self._read)
+
+    def _read(self) -> None:
+        began, stamp = time.monotonic(), self._store.listing_stamp()
+        if stamp is None or stamp != self._stamp:
+            with self._lock:
+                self._forgotten.clear()
+            before = set(self._listed)  # a chunk added meanwhile may be missing in what is read
+            found = {m.chunk_id: m for m in self._store.manifests() if self._is_wanted(m)}
+            with self._lock:
+                found = {name: chunk for name, chunk in found.items() if name not in self._forgotten}
+                added = [chunk for name, chunk in found.items() if name not in self._listed]
+                removed = [chunk for name, chunk in self._listed.items() if name in before and name not in found]
+                for chunk in removed:
+                    del self._listed[chunk.chunk_id]
+                self._listed |= {chunk.chunk_id: chunk for chunk in added}
+                self._apply(ListChanges(added, removed))
+                self._stamp = stamp
+            self._reading_s = time.monotonic() - began  # of a list that has changed: asking whether it has is quick
+        self._is_read = True
+
+    def _is_waited_for(self, reading: Future[None] | None) -> bool:
+        return reading is not None and not reading.done() and self._reading_s <= self._fresh_s
+
+    def _is_wanted(self, chunk: ChunkManifest) -> bool:
+        return self._anchor is None or bool(chunk.anchor_ids.tolist() == self._anchor)
+
+    def _apply(self, changes: ListChanges) -> None:
+        for chunk in changes.removed:
+            self._by_root[chunk.root].pop(chunk.chunk_id, None)
+        for chunk in changes.added:
+            self._by_root.setdefault(chunk.root, {})[chunk.chunk_id] = chunk
+        for root in {chunk.root for chunk in (*changes.added, *changes.removed)} & self._indexes.keys():
+            index = self._indexes[root].copy()
+            index.remove(chunk.chunk_id for chunk in changes.removed if chunk.root == root)
+            index.add(chunk for chunk in changes.added if chunk.root == root)
+            self._indexes[root] = index
+        if self._keeps_changes:
+            self._note(changes.added, [chunk for chunk in changes.removed if chunk.chunk_id not in self._lost])
+            self._lost.difference_update(chunk.chunk_id for chunk in changes.removed)
+
+    def _note(self, added: Iterable[ChunkManifest], removed: Iterable[ChunkManifest]) -> None:
+        self._changes.extend((False, chunk) for chunk in removed)
+        self._changes.extend((True, chunk) for chunk in added)
+
+    def _prepare(self, root: BlockName) -> None:
+        self._index(root)
+        self._preparing.discard(root)
+
+    def _index(self, root: BlockName) -> ChunkIndex:
+        index = self._indexes.get(root)
+        if index is not None:
+            return index
+        with self._building:  # seconds for many chunks: one thread makes it, and the scheduler's waits for no lock
+            index = self._indexes.get(root)
+            if index is not None:
+                return index
+            with self._lock:
+                chunks = list(self._by_root.get(root, {}).values())
+            index = ChunkIndex(self._min_tokens)
+            index.add(chunks)
+            with self._lock:
+                now = self._by_root.get(root, {})
+                index.remove(chunk.chunk_id for chunk in chunks if chunk.chunk_id not in now)
+                index.add(now.values())
+                self._indexes[root] = index
+                while len(self._indexes) > MOST_INDEXES:
+                    self._indexes.popitem(last=False)
+            return index
+
+
+def with_matches(prompt: Prompt, index: ChunkIndex) -> Prompt:
+    """The prompt with the runs of its plain text that the index finds as chunks; marked chunks stay as they are."""
+    segments: list[Segment] = []
+    for segment in prompt.segments:
+        if segment.is_chunk:
+            segments.append(segment)
+            continue
+        at = 0
+        for match in index.match(segment.token_ids):
+            segments += [text(segment.token_ids[at : match.start]), run_of(match.chunk, match.offset, len(match))]
+            at = match.stop
+        segments.append(text(segment.token_ids[at:]) if at else segment)
+    return Prompt.of(segments)
