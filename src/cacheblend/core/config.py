@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan.codec import codec_of
+from cacheblend.core.plan.matching import SHORTEST
 from cacheblend.core.select.selection import Selection
 
 AnchorKind = Literal["auto", "none", "bos", "system"]
@@ -33,6 +34,10 @@ class BlendConfig(Selection):
         capture: store missed chunks after the request, in the background.
         capture_queue: most missed chunks that wait to be stored; further ones are dropped and counted.
         capture_batch_tokens: tokens (padding included) that `warm` computes at once.
+        discover: find stored chunks in plain text, and learn text that recurs in requests, to be captured as chunks;
+            not with the anchor ``system``, which is another one for each prompt.
+        min_run_tokens: shorter runs of plain text are neither found nor learnt.
+        watch_tokens: ids of recent prompts that are kept to learn from, 4 bytes each.
 
     Raises:
         InvalidInputError: a value outside its limits; the message names field, value and limit.
@@ -49,9 +54,13 @@ class BlendConfig(Selection):
     capture: bool = True
     capture_queue: int = 256
     capture_batch_tokens: int = 4096
+    discover: bool = True
+    min_run_tokens: int = 64
+    watch_tokens: int = 16 * 1024 * 1024
 
     def __post_init__(self) -> None:
         check_least = {"block_size": 1, "tile_rows": 0, "capture_batch_tokens": 1, "read_ahead": 0, "capture_queue": 0}
+        check_least |= {"min_run_tokens": SHORTEST, "watch_tokens": self.min_run_tokens}
         for name, least in check_least.items():
             if getattr(self, name) < least:
                 raise InvalidInputError(f"{name} must be at least {least}, got {getattr(self, name)}")

@@ -24,6 +24,9 @@ TokenIds = npt.NDArray[np.uint32]
 NAME_FORMAT = 1
 """Incremented when the meaning of a name changes; names of different formats are never equal."""
 
+STATE_IDS: TokenIds = np.array([0xFFFFFFFF], dtype="<u4")
+"""The only token id of a snapshot, which no prompt has: a snapshot is a block behind the chain that it sums up."""
+
 
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     """Token ids as a contiguous uint32 array [tokens]; raises `OverflowError` on a negative or huge id."""
@@ -62,6 +65,11 @@ def root_name(fingerprint: str, kv_dtype: str, codec: str = "raw", salt: str = "
 def block_name(parent: BlockName, token_ids: TokenIds) -> BlockName:
     """Name of the block that holds `token_ids` directly after the chain named `parent`."""
     return BlockName(hashlib.sha256(parent + token_ids.tobytes()).digest())
+
+
+def state_name(parent: BlockName) -> BlockName:
+    """Name of the snapshot of recurrent layers' states at the end of the chain named `parent`."""
+    return block_name(parent, STATE_IDS)
 
 
 def split_blocks(token_ids: TokenIds, block_size: int) -> list[TokenIds]:

@@ -32,6 +32,8 @@ class BlendReport:
             mode decided so.
         decision: the loading controller's reason, for display; empty without a controller.
         fallbacks: reasons why less was reused than planned, one line each.
+        saveable_share: of a model with recurrent layers, the share of its layers in which rows behind the exact prefix
+            can be left out at all; the others compute every row. None: it has no such layers.
     """
 
     prompt_tokens: int = 0
@@ -54,6 +56,7 @@ class BlendReport:
     left_out_tokens: int = 0
     decision: str = ""
     fallbacks: list[str] = field(default_factory=list)
+    saveable_share: float | None = None
 
     @property
     def loaded_tokens(self) -> int:

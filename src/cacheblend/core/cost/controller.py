@@ -7,7 +7,7 @@
 Loading a block saves computing and costs loading time. Blocks are added, those of the fastest tier first, as long as
 the expected TTFT falls. Where loading still takes longer than computing (because of a latency that fewer blocks would
 not shorten), more rows are recomputed at no cost, until computing takes `MARGIN` of the loading time. The ratio never
-falls below the floor, the share that quality requires (paper, section 5.1).
+falls below the floor, the share that quality requires (paper, section 5.1), or what a prompt is recomputed with anyway.
 
 Knows plans and seconds; knows neither engines nor stores.
 """
@@ -75,9 +75,8 @@ class Controller:
         floor: float = 0.15,
         check_layer: int | None = 1,
     ) -> None:
-        if not 0 <= floor <= 1:
-            raise InvalidInputError(f"the floor of the ratio must be in 0..1, got {floor}")
-        self._measured, self._layers, self._bytes_per_token, self._floor = cost_model, layers, bytes_per_token, floor
+        self._measured, self._layers, self._bytes_per_token = cost_model, layers, bytes_per_token
+        self._floor = _checked(floor)
         self._whole = 0.0 if check_layer is None else min(check_layer + _CHECK, layers)
         self._pace = 1.0  # time of full prefills, over the measured
         self._slower: dict[str, float] = {}  # by tier, loading time over the measured
@@ -101,21 +100,30 @@ class Controller:
         tiers = {name: speed.scaled(self._slower.get(name, 1.0)) for name, speed in self._measured.tiers.items()}
         return CostModel(prefills, tiers, self._overhead, self._measured.request_s)
 
-    def decide(self, plan: BlendPlan) -> Decision:
-        """Which of the plan's stored blocks are loaded, and the ratio."""
+    def decide(self, plan: BlendPlan, least: float | None = None) -> Decision:
+        """Which of the plan's stored blocks are loaded, and the ratio.
+
+        Args:
+            plan: with everything that is stored.
+            least: ratio that this prompt is recomputed with if loading hides no higher one; None: the floor.
+
+        Raises:
+            InvalidInputError: a ratio outside 0..1.
+        """
+        least = self._floor if least is None else _checked(least)
         stored = self._by_speed([s for s in plan.spans if s.source in (Source.PREFIX, Source.LOADED)])
         full = self._full_s(len(plan))
         taken = _Taken()
-        costs = [self._expected(plan, taken, self._floor)]
+        costs = [self._expected(plan, taken, least)]
         for span in stored:
             taken.add(span)
-            costs.append(self._expected(plan, taken, self._floor))
+            costs.append(self._expected(plan, taken, least))
         count = min(range(len(costs)), key=lambda at: (round(costs[at][2], 9), -at))
         load, compute, ttft = costs[count]
-        ratio = self._floor if count else 1.0
+        ratio = least if count else 1.0
         loaded = _Taken.of(stored[:count])
         if loaded.reused:
-            more = self._largest_hidden(plan, loaded, load)
+            more = self._largest_hidden(plan, loaded, load, least)
             expected = self._expected(plan, loaded, more)
             if expected[2] <= full:  # recomputing more also lengthens the part of a layer that does not overlap
                 ratio, (load, compute, ttft) = more, expected
@@ -208,11 +216,11 @@ class Controller:
         row_layers = rows * self._whole + fresh * (self._layers - self._whole)
         return self._measured.request_s + unit * row_layers * (self._overhead if taken.reused else 1.0)
 
-    def _largest_hidden(self, plan: BlendPlan, loaded: "_Taken", load: float) -> float:
-        """The largest ratio whose recomputing is hidden behind the loading; at least the floor."""
+    def _largest_hidden(self, plan: BlendPlan, loaded: "_Taken", load: float, least: float) -> float:
+        """The largest ratio whose recomputing is hidden behind the loading; at least `least`."""
         low, high = (self._compute_s(plan, loaded, ratio) for ratio in (0.0, 1.0))
         hidden = (MARGIN * load - low) / (high - low) if high > low else 0.0
-        return float(min(1.0, max(self._floor, hidden)))
+        return float(min(1.0, max(least, hidden)))
 
     def _reason(self, stored: Sequence[Span], count: int, ratio: float, load: float, compute: float) -> str:
         if not stored:
@@ -223,6 +231,12 @@ class Controller:
         what = "all" if count == len(stored) else f"{count} of {len(stored)}"
         why = "computing takes longer than loading" if compute >= load else "loading takes longer than computing"
         return f"{what} stored blocks from {tiers}; recompute {ratio:.2f}: {why} ({compute:.3f} s, {load:.3f} s)"
+
+
+def _checked(ratio: float) -> float:
+    if not 0 <= ratio <= 1:
+        raise InvalidInputError(f"the floor of the ratio must be in 0..1, got {ratio}")
+    return ratio
 
 
 def _learnt(value: float, factor: float, start: float) -> float:

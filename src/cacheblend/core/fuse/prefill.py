@@ -13,7 +13,7 @@ in one process. `core.fuse.batching` runs them side by side.
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.fuse.asking import Asking, OverRanks
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
+from cacheblend.core.fuse.recurrent import Recurrence
 from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
@@ -64,6 +65,7 @@ class PrefillOptions:
         last_rows: rows at the prompt's end whose logits the result has, none of them a candidate.
         synchronize: waits for the device, so that a clock read afterwards is right.
         on_result: see `OnResult`.
+        recurrence: what recurrent layers ask for.
     """
 
     tile_rows: int = 1024
@@ -75,6 +77,7 @@ class PrefillOptions:
     last_rows: int = 1
     synchronize: Callable[[], None] = lambda: None
     on_result: OnResult | None = None
+    recurrence: Recurrence = field(default_factory=Recurrence)
 
 
 class BlendedPrefill:
@@ -91,6 +94,7 @@ class BlendedPrefill:
         selector: which loaded rows are recomputed.
         options: how they are computed.
         started: when the request came, by `time.perf_counter`; None: now.
+        named: the selector as settings name it, for the report; None: `selector`.
 
     Raises:
         InvalidInputError: the selector checks at a layer that the model does not have.
@@ -105,9 +109,10 @@ class BlendedPrefill:
         options: PrefillOptions | None = None,
         *,
         started: float | None = None,
+        named: Selector | None = None,
     ) -> None:
         self._open_runner, self._open_loader, self._selector = open_runner, open_loader, selector
-        self._named = selector.name, selector.share
+        self._named = (named or selector).name, (named or selector).share
         self._options = options or PrefillOptions()
         self._computed, self._fallbacks = ComputedRows(), list[str]()
         self._restarts = 0  # after rows had been dropped
@@ -117,10 +122,15 @@ class BlendedPrefill:
         self._planned = time.perf_counter()
 
     def _start(self, plan: BlendPlan) -> None:
-        self._plan, self._runner = plan, self._open_runner(plan)
+        recurrence = self._options.recurrence
+        self._plan = plan = recurrence.begin(plan)
+        self._runner = self._open_runner(plan)
         self._selector = check_selector(self._selector, self._runner.num_layers)
-        self._loader = self._open_loader(plan, first_reused_layer(self._selector))
-        self._rows = rows = ActiveRows(plan, self._runner.embed())
+        self._first_to_drop = recurrence.first_to_drop(self._runner.num_layers)
+        self._last_to_mix = recurrence.last_to_mix(self._runner.num_layers)
+        reused = max(self._first_to_drop, first_reused_layer(self._selector))
+        self._loader = self._open_loader(plan, reused)
+        self._rows = rows = ActiveRows(plan, self._runner.embed(), recurrence.cuts(plan))
         self._layer, self._kv = 0, list[LayerKV]()
         self._question: Asking | None = None
         if rows.total and self._selector.question_rows:
@@ -195,10 +205,12 @@ class BlendedPrefill:
         self._options.synchronize()
         plan_s, prefill_s = self._planned - self._started, time.perf_counter() - self._planned
         report = report_of(self._plan, self._computed, self._loader, self._rows.recomputed, plan_s, prefill_s)
-        report.fallbacks = self._fallbacks
+        recurrence = self._options.recurrence
+        report.fallbacks, report.saveable_share = [*self._fallbacks, *recurrence.lost], recurrence.saveable_share
         if self._rows.total:
             report.selector, report.recompute_ratio = self._named
-        result = PrefillResult(logits, self._kv, self._plan, report, self._loader.read_s)
+        states = recurrence.kept(self._runner)
+        result = PrefillResult(logits, self._kv, self._plan, report, self._loader.read_s, states)
         if self._options.on_result is not None:
             self._options.on_result(result, self._is_alone)
         return result
@@ -223,13 +235,15 @@ class BlendedPrefill:
 
     def _compute_layer(self) -> LayerSteps:
         layer, rows = self._layer, self._rows
-        if layer == 0 and rows.total and self._selector.at_start:
+        if layer == self._first_to_drop and rows.total and self._selector.at_start:
             rows.keep(self._selector.select(rows.candidates()))
         kv = self._loader.layer(layer)
         if layer in self._selector.check_layers and rows.has_candidates:
             self._check(layer, kv)
-        if layer == self._runner.num_layers - 1:
+        if layer == self._last_to_mix and layer >= self._first_to_drop:
             self._finish_all_but_last_rows(layer, kv)
+        elif layer > self._last_to_mix:
+            rows.keep_last(self._options.last_rows)
         for tile in rows.tiles(self._options.tile_rows):
             attend = self._fuse_and_attend(layer, kv, rows.positions(tile))
             rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index[tile], attend)))
@@ -252,7 +266,7 @@ class BlendedPrefill:
         self._rows.keep(self._selector.select(self._rows.candidates(layer, deviation)))
 
     def _finish_all_but_last_rows(self, layer: int, kv: LayerCache) -> None:
-        """In the last layer only the keys and values of the other rows are needed, not their output."""
+        """In the last layer that mixes rows only the keys and values of the others are needed, not their output."""
         for tile in self._rows.tiles(self._options.tile_rows):
             kv.write(self._rows.positions(tile), *self._project(layer, tile))
         self._rows.keep_last(self._options.last_rows)
@@ -294,6 +308,19 @@ def check_selector(selector: Selector, num_layers: int) -> Selector:
             f"check layer {selector.check_layers[-1]} does not exist: the model has layers 0..{num_layers - 1}"
         )
     return selector
+
+
+def check_latents(selector: Selector) -> None:
+    """Whether a selector is one for a model with latent attention.
+
+    Raises:
+        InvalidInputError: it compares keys or values alone, where a layer keeps one vector for both.
+    """
+    if selector.check_layers and selector.measure != "kv":
+        raise InvalidInputError(
+            f"measure {selector.measure!r} compares keys or values alone, but this model keeps one latent for both; "
+            "use measure 'kv', which compares latent and rotated key part"
+        )
 
 
 def first_reused_layer(selector: Selector) -> int:

@@ -1,6 +1,7 @@
 """What a prefill leaves behind: logits, KV cache, and what they cost."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ class PrefillResult:
         plan: the plan that was carried out in the end.
         report: what was reused and what it cost; times of decoding are still zero.
         read_s: seconds the loader read, by tier.
+        states: what recurrent layers keep of the prompt, see `Recurrence.kept`; None without such layers.
     """
 
     logits: torch.Tensor
@@ -27,6 +29,7 @@ class PrefillResult:
     plan: BlendPlan
     report: BlendReport
     read_s: dict[str, float]
+    states: Any = None
 
 
 @dataclass

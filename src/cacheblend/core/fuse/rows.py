@@ -10,7 +10,7 @@ How many rows are active is known on the host, which of them only on the device:
 Knows plans and tensors; does not know why a row is kept or dropped (`core.select`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,7 @@ class ActiveRows:
     Args:
         plan: of the prompt.
         hidden: the first layer's input of all rows of the runner, [rows, width].
+        cuts: positions that no tile of all rows spans, ascending.
 
     Attributes:
         hidden: [n, width] of the active rows.
@@ -53,8 +54,9 @@ class ActiveRows:
         has_dropped: a row was dropped: nothing is left from which it could be computed.
     """
 
-    def __init__(self, plan: BlendPlan, hidden: torch.Tensor) -> None:
+    def __init__(self, plan: BlendPlan, hidden: torch.Tensor, cuts: Sequence[int] = ()) -> None:
         self._plan, self.hidden = plan, hidden
+        self._cuts = [cut - plan.prefix_length for cut in cuts]
         self.index = torch.arange(len(hidden), device=hidden.device)
         self.cues = Cues()
         rows = slice(plan.prefix_length, None)
@@ -69,8 +71,12 @@ class ActiveRows:
 
     def tiles(self, tile_rows: int) -> Iterator[slice]:
         """Slices of at most so many active rows, in order."""
-        for start in range(0, len(self), tile_rows):
-            yield slice(start, min(start + tile_rows, len(self)))
+        cuts = [] if self.has_dropped else self._cuts
+        start = 0
+        while start < len(self):
+            stop = min(start + tile_rows, len(self), *(cut for cut in cuts if cut > start))
+            yield slice(start, stop)
+            start = stop
 
     def positions(self, tile: slice) -> torch.Tensor:
         """[n] int64, in the prompt."""

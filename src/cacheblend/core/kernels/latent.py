@@ -10,13 +10,68 @@ latents, its query can be multiplied with W_k in front of the attention, and its
 
     q . (W_k c, r) = (W_k^T q_c, q_r) . (c, r)             sum a W_v c = W_v sum a c
 
-An engine does both products. Attention then has queries as wide as the kept vectors, and these are keys and values of
-all heads (`AttentionSpec.is_latent`). Knows neither weights nor engines.
+`attend_absorbed` does both products. Attention then has queries as wide as the kept vectors, and these are keys and
+values of all heads (`AttentionSpec.is_latent`). Knows no engine.
 """
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
+"""See `core.layers.runner.Attend`."""
+
+
+class UpProjection(NamedTuple):
+    """From a latent [rank] to each head's key, without its rotated part, and value."""
+
+    keys: torch.Tensor
+    """[heads, key_dim, rank]"""
+    values: torch.Tensor
+    """[heads, value_dim, rank]"""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, key_dim: int) -> "UpProjection":
+        """Of both, [heads, key_dim + value_dim, rank]."""
+        return cls(weight[:, :key_dim], weight[:, key_dim:])
+
+    def expand(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [n, rank] to keys, without their rotated part, and values, [heads, n, key_dim or value_dim]."""
+        return latent @ self.keys.transpose(1, 2), latent @ self.values.transpose(1, 2)
+
+
+def attend_absorbed(
+    query: torch.Tensor,
+    rotated: torch.Tensor,
+    latent: torch.Tensor,
+    up: UpProjection,
+    attend: Attend,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """A layer's attention in the absorbed form.
+
+    Args:
+        query: [heads, n, key_dim + rotary_dim], the rotated part last.
+        rotated: what the layer keeps of the same rows, [1, n, rotary_dim].
+        latent: [1, n, rank].
+        up: of the layer.
+        attend: over the kept vectors.
+        spec: of the layer.
+
+    Returns:
+        [n, heads, value_dim].
+    """
+    rotary_dim = rotated.shape[-1]
+    key_dim = query.shape[-1] - rotary_dim
+    plain, turned = query[..., :key_dim], query[..., key_dim:]
+    absorbed = torch.cat([turned, torch.bmm(plain, up.keys)], dim=-1)
+    mixed = attend(absorbed, *halves(rotated, latent), replace(spec, is_latent=True))
+    values = torch.bmm(mixed[..., rotary_dim:].transpose(0, 1), up.values.transpose(1, 2))
+    return values.transpose(0, 1)
 
 
 def halves(rotated: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,8 @@ class LayerRunner(Protocol):
         ...
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The layer's output for these rows, [n, width]; calls `attend` once. `hidden` may be overwritten."""
+        """The layer's output for these rows, [n, width]; calls `attend` once, if it has attention. `hidden` may be
+        overwritten."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

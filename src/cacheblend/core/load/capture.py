@@ -9,7 +9,7 @@ from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.core.plan.codec import codec_of
-from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.plan import BlendPlan, Span
 from cacheblend.core.plan.planner import Planner
 
 
@@ -53,13 +53,16 @@ def manifest_of(job: ChunkJob, planner: Planner, model_name: str) -> ChunkManife
     )
 
 
-def publish(plan: BlendPlan, kv: Sequence[LayerKV]) -> list[Block]:
-    """Blocks of a request whose KV is exact as computed: text in front of the first chunk, and chunks directly behind
-    their anchor."""
-    ids = plan.prompt.token_ids
-    return [
-        _block(span.name, span.parent, ids[span.start : span.stop], span.start, kv, "raw") for span in plan.publishable
-    ]
+def publish(plan: BlendPlan, kv: Sequence[LayerKV], spans: Sequence[Span] | None = None) -> list[Block]:
+    """Blocks of a request whose KV is exact as computed.
+
+    Args:
+        plan: of the request.
+        kv: that was computed, by layer.
+        spans: of the plan, with nothing but text in front of them; None: `BlendPlan.publishable`.
+    """
+    ids, spans = plan.prompt.token_ids, plan.publishable if spans is None else spans
+    return [_block(span.name, span.parent, ids[span.start : span.stop], span.start, kv, "raw") for span in spans]
 
 
 def blocks_of(job: ChunkJob, planner: Planner, layers: Sequence[LayerKV]) -> list[Block]:
@@ -86,6 +89,7 @@ def _block(
     name: BlockName, parent: BlockName, tokens: TokenIds, start: int, kv: Sequence[LayerKV], codec: str
 ) -> Block:
     stop = start + len(tokens)
+    kv = [layer for layer in kv if layer.keys.shape[0]]  # the others have no attention
     layout = KVLayout(tuple(LayerShape(k.shape[0], k.shape[2]) for k, _ in kv), kv[0].keys.dtype, codec)
     records = [layout.encode(torch.stack([k[:, start:stop], v[:, start:stop]], dim=1)).cpu() for k, v in kv]
     return Block(name, parent, tokens, records, layout)

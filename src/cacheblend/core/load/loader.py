@@ -147,7 +147,7 @@ class LayerLoader:
             loaded = self._fill(index, got, self._place_of(index)) if isinstance(got, _Read) else got
             self._staging.wait(loaded.done)
             if self._resident is not None:
-                self._put_resident(loaded.kv, self._resident(index))
+                self.put_resident(loaded.kv, self._resident(index))
             self._given[index] = loaded.kv
             self.load_s += loaded.seconds
             for tier, seconds in loaded.read.items():
@@ -314,7 +314,8 @@ class LayerLoader:
         return _Loaded(kv, sum(read.seconds.values()) + time.perf_counter() - started, read.seconds, done)
 
     @staticmethod
-    def _put_resident(kv: LayerCache, record: torch.Tensor) -> None:
+    def put_resident(kv: LayerCache, record: torch.Tensor) -> None:
+        """Fills a layer's first rows with a record of them, [kv_heads, 2, n, head_dim]."""
         for part, rows in zip((kv.keys, kv.values), record.unbind(1), strict=True):
             part[:, : rows.shape[1]] = rows
 

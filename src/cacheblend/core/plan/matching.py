@@ -24,6 +24,7 @@ SHORTEST = 2 * WINDOW - 1
 """An equal run of this length contains a hashed window wherever it begins; shorter runs may be missed."""
 
 _MOST_OWNERS = 16  # chunks compared for one window: a text that thousands of chunks share identifies none of them
+_MOST_REPEATS = 64  # equal windows of a prompt that are looked up: a text of one token would match at every shift
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: 2 ** 64 over the golden ratio
 
 
@@ -199,6 +200,7 @@ class _Windows:
         first = np.searchsorted(self.hashes, hashes, side="left")
         there = np.flatnonzero(first < len(self.hashes))
         there = there[self.hashes[first[there]] == hashes[there]]
+        there = there[repeats(hashes[there]) < _MOST_REPEATS]
         beyond = np.searchsorted(self.hashes, hashes[there], side="right")
         for at, begin, end in zip(there.tolist(), first[there].tolist(), beyond.tolist(), strict=True):
             for entry in range(begin, min(end, begin + _MOST_OWNERS)):
@@ -220,3 +222,13 @@ def window_hashes(token_ids: TokenIds) -> npt.NDArray[np.uint64]:
             hashes = hashes[: len(hashes) - width] * power + hashes[width:]
             power, width = power * power, 2 * width
     return hashes
+
+
+def repeats(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """[n] how many equal ones stand in front of each."""
+    order = np.argsort(hashes, kind="stable")
+    is_first = np.concatenate([[True], hashes[order][1:] != hashes[order][:-1]])[: len(order)]
+    counted = np.arange(len(order)) - np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    found = np.empty(len(order), np.int64)
+    found[order] = counted
+    return found

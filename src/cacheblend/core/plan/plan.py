@@ -218,6 +218,35 @@ class BlendPlan:
         ]
         return replace(self, spans=tuple(spans), left_out=self.left_out | left_out)
 
+    def resumed_at(self, stop: int, *, loads: bool) -> "BlendPlan":
+        """The plan for recurrent layers whose states are known at `stop`: every row behind it is computed.
+
+        Args:
+            stop: end of a block of the exact prefix, or 0.
+            loads: chunks behind it are loaded nevertheless, for layers that follow the last recurrent one.
+        """
+        spans, left_out = [], set[BlockName]()
+        for span in self.spans:
+            if span.start >= stop and (span.source is Source.PREFIX or (span.source is Source.LOADED and not loads)):
+                is_chunk = self.prompt.segments[span.segment].is_chunk
+                left_out.add(span.name)
+                span = replace(span, source=Source.MISS if is_chunk else Source.TEXT, tier="")
+            spans.append(span)
+        return replace(self, spans=tuple(spans), left_out=self.left_out | left_out)
+
+    def exact_ends(self, *, chunks: bool) -> dict[int, BlockName]:
+        """Ends of the leading blocks that a store keeps, and whose rows have nothing but their own chain in front of
+        them: position to name. `chunks`: also those of a chunk behind its anchor."""
+        ends, above = dict[int, BlockName](), None
+        for span in self.spans:
+            segment = self.prompt.segments[span.segment]
+            if not (span.storable or (chunks and segment.is_chunk and segment.found_in is None)):
+                break
+            if above is not None and span.parent != above:
+                break
+            ends[span.stop] = above = span.name
+        return ends
+
     def without_last_row(self) -> "BlendPlan":
         """The plan of the prompt without its last token, which an engine computes itself; at least two tokens."""
         *spans, last = self.spans

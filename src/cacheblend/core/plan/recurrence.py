@@ -1,0 +1,299 @@
+"""Recurring text: runs of token ids that stand in several requests are learnt, wherever they stand, without any mark.
+
+    request 1   A B C          nothing is known
+    request 2   x B D A        B and A stand in request 1: both are learnt, cut where the requests differ
+    request 3   y A B          both are seen again
+    request 4   z B' D         only B' of B recurs: B is split into B' and its rest
+
+Candidates come from fingerprints (`fingerprints`), each extended both ways by comparing ids, so that a run is maximal.
+What two requests begin with is left to the exact prefix. Nothing is learnt across roots: a root
+stands for model, tenant and salt. Knows token ids. Does not know stores, engines or text.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.naming import BlockName, TokenIds, block_name
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.fingerprints import Fingerprints, winnowed
+from cacheblend.core.plan.intervals import Interval, is_outside, pieces_of
+from cacheblend.core.plan.matching import SHORTEST, WINDOW, ChunkIndex
+
+HALF_LIFE = 1000
+"""Requests after which a sighting counts half."""
+
+
+@dataclass(eq=False)
+class Run:
+    """A text that recurs.
+
+    Attributes:
+        name: its identity: a hash of root and ids.
+        root: model, tenant and salt that it was seen under.
+        token_ids: [tokens].
+        sightings: requests that had it, or the run that it was split from; at least two.
+        seen_at: number of the last request that had it.
+        weight: its sightings, decayed, at `seen_at`.
+        part_of: name of the run that it was split from.
+    """
+
+    name: BlockName
+    root: BlockName
+    token_ids: TokenIds
+    sightings: int = 0
+    seen_at: int = 0
+    weight: float = 0.0
+    part_of: BlockName | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def see(self, at: int, times: int = 1) -> None:
+        """Counts sightings by request number `at`."""
+        self.weight = self.decayed(at) + times
+        self.sightings += times
+        self.seen_at = at
+
+    def decayed(self, at: int) -> float:
+        """Sightings, each worth half of what it was `HALF_LIFE` requests ago."""
+        return float(self.weight * 0.5 ** ((at - self.seen_at) / HALF_LIFE))
+
+    def worth(self, at: int) -> float:
+        """Tokens that storing it is expected to save, up to a factor: decayed sightings x tokens."""
+        return self.decayed(at) * len(self)
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What one request told.
+
+    Attributes:
+        new: runs that were seen for the second time, those of split runs among them.
+        seen: runs that were known.
+        dropped: runs that were given up for the parts that they were split into, or because there were too many.
+    """
+
+    new: Sequence[Run] = ()
+    seen: Sequence[Run] = ()
+    dropped: Sequence[Run] = ()
+
+
+@dataclass(eq=False)
+class _Watched:
+    root: BlockName
+    token_ids: TokenIds
+
+
+@dataclass(eq=False)
+class _Known:
+    """The runs of one root."""
+
+    index: ChunkIndex
+    runs: dict[BlockName, Run] = field(default_factory=dict)
+
+    def add(self, runs: Iterable[Run]) -> None:
+        """Has runs found that are still known."""
+        kept = [run for run in runs if run.name in self.runs]
+        self.index.add(
+            [ChunkManifest(run.name, run.root, run.token_ids[:0], run.token_ids, (run.name,)) for run in kept]
+        )
+
+
+class Recurrences:
+    """Watches requests of any roots, and learns what recurs. Not thread-safe.
+
+    Args:
+        min_run_tokens: shorter runs are not learnt.
+        watch_tokens: ids of recent prompts that are kept (4 bytes each), and at most as many of learnt runs; the least
+            recently useful go first. A longer prompt is not watched.
+
+    Raises:
+        InvalidInputError: `min_run_tokens` is below `matching.SHORTEST`, or `watch_tokens` below `min_run_tokens`.
+    """
+
+    def __init__(self, min_run_tokens: int = 64, watch_tokens: int = 16 * 1024 * 1024) -> None:
+        if min_run_tokens < SHORTEST:
+            raise InvalidInputError(
+                f"recurring runs of at least {SHORTEST} tokens can be found, got min_run_tokens={min_run_tokens}"
+            )
+        if watch_tokens < min_run_tokens:
+            raise InvalidInputError(
+                f"watch_tokens={watch_tokens} holds no run of min_run_tokens={min_run_tokens}; "
+                "use a larger one, or turn discovery off"
+            )
+        self._shortest, self._budget = min_run_tokens, watch_tokens
+        self._span = min_run_tokens - WINDOW + 1
+        self._watched: OrderedDict[int, _Watched] = OrderedDict()  # by number; the least recently useful first
+        self._watched_tokens = 0
+        self._fingerprints = Fingerprints()
+        self._known: dict[BlockName, _Known] = {}
+        self._known_tokens = 0
+        self._number = 0
+
+    @property
+    def watched_tokens(self) -> int:
+        """Ids of prompts that are kept."""
+        return self._watched_tokens
+
+    @property
+    def number(self) -> int:
+        """Requests seen so far."""
+        return self._number
+
+    @property
+    def runs(self) -> list[Run]:
+        """All learnt runs."""
+        return [run for known in self._known.values() for run in known.runs.values()]
+
+    def see(self, root: BlockName, token_ids: TokenIds, chunks: Iterable[Interval] = ()) -> Learnt:
+        """Takes note of a request.
+
+        Args:
+            root: model, tenant and salt.
+            token_ids: of the prompt.
+            chunks: intervals that are chunks already, by a mark or by content: nothing is learnt in them.
+        """
+        self._number += 1
+        known = self._known.setdefault(root, _Known(ChunkIndex(self._shortest)))
+        seen, new, split, covered = self._recognise(known, token_ids)
+        hashes, at = winnowed(token_ids, root, self._span)
+        taken = sorted([*covered, *chunks])
+        is_free = is_outside(at, WINDOW, taken)
+        found = self._recurring(root, token_ids, hashes[is_free], at[is_free])
+        for start, stop in pieces_of(found, taken, self._shortest):
+            run = self._learn(known, root, token_ids[start:stop], sightings=2)
+            if run is not None:
+                new.append(run)
+        known.add(new)
+        self._watch(root, token_ids, hashes, at)
+        if not known.runs:
+            del self._known[root]
+        return Learnt(new, seen, [*split, *self._forget_runs()])
+
+    def forget(self, root: BlockName | None = None) -> None:
+        """Drops what is known of a root; of all roots if None."""
+        for number in [number for number, text in self._watched.items() if root in (None, text.root)]:
+            self._watched_tokens -= len(self._watched.pop(number).token_ids)
+        for each in [each for each in self._known if root in (None, each)]:
+            self._known_tokens -= sum(map(len, self._known.pop(each).runs.values()))
+        self._fingerprints.tidy(self._watched.keys())
+
+    # ---- runs that are known ----------------------------------------------------------------------------
+
+    def _recognise(self, known: _Known, token_ids: TokenIds) -> tuple[list[Run], list[Run], list[Run], list[Interval]]:
+        """(runs seen again, those that came of splitting, those that were split, what all of them cover)."""
+        seen, new, split, covered = dict[BlockName, Run](), list[Run](), list[Run](), list[Interval]()
+        for match in known.index.match(token_ids):
+            covered.append((match.start, match.stop))
+            run = known.runs.get(match.chunk.chunk_id)
+            if run is None:  # split by an earlier match of this request
+                continue
+            cuts = [cut for cut in (match.offset, match.offset + len(match)) if self._may_cut(run, cut)]
+            if not cuts:
+                seen[run.name] = run
+                continue
+            split.append(run)
+            self._drop(known, run)
+            for start, stop in zip([0, *cuts], [*cuts, len(run)], strict=True):
+                part = self._learn(known, run.root, run.token_ids[start:stop], run.sightings)
+                if part is not None:
+                    part.part_of = run.name
+                    new.append(part)
+        for run in seen.values():
+            run.see(self._number)
+        return list(seen.values()), new, split, covered
+
+    def _may_cut(self, run: Run, cut: int) -> bool:
+        return self._shortest <= cut <= len(run) - self._shortest
+
+    def _learn(self, known: _Known, root: BlockName, token_ids: TokenIds, sightings: int) -> Run | None:
+        """A new run; None if it is known, and then it is seen once more."""
+        name = block_name(root, token_ids)
+        if name in known.runs:
+            known.runs[name].see(self._number)
+            return None
+        run = Run(name, root, token_ids.copy())
+        run.see(self._number, sightings)
+        known.runs[name] = run
+        self._known_tokens += len(run)
+        return run
+
+    def _drop(self, known: _Known, run: Run) -> None:
+        del known.runs[run.name]
+        known.index.remove([run.name])
+        self._known_tokens -= len(run)
+
+    def _forget_runs(self) -> list[Run]:
+        """Drops the runs of least worth while there are too many; a quarter at once, so that it is rare."""
+        if self._known_tokens <= self._budget:
+            return []
+        dropped = []
+        for run in sorted(self.runs, key=lambda run: run.worth(self._number)):
+            if self._known_tokens <= self._budget * 3 // 4:
+                break
+            self._drop(self._known[run.root], run)
+            dropped.append(run)
+        self._known = {root: known for root, known in self._known.items() if known.runs}
+        return dropped
+
+    # ---- runs that recur --------------------------------------------------------------------------------
+
+    def _recurring(
+        self, root: BlockName, token_ids: TokenIds, hashes: npt.NDArray[np.uint64], at: npt.NDArray[np.int64]
+    ) -> list[Interval]:
+        """The maximal runs that stand in a watched prompt, too, without what both begin with."""
+        found: set[Interval] = set()
+        beginnings: dict[int, int] = {}  # tokens that a prompt begins with as this one does
+        stops: dict[tuple[int, int], int] = {}  # by prompt and shift against it: compared up to here
+        for index, number, place in self._fingerprints.find(hashes):
+            here, text = int(at[index]), self._watched.get(number)
+            if text is None or text.root != root or here < stops.get((number, here - place), 0):
+                continue
+            start, stop = equal_around(token_ids, here, text.token_ids, place)
+            stops[number, here - place] = max(stop, here + 1)
+            if stop - start < self._shortest:
+                continue
+            self._watched.move_to_end(number)
+            if number not in beginnings:
+                beginnings[number] = _equal_length(token_ids, text.token_ids)
+            start = max(start, beginnings[number])  # also a text that repeats itself in there is an exact prefix
+            if stop - start >= self._shortest:
+                found.add((start, stop))
+        return sorted(found)
+
+    def _watch(
+        self, root: BlockName, token_ids: TokenIds, hashes: npt.NDArray[np.uint64], at: npt.NDArray[np.int64]
+    ) -> None:
+        if not len(hashes) or len(token_ids) > self._budget:
+            return
+        self._watched[self._number] = _Watched(root, token_ids.astype("<u4"))
+        self._watched_tokens += len(token_ids)
+        self._fingerprints.add(self._number, hashes, at)
+        while self._watched_tokens > self._budget:
+            _, oldest = self._watched.popitem(last=False)
+            self._watched_tokens -= len(oldest.token_ids)
+        if self._fingerprints.needs_tidying():
+            self._fingerprints.tidy(self._watched.keys())
+
+
+def equal_around(ours: TokenIds, here: int, theirs: TokenIds, place: int) -> Interval:
+    """The maximal equal run around ``ours[here]`` and ``theirs[place]``, in ours; empty if these two differ."""
+    back = _equal_length(ours[:here][::-1], theirs[:place][::-1])
+    return here - back, here + _equal_length(ours[here:], theirs[place:])
+
+
+def _equal_length(ours: TokenIds, theirs: TokenIds) -> int:
+    """How many leading ids are equal; takes time in proportion to them."""
+    end, at, step = min(len(ours), len(theirs)), 0, 128
+    while at < end:
+        stop = min(end, at + step)
+        differing = np.flatnonzero(ours[at:stop] != theirs[at:stop])
+        if len(differing):
+            return at + int(differing[0])
+        at, step = stop, 2 * step
+    return end
