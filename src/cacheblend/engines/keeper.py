@@ -5,6 +5,7 @@ Knows stores, blocks and manifests. Does not know how a chunk is computed, in wh
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cacheblend.core.errors import StoreError
@@ -40,11 +41,15 @@ class ChunkKeeper:
 
     Args:
         store: where chunks are kept; its owner closes it.
+
+    Attributes:
+        listeners: called with each chunk that was stored, by the thread that stored it.
     """
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._resume_at = 0.0
+        self.listeners: list[Callable[[ChunkManifest], None]] = []
 
     @property
     def is_paused(self) -> bool:
@@ -69,6 +74,8 @@ class ChunkKeeper:
         for block in chunk.blocks:
             self._store.write(block)
         self._store.put_manifest(chunk.manifest)
+        for listener in self.listeners:
+            listener(chunk.manifest)
 
     def keep(self, chunk: CapturedChunk) -> bool:
         """Stores a chunk after the request that missed it; False, logged, and a pause if the store cannot take it."""

@@ -3,7 +3,18 @@
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.sampling import SamplingParams
+from cacheblend.engines.hf.syncing import DocumentSync, SyncReport
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.tokens import Passage
 
-__all__ = ["Answer", "BlendEngine", "Delta", "Passage", "Request", "SamplingParams", "WarmReport"]
+__all__ = [
+    "Answer",
+    "BlendEngine",
+    "Delta",
+    "DocumentSync",
+    "Passage",
+    "Request",
+    "SamplingParams",
+    "SyncReport",
+    "WarmReport",
+]

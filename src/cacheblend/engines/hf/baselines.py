@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.latent import fill_cache
+from cacheblend.engines.hf.caches import fill_cache
+from cacheblend.engines.hf.recurrent import States
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.shadow import kl_divergence
@@ -37,6 +39,7 @@ class FirstToken:
         row_layers: rows times layers computed.
         kv: KV cache of the prompt, as decoding takes it; None if the method keeps none.
         report: set by the methods that load stored KV.
+        states: of recurrent layers behind the prompt, beside a list as `kv`.
     """
 
     logits: torch.Tensor
@@ -44,6 +47,7 @@ class FirstToken:
     row_layers: int
     kv: DynamicCache | list[LayerKV] | None = None
     report: BlendReport | None = None
+    states: States | None = None
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,11 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
     """Loads the leading blocks whose KV is exact and computes the rest without blending.
 
     A prefix shorter than `SHORTEST_PREFIX` tokens (a BOS token, for example) is computed, as prefix caches do: with a
-    loaded prefix, transformers needs an attention mask, which costs more than so short a prefix saves.
+    loaded prefix, transformers needs an attention mask, which costs more than so short a prefix saves. With recurrent
+    layers the fused path does it, which knows their states.
     """
+    if engine.survey.kinds.states:
+        return _first_token(engine.prefill(prompt, mode="prefix"))
     started = time.perf_counter()
     plan = engine.planner.plan(prompt, engine.store)
     if plan.prefix_length < SHORTEST_PREFIX:
@@ -106,8 +113,12 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
 
 def fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> FirstToken:
     """Runs the fused path: full reuse and blend differ only in their selector."""
-    result = engine.prefill(prompt, selector=selector)
-    return FirstToken(result.logits, result.report.ttft_s, result.report.row_layers, result.kv, result.report)
+    return _first_token(engine.prefill(prompt, selector=selector))
+
+
+def _first_token(result: PrefillResult) -> FirstToken:
+    report, states = result.report, None if result.states is None else result.states.last
+    return FirstToken(result.logits, report.ttft_s, report.row_layers, result.kv, report, states)
 
 
 def finish(
@@ -127,7 +138,8 @@ def finish(
         seen: called after each token with its id and the logits [vocab] that it was sampled from.
     """
     assert first.kv is not None
-    decoding = PlainDecoding(engine.model, first.kv, engine.ids_of(prompt), first.logits, params, engine.eos_ids)
+    ids = engine.ids_of(prompt)
+    decoding = PlainDecoding(engine.model, first.kv, ids, first.logits, params, engine.eos_ids, first.states)
     stream = TextStream(engine.builder.decode if engine.builder else lambda ids: "", params.stop)
     while decoding.finish_reason is None and not stream.stopped:
         token = decoding.step()
@@ -144,7 +156,7 @@ def load_prefix(engine: BlendEngine, plan: BlendPlan) -> DynamicCache:
     Raises:
         BlockLostError: a block of the prefix could not be read.
     """
-    kv, layers = [], len(engine.survey.layout.layers)
+    kv, layers = [], engine.survey.num_layers
     with engine.prefiller.open_loader(plan, layers) as loader:
         for layer in range(layers if plan.prefix_length else 0):
             loaded = loader.layer(layer)
@@ -157,7 +169,7 @@ def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: i
     out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     engine.prefiller.synchronize()
     seconds = time.perf_counter() - started
-    return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * len(engine.survey.layout.layers), cache)
+    return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * engine.survey.num_layers, cache)
 
 
 class PlainDecoding:
@@ -168,6 +180,7 @@ class PlainDecoding:
         kv: the prompt's KV, one entry per layer, or a filled transformers cache. A list is moved into such a cache
             after the first token, and emptied.
         prompt_ids, logits, params, eos_ids: see `Sampler`.
+        states: of recurrent layers, beside a list as `kv`.
     """
 
     def __init__(
@@ -178,8 +191,9 @@ class PlainDecoding:
         logits: torch.Tensor,
         params: SamplingParams,
         eos_ids: Sequence[int],
+        states: States | None = None,
     ) -> None:
-        self._model, self._kv = model, kv
+        self._model, self._kv, self._states = model, kv, states
         self._sampler = Sampler(prompt_ids, logits, params, eos_ids)
 
     @property
@@ -206,7 +220,7 @@ class PlainDecoding:
 
     def _forward(self) -> torch.Tensor:
         if not isinstance(self._kv, DynamicCache):
-            self._kv = fill_cache(self._model, self._kv)
+            self._kv = fill_cache(self._model, self._kv, self._states)
         last = self._sampler.last_id
         position = torch.tensor([[len(self._sampler) - 1]], device=last.device)
         out = self._model(input_ids=last[None], position_ids=position, past_key_values=self._kv, use_cache=True)

@@ -28,6 +28,7 @@ def calibrate(engine: BlendEngine, *, lengths: Sequence[int] = LENGTHS, rounds: 
         InvalidInputError: fewer than two lengths fit the model's context.
         StoreError: a tier cannot be written or read.
     """
+    engine.survey.kinds.check_none("the cost model of the loading controller")
     limit = engine.survey.max_length
     fitting = [tokens for tokens in lengths if limit is None or tokens <= limit]
     if len(fitting) < 2:

@@ -7,8 +7,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of
 from cacheblend.core.naming import join_ids
+from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.planner import Planner
-from cacheblend.engines.hf.latent import kv_of_cache
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.hf.caches import kv_of_cache
+from cacheblend.engines.hf.prefiller import Prefiller
+from cacheblend.engines.hf.resuming import snapshot_blocks
 
 
 def batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:
@@ -40,3 +44,24 @@ def compute_chunks(
     for row, job in enumerate(jobs):
         layers = kv_of_cache(model, cache, row)
         yield CapturedChunk(blocks_of(job, planner, layers), manifest_of(job, planner, model_name))
+
+
+@torch.no_grad()
+def compute_with_states(prefiller: Prefiller, job: ChunkJob, planner: Planner, model_name: str) -> CapturedChunk:
+    """A job's full prefill, layer by layer: a state behind padding would be another one, so jobs share no forward.
+
+    The snapshots of its recurrent layers come behind its blocks. There are none where chunks are compressed, since then
+    they are no exact prefix.
+    """
+    prompt = Prompt.of([*(text(part.tolist()) for part in job.anchor), chunk(job.token_ids.tolist())])
+    with prefiller.open_alone(prompt, planner) as prefill:
+        while not prefill.advance():
+            pass
+        result = prefill.result()
+    blocks = [*blocks_of(job, planner, result.kv), *snapshot_blocks(prefiller.kinds, result.states)]
+    return CapturedChunk(blocks, manifest_of(job, planner, model_name))
+
+
+def has_snapshots(planner: Planner) -> bool:
+    """Whether stored chunks can be exact prefixes, and so need the states behind them."""
+    return codec_of(planner.codec).is_exact

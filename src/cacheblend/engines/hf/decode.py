@@ -13,10 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
+from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_last
+from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.recurrent import States
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.view import ModelView
 
@@ -29,11 +32,18 @@ class Decoding:
     Args:
         sampler: samples the answer's tokens.
         kv: the prompt's KV, one entry per layer; emptied layer by layer, so that no layer is held twice.
+        states: of recurrent layers behind the prompt; changed with each token.
     """
 
-    def __init__(self, sampler: Sampler, kv: list[LayerKV]) -> None:
-        self.sampler, self._prompt_kv = sampler, kv
-        self._kv: list[LayerKV] = []
+    def __init__(self, sampler: Sampler, kv: list[LayerKV], states: States | None = None) -> None:
+        self.sampler, self._prompt_kv = sampler, dict(enumerate(kv))
+        self._kv: dict[int, LayerKV] = {}
+        self.states: States = {} if states is None else states
+
+    @classmethod
+    def of(cls, sampler: Sampler, result: PrefillResult) -> "Decoding":
+        """An answer to a prefilled prompt; there may be several to one."""
+        return cls(sampler, list(result.kv), None if result.states is None else result.states.taken())
 
     @property
     def position(self) -> int:
@@ -45,8 +55,8 @@ class Decoding:
 
         `together`: a row's key and value lie next to each other, as latent attention wants them.
         """
-        if len(self._kv) == layer:
-            self._kv.append(_grown(self._prompt_kv.pop(0), self.position, together))
+        if layer not in self._kv:
+            self._kv[layer] = _grown(self._prompt_kv.pop(layer), self.position, together)
         elif self._kv[layer].keys.shape[1] == self.position:
             self._kv[layer] = _grown(self._kv[layer], self.position, together)
         kv, at = self._kv[layer], self.position
@@ -85,15 +95,23 @@ def _forward(view: ModelView, answers: Sequence[Decoding]) -> torch.Tensor:
     runner, rows = HfLayerRunner(view, token_ids, positions), torch.arange(len(answers), device=token_ids.device)
     hidden = runner.embed()
     for layer in range(runner.num_layers):
-
-        def attend(
-            query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec, layer: int = layer
-        ) -> torch.Tensor:
-            mixed = []
-            for row, answer in enumerate(answers):
-                kv = answer.write(layer, keys[:, row], values[:, row], together=spec.is_latent)
-                mixed.append(attend_last(query[:, row], kv.keys, kv.values, spec))
-            return torch.stack(mixed)
-
-        hidden = runner.run(layer, hidden, rows, attend)
+        if layer in view.recurrent:  # each row from the state of its own answer
+            each = zip(answers, torch.split(hidden, 1), torch.split(rows, 1), strict=True)
+            parts = [runner.run_from(a.states[layer], layer, h, row, _attend(layer, [a])) for a, h, row in each]
+            hidden = torch.cat(parts)
+        else:
+            hidden = runner.run(layer, hidden, rows, _attend(layer, answers))
     return runner.logits_of_all(hidden)
+
+
+def _attend(layer: int, answers: Sequence[Decoding]) -> Attend:
+    """Attention of one row of each answer over its own KV."""
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        mixed = []
+        for row, answer in enumerate(answers):
+            kv = answer.write(layer, keys[:, row], values[:, row], together=spec.is_latent)
+            mixed.append(attend_last(query[:, row], kv.keys, kv.values, spec))
+        return torch.stack(mixed)
+
+    return attend

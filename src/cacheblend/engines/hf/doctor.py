@@ -167,14 +167,15 @@ def _survey(model: PreTrainedModel, found: Diagnosis) -> Survey:
         survey = survey_model(model, ModelView(model))
     except Exception as error:
         raise _fail(found, "architecture", error) from error
-    layers = len(survey.layout.layers)
+    layers, attend = survey.num_layers, len(survey.kinds.kv_layers)
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     if layers == 1:
         detail = "one decoder layer: no layer can be checked ahead of others, so no rows can be selected by deviation"
         found.checks.append(Check("layers", False, detail))
     detail = f"{type(model).__name__}, {layers} decoder layers, {parameters:.0f} M parameters"
     found.checks.append(Check("architecture", True, detail))
-    found.checks.append(Check("attention", True, "each layer calls transformers' attention interface once"))
+    which = "each layer calls" if attend == layers else f"{attend} of {layers} layers call"
+    found.checks.append(Check("attention", True, f"{which} transformers' attention interface once"))
     return survey
 
 
@@ -183,6 +184,9 @@ def _describe(survey: Survey) -> Iterator[Check]:
     yield Check("KV cache", True, f"{_shapes(survey)}, {_name(layout.dtype)}: {layout.block_bytes(1)} bytes a token")
     if any(survey.latents):
         yield Check("latent attention", True, _saving(survey))
+    if survey.kinds.states:
+        yield Check("recurrent layers", True, _recurrent(survey))
+        yield Check("what can be saved", None, _saveable(survey))
     windows = [f"{n} sliding by {window}" if window else f"{n} full" for window, n in _counts(survey.windows)]
     yield Check("windows", True, f"layers: {_joined(windows)}")
     turns = [_rotation(rotation, n, survey) for rotation, n in _counts(survey.rotations)]
@@ -212,6 +216,28 @@ def _saving(survey: Survey) -> str:
     return (
         f"{len(found)} layers keep latents, {kept / expanded:.1%} of their keys and values expanded; "
         "attention is over the latents (absorbed form)"
+    )
+
+
+def _recurrent(survey: Survey) -> str:
+    kinds = survey.kinds
+    steps = " one row at a time, so only behind a prefix that leaves few rows" if kinds.stepped else ""
+    return (
+        f"{len(kinds.states)} of {kinds.num_layers} layers keep a state, {kinds.state_bytes} bytes in all; exact "
+        f"prefixes are stored with it and go on from it{steps}"
+    )
+
+
+def _saveable(survey: Survey) -> str:
+    kinds = survey.kinds
+    if not kinds.blended_layers:
+        return (
+            "the exact prefix, and nothing behind it: a state needs every row, and no attention layer behind the last "
+            "recurrent one could leave rows out (0% of the compute); chunks are reused behind their anchor only"
+        )
+    return (
+        f"the exact prefix, and behind it at most {kinds.saveable:.0%} of the compute: rows can be left out in "
+        f"{len(kinds.blended_layers)} of {kinds.num_layers} layers, those behind the last recurrent one"
     )
 
 

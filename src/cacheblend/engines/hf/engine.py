@@ -7,7 +7,7 @@ with BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cache
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,14 @@ from transformers import PreTrainedModel
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.hf.answering import Answering
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
+from cacheblend.engines.hf.discovering import open_unmarked
 from cacheblend.engines.hf.following import AdapterFollower
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
@@ -81,7 +83,7 @@ class BlendEngine(Answering, FollowedModel):
         adapted = adapters.adapted()
         view = ModelView(adapted.model)
         survey = survey_model(model, view)
-        selector = survey.check_selector(self.config.make_selector())
+        selector = survey.fit_selector(self.config.make_selector())
         self.tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, survey, sentence_end_ids)
         self.builder = self.prompts.builder
@@ -93,6 +95,8 @@ class BlendEngine(Answering, FollowedModel):
         identity = ModelIdentity(None, self.fingerprint, dtype, bos_id, name, adapted.digest)
         planner = identity.planner(self.config)
         self.stored_layout = replace(survey.layout, codec=self.config.codec)
+        if self.config.cost_model is not None:
+            survey.kinds.check_none("the loading controller (cost_model)")
         controller = controller_for(self.config, self.fingerprint, self.stored_layout, model.device)
         self._owns_store, on_gpu = not isinstance(store, KVStore), model.device.type == "cuda"
         self.store = store if isinstance(store, KVStore) else open_store(store, page_locked=on_gpu)
@@ -101,7 +105,8 @@ class BlendEngine(Answering, FollowedModel):
         super().__init__(adapters, ModelState(adapted, view, survey, identity, planner, prefiller, self.config))
         self.background = Background(self.config.capture_queue)
         self.shadow: ShadowCheck | None = None  # set by `watching.watch`
-        self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters)
+        self._listing, self.discovery = unmarked = open_unmarked(self.store, self.config, planner.anchor)
+        self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *unmarked)
 
     @staticmethod
     def from_pretrained(
@@ -204,6 +209,10 @@ class BlendEngine(Answering, FollowedModel):
         anchor = state.planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(state, tenant, anchor, segments, progress)
 
+    def listen(self, listener: Callable[[ChunkManifest], None]) -> None:
+        """Has a function called with each chunk that this engine stores from now on, by the thread that stores it."""
+        self._warmer.keeper.listeners.append(listener)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until missed chunks are captured and stored; False if that took longer than `timeout` seconds."""
         return self._warmer.flush(timeout)
@@ -244,14 +253,14 @@ class BlendEngine(Answering, FollowedModel):
         self.background.begin_request()
         try:
             state = self.follow()
-            with self.open_prefill(prompt, ratio=ratio, state=state) as prefill:
+            with self.open_prefill(self.known_in(prompt, state), ratio=ratio, state=state) as prefill:
                 origin = self.origin(state, own=ratio is None)
                 result = self._run(prefill)
             sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids)
         except BaseException:
             self.background.end_request()
             raise
-        decoding = Decoding(sampler, list(result.kv))
+        decoding = Decoding.of(sampler, result)
         watched = None if self.shadow is None else self.shadow.begin(result, origin)
         return Request(state.view, decoding, result, started, self.store_missed, partial(self._end, watched), watched)
 
@@ -311,9 +320,26 @@ class BlendEngine(Answering, FollowedModel):
             mode = "prefix"
         return state.prefiller.open(prompt, state.planner_of(tenant), chosen, mode, raised=raised)
 
-    def store_missed(self, result: PrefillResult, tenant: str = "", *, text: bool = True) -> None:
-        """Queues what a tenant's prefill missed to be captured and stored; `text`: also the plain text at its start.
+    def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "") -> Prompt:
+        """The prompt whose plain text is cut at a tenant's stored chunks (`BlendConfig.discover`)."""
+        return prompt if self._listing is None else self._listing.match_now(state.planner_of(tenant).root, prompt)
+
+    def store_missed(
+        self,
+        result: PrefillResult,
+        tenant: str = "",
+        *,
+        text: bool = True,
+        may_keep: Callable[[int], bool] = lambda tokens: True,
+    ) -> None:
+        """Queues what a tenant's prefill missed to be captured and stored, and has text that recurs learnt from it.
 
         Call it after the first token has been drawn.
+
+        Args:
+            result: the prefill.
+            tenant: whose.
+            text: also store the plain text at its start.
+            may_keep: see `ChunkWarmer.after_request`.
         """
-        self._warmer.after_request(self._state, tenant, result, text=text)
+        self._warmer.after_request(self._state, tenant, result, text=text, may_keep=may_keep)

@@ -8,18 +8,17 @@ The up-projection's matrices are read from the layer; the survey checks that its
 else.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels import latent as kernels
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.latent import halves, parts
+from cacheblend.core.kernels.latent import UpProjection
 from cacheblend.core.layers.runner import Attend
-from cacheblend.core.load.loader import LayerKV
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,6 @@ class LatentShape:
     def width(self) -> int:
         """Numbers that are kept of a token."""
         return self.rank + self.rotary_dim
-
-
-class UpProjection(NamedTuple):
-    """From a latent [rank] to each head's key, without its rotated part, and value."""
-
-    keys: torch.Tensor
-    """[heads, key_dim, rank]"""
-    values: torch.Tensor
-    """[heads, value_dim, rank]"""
 
 
 @dataclass
@@ -92,14 +82,8 @@ def attend_absorbed(
     if tap.latent is None or tap.rotated is None:
         raise ModelNotBlendableError(f"{type(module).__name__} attends over latents without caching them")
     latent, rotated = tap.latent[0], tap.rotated[0]
-    rotary_dim = rotated.shape[-1]
-    key_dim = query.shape[-1] - rotary_dim
-    up = up_projection(module, latent, key_dim)
-    plain, turned = query[..., :key_dim], query[..., key_dim:]
-    absorbed = torch.cat([turned, torch.bmm(plain, up.keys)], dim=-1)
-    mixed = attend(absorbed, *halves(rotated, latent), replace(spec, is_latent=True))
-    values = torch.bmm(mixed[..., rotary_dim:].transpose(0, 1), up.values.transpose(1, 2))
-    return values.transpose(0, 1)
+    up = up_projection(module, latent, query.shape[-1] - rotated.shape[-1])
+    return kernels.attend_absorbed(query, rotated, latent, up, attend, spec)
 
 
 def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjection:
@@ -115,17 +99,13 @@ def up_projection(module: Any, latent: torch.Tensor, key_dim: int) -> UpProjecti
     """
     linear, rank = module.kv_b_proj, latent.shape[-1]
     if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.dtype == latent.dtype:
-        return _split(linear.weight.view(-1, key_dim + _value_dim(module), rank), key_dim)
+        return UpProjection.of(linear.weight.view(-1, key_dim + _value_dim(module), rank), key_dim)
     known: UpProjection | None = module.__dict__.get("_cacheblend_up")
     if known is None or known.keys.dtype != latent.dtype or known.keys.device != latent.device:
         unit = torch.eye(rank, dtype=latent.dtype, device=latent.device)
         weight = linear(unit).T.reshape(-1, key_dim + _value_dim(module), rank)
-        known = module.__dict__["_cacheblend_up"] = _split(weight, key_dim)
+        known = module.__dict__["_cacheblend_up"] = UpProjection.of(weight, key_dim)
     return known
-
-
-def _split(weight: torch.Tensor, key_dim: int) -> UpProjection:
-    return UpProjection(weight[:, :key_dim], weight[:, key_dim:])
 
 
 def _value_dim(module: Any) -> int:
@@ -152,8 +132,8 @@ def latent_shape(module: Any, like: torch.Tensor) -> LatentShape:
     latent, rotated = drawn[..., :rank], drawn[..., rank:]
     own = module.expand_kv(latent, rotated)
     up = up_projection(module, latent[0], own[0].shape[-1] - rotary_dim)
-    keys = torch.cat([latent @ up.keys.transpose(1, 2), rotated.expand(-1, heads, -1, -1)], dim=-1)
-    values = latent @ up.values.transpose(1, 2)
+    plain, values = (part[None] for part in up.expand(latent[0, 0]))
+    keys = torch.cat([plain, rotated.expand(-1, heads, -1, -1)], dim=-1)
     if not all(_is_equal(mine, theirs) for mine, theirs in zip((keys, values), own, strict=True)):
         raise ModelNotBlendableError(
             f"{type(module).__name__} expands its latents in another way than by one matrix for each head"
@@ -180,37 +160,3 @@ def check_caching(layer: nn.Module) -> None:
                 f"{type(module).__name__} has latent attention (kv_lora_rank = {rank}), but caches expanded keys and "
                 "values; open the model with transformers' own class, not with code that comes with it"
             )
-
-
-# ---- transformers' caches ---------------------------------------------------------------------------------------
-
-
-def rotary_dims(model: nn.Module) -> dict[int, int]:
-    """Numbers of the rotated key part of each layer of a model that attends over latents, by the layer's index."""
-    found: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
-    return {int(module.layer_idx): int(module.qk_rope_head_dim) for module in found}
-
-
-def kv_of_cache(model: nn.Module, cache: DynamicCache, row: int = 0) -> list[LayerKV]:
-    """The KV of one sequence in transformers' cache, in the form of the core's buffers.
-
-    Where a layer attends over latents, transformers has the latent in the place of keys, and the rotated part in that
-    of values.
-    """
-    dims = rotary_dims(model)
-    kept = [(layer.keys[row], layer.values[row]) for layer in cache.layers]
-    return [
-        LayerKV(*(halves(second, first) if index in dims else (first, second)))
-        for index, (first, second) in enumerate(kept)
-    ]
-
-
-def fill_cache(model: Any, kv: list[LayerKV]) -> DynamicCache:
-    """Moves a prompt's KV into a transformers cache; empties `kv` layer by layer, so that no layer is held twice."""
-    cache, dims = DynamicCache(config=model.config), rotary_dims(model)
-    for layer in range(len(kv)):
-        first, second = kv.pop(0)
-        if layer in dims:
-            second, first = parts(first, second, dims[layer])
-        cache.update(first[None], second[None], layer)
-    return cache

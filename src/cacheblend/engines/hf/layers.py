@@ -10,6 +10,7 @@ from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.upload import upload
 from cacheblend.core.layers.runner import Attend
+from cacheblend.engines.hf.recurrent import LayerState, States, copy_of
 from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView
 
 
@@ -41,10 +42,27 @@ class HfLayerRunner:
         view: view of the model.
         token_ids: [rows] int64 on the model's device.
         positions: [rows] int64, best on the model's device too.
+        states: of recurrent layers in front of the first row, which the runner goes on from and changes; None: there
+            are no rows in front.
+        cuts: numbers of rows behind which the states are copied; tiles end there.
+
+    Attributes:
+        states: of recurrent layers, behind the rows that each has computed.
+        snapshots: copies of the states, by the number of rows in front.
     """
 
-    def __init__(self, view: ModelView, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(
+        self,
+        view: ModelView,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: States | None = None,
+        cuts: Sequence[int] = (),
+    ) -> None:
         self.view, self._token_ids, self._positions = view, token_ids, upload(positions, token_ids.device)
+        self.states: States = {} if states is None else states
+        self.snapshots: dict[int, States] = {cut: {} for cut in cuts}
+        self._done: dict[int, int] = {}  # rows that each recurrent layer has computed
         self._first_hidden: torch.Tensor | None
         self._first_hidden, self._calls = view.open(token_ids, self._positions)
 
@@ -68,16 +86,36 @@ class HfLayerRunner:
     def project(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, head_dim]; computes only the layer's norm and projections."""
         try:
-            self.run(layer, hidden, rows, _stop_at_attention)
+            self.run_from({}, layer, hidden, rows, _stop_at_attention)
         except _ProjectedError as projected:
             return projected.keys, projected.values
         raise RuntimeError(f"layer {layer} finished without attention; the survey should have refused this model")
 
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The layer's output [n, width]."""
+        """The layer's output [n, width]. Of a recurrent layer the rows follow those of the call before."""
+        state = self.states.setdefault(layer, {}) if layer in self.view.recurrent else {}
+        out = self.run_from(state, layer, hidden, rows, attend)
+        if layer in self.view.recurrent:
+            self._keep(layer, state, len(rows))
+        return out
+
+    def run_from(
+        self, state: LayerState, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The layer's output [n, width], going on from this state, if it is recurrent, and changing it."""
+        if layer in self.view.stepped and state and len(rows) > 1:
+            each = zip(torch.split(hidden, 1), torch.split(rows, 1), strict=True)
+            return torch.cat([self.run_from(state, layer, part, row, attend) for part, row in each])
+        kept = state if layer in self.view.recurrent else None
         if len(rows) == len(self._token_ids):  # all of them, as in decoding, where each microsecond is spent per layer
-            return self.view.run_layer(layer, hidden, _attending(self._calls[layer], attend))
-        return self.view.run_layer(layer, hidden, side_by_side([self.arguments(layer, rows)], attend))
+            return self.view.run_layer(layer, hidden, _attending(self._calls[layer], attend), kept)
+        return self.view.run_layer(layer, hidden, side_by_side([self.arguments(layer, rows)], attend), kept)
+
+    def _keep(self, layer: int, state: LayerState, rows: int) -> None:
+        """Copies a layer's state, if it is at a cut."""
+        self._done[layer] = self._done.get(layer, 0) + rows
+        if (snapshot := self.snapshots.get(self._done[layer])) is not None:
+            snapshot[layer] = copy_of({layer: state})[layer]
 
     def arguments(self, layer: int, rows: torch.Tensor) -> LayerCall:
         """The layer's arguments for these rows, without the hidden states; per-row arguments are `OfRows`."""
@@ -144,5 +182,7 @@ class JoinedRows:
     def run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The layer's output [n, width]; `rows` numbers the rows of all calls, in order."""
         runners = [cast(HfLayerRunner, call.runner) for call in self.calls]
+        if layer in runners[0].view.recurrent:  # a state goes from row to row: no rows of others may lie between
+            return torch.cat([call.run() for call in self.calls])
         arguments = [runner.arguments(layer, call.rows) for runner, call in zip(runners, self.calls, strict=True)]
         return runners[0].view.run_layer(layer, hidden, side_by_side(arguments, attend))

@@ -18,8 +18,8 @@ from cacheblend.core.kernels.rope import reposition_keys, turn_by
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
+from cacheblend.engines.hf.caches import kv_of_cache, whole_cache
 from cacheblend.engines.hf.engine import BlendEngine
-from cacheblend.engines.hf.latent import kv_of_cache
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.store import MemoryStore
 
@@ -112,21 +112,24 @@ class LiveCheck:
 
     def _everything_recomputed(self) -> tuple[bool, str]:
         """First exactness invariant, on the fused path: with all rows recomputed, blending equals full prefill."""
-        deep = len(self._survey.layout.layers) > 1
+        deep = self._survey.num_layers > 1
         selector: Selector = Hkvd(check_layers=(1,), ratios=(1.0,)) if deep else AllRows()
         chunks = [chunk(self._ids(self._chunk_tokens).tolist()) for _ in range(CHUNKS)]
         prompts = [self._prompt([self._text(), *chunks, self._text()]) for _ in range(self._prompts)]
-        return self._invariant(chunks, prompts, selector)
+        kinds = self._survey.kinds
+        return self._invariant(chunks, prompts, selector, loads=not kinds.states or len(kinds.blended_layers) > 0)
 
     def _lone_chunk(self) -> tuple[bool, str]:
         """Second exactness invariant: a chunk directly after its anchor is an exact prefix at any ratio."""
         chunks = [chunk(self._ids(self._chunk_tokens).tolist())]
         prompts = [self._prompt([*chunks, self._text()]) for _ in range(self._prompts)]
-        return self._invariant(chunks, prompts, NoRows())
+        return self._invariant(chunks, prompts, NoRows(), loads=not self._survey.kinds.stepped)
 
     @torch.no_grad()
-    def _invariant(self, chunks: list[Segment], prompts: list[Prompt], selector: Selector) -> tuple[bool, str]:
-        """Compares blended and plain results of each prompt by their median distance.
+    def _invariant(
+        self, chunks: list[Segment], prompts: list[Prompt], selector: Selector, *, loads: bool
+    ) -> tuple[bool, str]:
+        """Compares blended and plain results of each prompt by their median distance; `loads`: chunks are loaded.
 
         The median, because rounding alone may send a row of a mixture-of-experts model to another expert.
         """
@@ -142,10 +145,10 @@ class LiveCheck:
                 plain = self._plain(ids)
                 noises.append(self._noise(ids, plain))
                 blended = engine.prefill(prompt, selector=selector)
-                report = blended.report
-                if report.loaded_tokens != sum(map(len, chunks)):
+                report, kv = blended.report, [blended.kv[layer] for layer in self._survey.kinds.kv_layers]
+                if loads and report.loaded_tokens != sum(map(len, chunks)):
                     return False, f"only {report.loaded_tokens} of {sum(map(len, chunks))} stored tokens were loaded"
-                distances.append(_distance(Plain(blended.logits, blended.kv), plain).worst())
+                distances.append(_distance(Plain(blended.logits, kv), plain).worst())
         return self._judge(statistics.median(distances), statistics.median(noises), f"{len(prompts[0])} tokens")
 
     def _judge(self, distance: float, noise: float, what: str) -> tuple[bool, str]:
@@ -158,7 +161,7 @@ class LiveCheck:
 
     def _plain(self, ids: torch.Tensor, *, first: int = 0, split: int | None = None) -> Plain:
         """transformers' own forward of `ids` [n] at positions from `first` on; in two calls if `split` is given."""
-        cache = DynamicCache()  # without a config, sliding-window layers keep all tokens, so that all can be compared
+        cache = whole_cache(self._model, self._survey.kinds)  # all tokens, so that all can be compared
         parts = [(0, len(ids))] if split is None else [(0, split), (split, len(ids))]
         for start, stop in parts:
             positions = torch.arange(first + start, first + stop, device=ids.device)[None]
@@ -180,12 +183,13 @@ class LiveCheck:
             ModelNotBlendableError: the model keeps state other than keys and values.
         """
         layers = len(self._survey.layout.layers)
-        if len(cache.layers) != layers or any(getattr(layer, "keys", None) is None for layer in cache.layers):
+        kept = kv_of_cache(self._model, cache)
+        if len(kept) != layers:
             raise ModelNotBlendableError(
-                f"{type(self._model).__name__} keeps state other than the keys and values of its {layers} layers "
-                "(such as that of a convolution or state-space layer), which blending does not support"
+                f"{type(self._model).__name__} caches the keys and values of {len(kept)} layers, and {layers} have "
+                "attention; the others keep something that blending does not know"
             )
-        return kv_of_cache(self._model, cache)
+        return kept
 
     def _noise(self, ids: torch.Tensor, plain: Plain) -> float:
         """The model's own noise: largest distance of two other plain computations from `plain`; 0 in full precision."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from cacheblend.core.kernels.operations import serve
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import EmptySource, KVLayout
+from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt
@@ -24,6 +26,9 @@ from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
 from cacheblend.engines.hf.compiling import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
+from cacheblend.engines.hf.recurrent import LayerKinds
+from cacheblend.engines.hf.resuming import Resuming
+from cacheblend.engines.hf.sparse_loader import open_loader_of
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import KVStore
@@ -62,6 +67,11 @@ class Prefiller:
         if config.compile_layers:
             compile_layers(view, device)
 
+    @property
+    def kinds(self) -> LayerKinds:
+        """Which of the model's layers have attention, and which keep a state."""
+        return self._survey.kinds
+
     def of_view(self, view: ModelView, survey: Survey) -> "Prefiller":
         """The same for another view of the model."""
         return Prefiller(view, survey, self._store, self._config, self.controller, self.device, self._sentence_end_ids)
@@ -88,14 +98,14 @@ class Prefiller:
         plan = plan_in_mode(planner.plan(prompt, self._store), mode)
         decision = None
         if self.controller is not None and raised is not None and mode == "blend":
-            decision = self.controller.decide(plan)
+            in_force = selector.share if selector.share is not None else floor_of(self._config)
+            decision = self.controller.decide(plan, in_force)
             plan = plan.leaving_out(decision.left_out)
-            if decision.ratio > floor_of(self._config):
+            if decision.ratio > in_force:
                 selector = raised(decision.ratio)
         chosen = NoRows() if mode == "reuse" else selector
-        self._survey.check_selector(chosen)
         options = self._options(chosen, decision)
-        return BlendedPrefill(plan, self._open_runner, self.open_loader, chosen, options, started=started)
+        return self._begin(plan, self._survey.fit_selector(chosen), options, started, named=chosen)
 
     def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> BlendedPrefill:
         """A full prefill for its logits alone: asks the store for nothing, and keeps the KV of one layer at a time.
@@ -106,12 +116,21 @@ class Prefiller:
             last_rows: see `PrefillOptions`.
         """
         options = replace(self._options(AllRows(), None), last_rows=last_rows, on_layer=lambda layer, kv: None)
-        plan = planner.plan(prompt, EmptySource())
-        return BlendedPrefill(plan, self._open_runner, self.open_loader, AllRows(), options)
+        return self._begin(planner.plan(prompt, EmptySource()), AllRows(), options)
+
+    def open_alone(self, prompt: Prompt, planner: Planner) -> BlendedPrefill:
+        """A full prefill that keeps everything: KV, and snapshots of recurrent layers.
+
+        Args:
+            prompt: an anchor and a chunk.
+            planner: the tenant's.
+        """
+        return self._begin(planner.plan(prompt, EmptySource()), AllRows(), self._options(AllRows(), None))
 
     def open_loader(self, plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
-        """Opens a loader for the plan; see `LayerLoader`."""
-        return LayerLoader(
+        """Opens a loader for the plan; see `LayerLoader`. Layers are the model's."""
+        return open_loader_of(
+            self._survey.kinds,
             plan,
             self._store,
             self._survey.layout,
@@ -127,10 +146,31 @@ class Prefiller:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _open_runner(self, plan: BlendPlan) -> HfLayerRunner:
+    def _begin(
+        self,
+        plan: BlendPlan,
+        selector: Selector,
+        options: PrefillOptions,
+        started: float | None = None,
+        named: Selector | None = None,
+    ) -> BlendedPrefill:
+        """`named`: the selector as settings name it, for the report."""
+        begin = partial(BlendedPrefill, started=started, named=named)
+        if not self._survey.kinds.has_other_layers:
+            return begin(plan, self._open_runner, self.open_loader, selector, options)
+        exact, a_token = codec_of(self._config.codec).is_exact, self._survey.layout.block_bytes(1)
+        resuming = Resuming(self._survey.kinds, self._store, self.device, a_token, chunks=exact)
+        tile_rows = len(plan) if self._survey.kinds.stepped else options.tile_rows
+        options = replace(options, recurrence=resuming, tile_rows=tile_rows)
+        opens = partial(self._open_runner, resuming=resuming)
+        return begin(plan, opens, self.open_loader, selector, options)
+
+    def _open_runner(self, plan: BlendPlan, resuming: Resuming | None = None) -> HfLayerRunner:
         first = plan.prefix_length
         ids, positions = upload_together([plan.prompt.token_ids[first:], np.arange(first, len(plan))], self.device)
-        return HfLayerRunner(self._view, ids, positions)
+        if resuming is None:
+            return HfLayerRunner(self._view, ids, positions)
+        return HfLayerRunner(self._view, ids, positions, resuming.states, resuming.row_cuts())
 
     def _options(self, selector: Selector, decision: Decision | None) -> PrefillOptions:
         return PrefillOptions(

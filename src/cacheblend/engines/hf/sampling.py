@@ -7,10 +7,14 @@ from typing import Any, TypedDict
 
 import torch
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -32,10 +36,15 @@ class SamplingParams:
         temperature: 0 and all values below `GREEDY_BELOW` decode greedily.
         top_k, top_p, min_p: as in transformers' processors of these names; 0, 1 and 0 disable them.
         repetition_penalty: 0.01 to 100; 1 disables it.
+        presence_penalty: -2 to 2, subtracted from the logits of the answer's tokens so far; 0 disables it.
+        frequency_penalty: the same, as many times as the token stands in the answer.
+        logit_bias: (token id, -100 to 100), added to its logit.
+        bad_words: sequences of token ids that the answer must not have.
         seed: the same seed gives the same answer; None: a random seed for each answer.
         stop: texts that end the answer; they are not part of it.
         stop_token_ids: ids that end the answer, in addition to the model's EOS ids.
         ignore_eos: do not stop at the model's EOS ids.
+        min_new_tokens: until then no EOS or stop id is drawn; stop texts end the answer nevertheless.
     """
 
     max_new_tokens: int = 256
@@ -44,10 +53,15 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -61,6 +75,17 @@ class SamplingParams:
             raise InvalidInputError(
                 f"repetition_penalty must be in {_PENALTY_MIN:g}..{_PENALTY_MAX:g}, got {self.repetition_penalty}"
             )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise InvalidInputError(f"{name} must be in -2..2, got {getattr(self, name)}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InvalidInputError(
+                f"min_new_tokens must be in 0..{self.max_new_tokens} (max_new_tokens), got {self.min_new_tokens}"
+            )
+        if not all(-100 <= bias <= 100 for _, bias in self.logit_bias):
+            raise InvalidInputError(f"each logit_bias must be in -100..100, got {dict(self.logit_bias)}")
+        if not all(self.bad_words):
+            raise InvalidInputError("an entry of bad_words has no tokens")
         if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
             raise InvalidInputError(
                 f"top_p must be in 0..1 (above 0) and min_p in 0..1, got {self.top_p} and {self.min_p}"
@@ -75,8 +100,16 @@ class SamplingParams:
     def _check_types(self) -> None:
         """A wrong type would fail, or mean something else, only after the prefill."""
         wanted = {
-            "a whole number": (("max_new_tokens", "top_k"), _is_whole),
-            "a number": (("temperature", "top_p", "min_p", "repetition_penalty"), _is_number),
+            "a whole number": (("max_new_tokens", "top_k", "min_new_tokens"), _is_whole),
+            "a number": (
+                ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+                _is_number,
+            ),
+            "pairs of token id and number": (("logit_bias",), lambda value: _is_tuple_of(value, _is_bias)),
+            "tuples of token ids": (
+                ("bad_words",),
+                lambda value: _is_tuple_of(value, lambda word: _is_tuple_of(word, _is_whole)),
+            ),
             "a whole number or None": (("seed",), lambda value: value is None or _is_whole(value)),
             "True or False": (("ignore_eos",), lambda value: isinstance(value, bool)),
             "a tuple of texts": (("stop",), lambda value: _is_tuple_of(value, lambda item: isinstance(item, str))),
@@ -90,24 +123,62 @@ class SamplingParams:
     def within(self, context: int | None, prompt_tokens: int) -> "SamplingParams":
         """The same, with as many new tokens at most as the context has left after a prompt; None: no limit."""
         left = self.max_new_tokens if context is None else context - prompt_tokens + 1
-        return replace(self, max_new_tokens=min(self.max_new_tokens, left))
+        most = min(self.max_new_tokens, left)
+        return replace(self, max_new_tokens=most, min_new_tokens=min(self.min_new_tokens, most))
 
     @property
     def greedy(self) -> bool:
         """True if the most likely token is taken instead of sampling."""
         return self.temperature < GREEDY_BELOW
 
-    def processors(self) -> LogitsProcessorList:
-        """Transformers' processors for these parameters: penalties, then warpers, in transformers' own order."""
-        chosen = []
+    def processors(self, prompt_tokens: int, stop_ids: Sequence[int]) -> LogitsProcessorList:
+        """Transformers' processors for these parameters: penalties, then warpers, in transformers' own order.
+
+        Args:
+            prompt_tokens: that precede the answer.
+            stop_ids: tokens that end the answer.
+        """
+        chosen: list[LogitsProcessor] = []
+        if self.logit_bias:
+            biases = {(token,): float(bias) for token, bias in self.logit_bias}
+            chosen.append(SequenceBiasLogitsProcessor(biases))
         if self.repetition_penalty != 1:
             chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if self.presence_penalty or self.frequency_penalty:
+            chosen.append(CountPenalties(prompt_tokens, self.presence_penalty, self.frequency_penalty))
+        if self.bad_words:
+            chosen.append(NoBadWordsLogitsProcessor([list(word) for word in self.bad_words]))
+        if self.min_new_tokens and stop_ids:
+            chosen.append(MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_new_tokens, list(stop_ids)))
         if not self.greedy:
             chosen += [TemperatureLogitsWarper(float(self.temperature))] if self.temperature != 1 else []
             chosen += [TopKLogitsWarper(self.top_k)] if self.top_k else []
             chosen += [TopPLogitsWarper(self.top_p)] if self.top_p < 1 else []
             chosen += [MinPLogitsWarper(self.min_p)] if self.min_p > 0 else []
         return LogitsProcessorList(chosen)
+
+
+class CountPenalties(LogitsProcessor):  # type: ignore[misc, unused-ignore]
+    """OpenAI's penalties: of tokens by how often they stand in the answer so far.
+
+    Args:
+        prompt_tokens: that precede the answer and do not count.
+        presence: subtracted if the token stands there at all.
+        frequency: subtracted as many times as it does.
+    """
+
+    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
+        self._prompt_tokens, self._presence, self._frequency = prompt_tokens, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[1, vocab] scores after [1, tokens] ids."""
+        answer = input_ids[:, self._prompt_tokens :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and _is_whole(value[0]) and _is_number(value[1])
 
 
 def _is_whole(value: object) -> bool:
@@ -131,10 +202,15 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Sequence[tuple[int, float]]
+    bad_words: Sequence[Sequence[int]]
     seed: int | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    min_new_tokens: int
 
 
 def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
@@ -154,9 +230,9 @@ def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> Samp
             raise InvalidInputError(f"unknown sampling option {name!r}; the options are {', '.join(known)}")
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "logit_bias", "bad_words"):
         if isinstance(given.get(name), Iterable):
-            given[name] = tuple(given[name])
+            given[name] = tuple(tuple(each) if isinstance(each, list) else each for each in given[name])
     return SamplingParams(**given)
 
 
@@ -184,8 +260,8 @@ class Sampler:
         self, prompt_ids: torch.Tensor, logits: torch.Tensor, params: SamplingParams, eos_ids: Sequence[int]
     ) -> None:
         self.logits, self._params = logits, params
-        self._processors = params.processors()
         self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        self._processors = params.processors(len(prompt_ids), sorted(self._stops))
         self._generator = torch.Generator(device=logits.device)
         if params.seed is None:
             self._generator.seed()

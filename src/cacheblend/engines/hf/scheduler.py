@@ -53,8 +53,8 @@ class Scheduler:
 
     def __init__(self, engine: BlendEngine, limits: Limits | None = None) -> None:
         self._engine, self._limits = engine, limits or Limits()
-        selector = engine.config.make_selector().of_model(len(engine.survey.layout.layers))
-        last_check = max(selector.check_layers, default=0)
+        selector = engine.survey.fit_selector(engine.config.make_selector())
+        last_check = max((*selector.check_layers, engine.survey.kinds.first_to_drop))
         self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, engine.config.tile_rows, JoinedRows)
         self._waiting: deque[Ticket] = deque()
         self._answering: list[Ticket] = []
@@ -173,8 +173,9 @@ class Scheduler:
             self._engine.background.begin_request()
             try:
                 state = self._engine.follow()
+                prompt = self._engine.known_in(ask.prompt, state, ask.tenant) if ask.mode == "blend" else ask.prompt
                 ticket.prefill = self._engine.open_prefill(
-                    ask.prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant, state=state
+                    prompt, ratio=ask.ratio, selector=ask.selector, mode=ask.mode, tenant=ask.tenant, state=state
                 )
             except Exception as error:
                 self._end(ticket, error)
@@ -230,7 +231,7 @@ class Scheduler:
             seed = None if ask.params.seed is None else ask.params.seed + number
             sampler = Sampler(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids)
             stream = TextStream(decode, ask.params.stop)
-            ticket.choices.append(Choice(Decoding(sampler, list(result.kv)), stream))
+            ticket.choices.append(Choice(Decoding.of(sampler, result), stream))
         ticket.to_store = result
         if engine.shadow is not None and ticket.origin is not None:
             ticket.watched = engine.shadow.begin(result, ticket.origin)
@@ -259,8 +260,9 @@ class Scheduler:
             ticket.watched.add(token, sampler.logits)
         self._emit(ticket, number, choice, token)
         result, ticket.to_store = ticket.to_store, None
-        if result is not None and ticket.ask.may_keep(sum(map(len, result.plan.missed_chunks()))):
-            self._engine.store_missed(result, ticket.ask.tenant, text=ticket.ask.keep_text)
+        if result is not None:
+            ask = ticket.ask
+            self._engine.store_missed(result, ask.tenant, text=ask.keep_text, may_keep=ask.may_keep)
 
     def _catch_up(self) -> None:
         """Captures a missed chunk if it has waited for `catch_up_s`; spends at most `_CATCH_UP_SHARE` of the time."""

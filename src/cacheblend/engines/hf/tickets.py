@@ -68,8 +68,8 @@ class Ask:
         tenant: see `BlendEngine.planner_of`.
         tenant_label: what the figures of the shadow check call the tenant; other tenants may see it.
         keep_text: also store the plain text in front of the first chunk, for prompts that start with the same text.
-        may_keep: called after the first token with the number of missed chunk tokens; returns whether to store them.
-            Must not block.
+        may_keep: called after the first token with the number of missed chunk tokens, and later from another thread
+            with those of text that recurs; returns whether to store them. Must not block.
     """
 
     prompt: Prompt

@@ -21,6 +21,7 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 from cacheblend.engines.hf.latent import LatentTap, attend_absorbed, latent_attention
+from cacheblend.engines.hf.recurrent import CACHE_ARGUMENTS, LayerState, StateTap
 
 ATTENTION = "cacheblend"
 _SHARED = re.compile(r"_modules|_parameters|_buffers|.*_hooks.*")  # by a module and its copies, but for the children
@@ -154,6 +155,8 @@ class ModelView:
 
     Attributes:
         latent: for each layer, its module that attends over latents; None where keys and values are cached per head.
+        recurrent: layers that keep a state; found by the survey.
+        stepped: those of them that go on from it one row at a time only.
 
     Raises:
         ModelNotBlendableError: its decoder layers cannot be found, or their forward is wrapped.
@@ -166,6 +169,7 @@ class ModelView:
         self.latent: Sequence[Any] = [latent_attention(layer) for layer in self.layers]
         self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False
+        self.recurrent = self.stepped = frozenset[int]()
 
     def run_as(self, layers: Sequence[Callable[..., Any]]) -> None:
         """Has `run_layer` call these, which compute what the layers compute: compiled ones, or the layers again."""
@@ -187,10 +191,23 @@ class ModelView:
             )
         return shell.first_hidden, shell.calls
 
-    def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """The layer's output [n, width] for hidden states [n, width]."""
+    def run_layer(
+        self, index: int, hidden: torch.Tensor, call: LayerCall, state: LayerState | None = None
+    ) -> torch.Tensor:
+        """The layer's output [n, width] for hidden states [n, width].
+
+        Args:
+            index: of the layer.
+            hidden: of the rows.
+            call: the layer's arguments for these rows.
+            state: of a recurrent layer in front of the rows, which then are in order and without gaps; it is changed to
+                that behind them. None: the layer keeps none.
+        """
         if self.latent[index] is not None:
             call = _tapped(call)
+        elif state is not None:
+            tap = StateTap(state)
+            call = LayerCall(call.args, {n: tap if n in CACHE_ARGUMENTS else v for n, v in call.kwargs.items()})
         out = self._called[index](hidden[None], *call.args, **call.kwargs)
         self._layers_give_tuples = isinstance(out, tuple)
         output: torch.Tensor = out[0] if self._layers_give_tuples else out

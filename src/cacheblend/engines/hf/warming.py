@@ -4,9 +4,12 @@ Knows the model's plain forward, the store and the background queue. Does not kn
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from transformers import PreTrainedModel
 
@@ -14,21 +17,40 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, manifest_of, publish
-from cacheblend.core.naming import TokenIds
+from cacheblend.core.naming import BlockName, TokenIds, state_name
+from cacheblend.core.plan.blocks import Block
+from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, check_ids
+from cacheblend.core.plan.recurrence import Run
+from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf.background import Background
-from cacheblend.engines.hf.capture import batches, compute_chunks
+from cacheblend.engines.hf.capture import batches, compute_chunks, compute_with_states, has_snapshots
 from cacheblend.engines.hf.following import AdapterFollower
+from cacheblend.engines.hf.resuming import SHORTEST, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import Survey, check_mode
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
+from cacheblend.engines.listing import ChunkListing
 from cacheblend.store import KVStore, WriteBehind
 
 Progress = Callable[[int, int], None]
 logger = logging.getLogger("cacheblend.engine")
+MOST_BEGUN = 1 << 16
+"""Names of blocks that are remembered to see whether prompts begin alike."""
+
 HOLD_UP_TOKENS = 2048
 """A longer chunk is captured only while there are no requests."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asker:
+    """Whose request a discovered run was in: how its chunk is computed, and whether it may be stored."""
+
+    state: ModelState
+    planner: Planner
+    anchor: tuple[TokenIds, ...]
+    may_keep: Callable[[int], bool]
 
 
 class ChunkWarmer:
@@ -41,6 +63,11 @@ class ChunkWarmer:
         background: runs the work that is done after requests.
         name: of the model, for people.
         adapters: of the model; KV computed while they change is not stored.
+        listing: chunks that are stored are added to; None: nothing is found in plain text.
+        discovery: learns text that recurs; None: nothing is learnt.
+
+    Attributes:
+        keeper: stores the chunks.
     """
 
     def __init__(
@@ -51,11 +78,18 @@ class ChunkWarmer:
         background: Background,
         name: str,
         adapters: AdapterFollower,
+        listing: ChunkListing | None = None,
+        discovery: Discovery[Asker] | None = None,
     ) -> None:
         self._model, self._store, self._config = model, store, config
         self._background, self._name, self._adapters = background, name, adapters
         self._writer = WriteBehind(store)
-        self._keeper = ChunkKeeper(store)
+        self.keeper = ChunkKeeper(store)
+        self._listing = listing
+        if listing is not None:  # found in plain text, too
+            self.keeper.listeners.append(lambda manifest: listing.add([manifest]))
+        self._discovery, self._queued, self._lock = discovery, set[bool](), threading.Lock()
+        self._begun: dict[BlockName, None] = {}  # blocks that prompts without chunks begin with, the newest last
 
     def warm(
         self,
@@ -69,13 +103,13 @@ class ChunkWarmer:
         started = time.perf_counter()
         planner = state.planner_of(tenant)
         jobs = _jobs(state.survey, anchor, segments)
-        missing = [job for job in jobs if not self._keeper.is_held(manifest_of(job, planner, self._name))]
+        missing = [job for job in jobs if not self._is_held(job, state, planner)]
         done = len(jobs) - len(missing)
         if progress is not None:
             progress(done, len(jobs))
         for batch in batches(missing, self._config.capture_batch_tokens):
             for captured in self._compute(batch, state, planner):
-                self._keeper.store(captured)
+                self.keeper.store(captured)
             done += len(batch)
             if progress is not None:
                 progress(done, len(jobs))
@@ -83,8 +117,17 @@ class ChunkWarmer:
         tokens = sum(len(job.token_ids) for job in missing)
         return WarmReport(len(missing), len(jobs) - len(missing), tokens, time.perf_counter() - started)
 
-    def after_request(self, state: ModelState, tenant: str, result: PrefillResult, *, text: bool = True) -> None:
-        """After a request: writes its exact blocks as they are, and queues its missed chunks to be computed alone.
+    def after_request(
+        self,
+        state: ModelState,
+        tenant: str,
+        result: PrefillResult,
+        *,
+        text: bool = True,
+        may_keep: Callable[[int], bool] = lambda tokens: True,
+    ) -> None:
+        """After a request: writes its exact blocks as they are, and queues its missed chunks to be computed alone, as
+        the text that recurs in it.
 
         Blocks that the loading controller left out because they are slow to load are promoted to a faster tier,
         since they are in use.
@@ -94,19 +137,29 @@ class ChunkWarmer:
             tenant: the request's.
             result: its prefill.
             text: also write the exact blocks of plain text at the prompt's start.
+            may_keep: called with the tokens of missed chunks, at once, or of a run that recurs, later and in another
+                thread; returns whether to store them.
         """
         left_out = result.plan.left_out
         if left_out and self._config.cost_model is not None:
             self._background.submit(left_out, partial(self._store.promote, sorted(left_out)), patient=True)
-        if not self._config.capture or self._keeper.is_paused:
+        if not self._config.capture or self.keeper.is_paused:
             return
         planner = state.planner_of(tenant)
         anchor = tuple(planner.anchor.segments(result.plan.prompt))
         if not self._is_current(state) or planner.chain_of(anchor) != result.plan.anchor_name:
             return  # the request was computed with other adapters
-        for block in publish(result.plan, result.kv) if text else ():
+        if self._discovery is not None:
+            asker = Asker(state, planner, anchor, may_keep)
+            self._discovery.watch(planner.root, result.plan.prompt, result.plan, asker, self._queue_discovered)
+        missed = result.plan.missed_chunks()
+        if not may_keep(sum(map(len, missed))):
+            return
+        for block in self._exact_blocks(result) if text else ():
             self._writer.submit(block)
-        for segment in result.plan.missed_chunks():
+        for block in snapshot_blocks(state.survey.kinds, result.states) if text and result.states else ():
+            self._writer.submit(block)
+        for segment in missed:
             job = ChunkJob(anchor, segment.token_ids, segment.label)
             self._background.submit(
                 manifest_of(job, planner, "").chunk_id,
@@ -114,26 +167,81 @@ class ChunkWarmer:
                 patient=len(job) > HOLD_UP_TOKENS,
             )
 
+    def _exact_blocks(self, result: PrefillResult) -> list[Block]:
+        """The text in front of the first chunk; of a prompt without chunks what an earlier one began with, too."""
+        plan = result.plan
+        if plan.prompt.chunks or self._discovery is None:
+            return publish(plan, result.kv)
+        computed = [span for span in plan.spans if span.source is Source.TEXT and span.name not in plan.left_out]
+        with self._lock:
+            again = [span for span in computed if span.name in self._begun]
+            self._begun |= dict.fromkeys(span.name for span in computed)
+            for name in list(islice(self._begun, max(0, len(self._begun) - MOST_BEGUN))):
+                del self._begun[name]
+        return publish(plan, result.kv, again)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Waits for the work that `after_request` queued; False if it took longer than `timeout` seconds."""
+        watched = self._discovery is None or self._discovery.flush(timeout)
         done = self._background.flush(timeout)
-        return self._writer.flush(timeout) and done
+        return self._writer.flush(timeout) and done and watched
 
     def close(self) -> None:
-        """Ends writing. The background queue is closed by its owner."""
+        """Ends writing and discovery. The background queue is closed by its owner."""
         self._writer.close()
+        if self._discovery is not None:
+            self._discovery.close()
+        if self._listing is not None:
+            self._listing.close()
 
     def _capture(self, state: ModelState, planner: Planner, job: ChunkJob) -> None:
         """Computes and keeps a missed chunk, unless the store has received it since or cannot take chunks now."""
-        if self._keeper.is_paused or self._keeper.is_held(manifest_of(job, planner, self._name)):
+        if self.keeper.is_paused or self._is_held(job, state, planner):
             return
+        for each in self._compute_quietly(job, state, planner):
+            self.keeper.keep(each)
+
+    def _compute_quietly(self, job: ChunkJob, state: ModelState, planner: Planner) -> list[CapturedChunk]:
+        """The chunk's KV; none if the adapters were switched."""
         try:
-            captured = self._compute([job], state, planner)
+            return self._compute([job], state, planner)
         except ModelChangedError:  # no failure: the request that missed it was one of the other adapters
             logger.info("a missed chunk of %d tokens is not stored: the adapters were switched", len(job.token_ids))
+            return []
+
+    # ---- text that recurs -------------------------------------------------------------------------------
+
+    def _queue_discovered(self) -> None:
+        """Has the runs of most worth computed, of short and of long ones one at a time."""
+        for is_long in (False, True):
+            with self._lock:
+                if is_long in self._queued:
+                    continue
+                self._queued.add(is_long)
+            if not self._background.submit(object(), partial(self._discovered, is_long), patient=is_long):
+                self._queued.discard(is_long)
+
+    def _discovered(self, is_long: bool) -> None:
+        """Computes and keeps a run, and queues the next one."""
+        with self._lock:
+            self._queued.discard(is_long)
+        wanted = None if self._discovery is None else self._discovery.take(partial(_is_of, is_long))
+        if wanted is None or self._discovery is None:
             return
-        for each in captured:
-            self._keeper.keep(each)
+        self._keep_discovered(self._discovery, wanted.run, wanted.asker)
+        self._queue_discovered()
+
+    def _keep_discovered(self, discovery: Discovery[Asker], run: Run, asker: Asker) -> None:
+        job = ChunkJob(asker.anchor, run.token_ids)
+        longest, manifest = asker.state.survey.max_length, manifest_of(job, asker.planner, self._name)
+        if self.keeper.is_paused or (longest is not None and len(job) > longest):
+            return
+        if self.keeper.is_held(manifest):
+            discovery.stored(run, manifest, computed=False)
+        elif asker.may_keep(len(run)):
+            for captured in self._compute_quietly(job, asker.state, asker.planner):
+                if self.keeper.keep(captured):
+                    discovery.stored(run, manifest)
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunks' KV, with the adapters that the planner names.
@@ -145,15 +253,35 @@ class ChunkWarmer:
         check_mode(self._model)
         captured: list[CapturedChunk] = []
         if self._is_current(state):
-            captured += compute_chunks(state.adapted.model, jobs, planner, self._name)
+            captured += self._computed(jobs, state, planner)
         if not self._is_current(state):  # also weights that were replaced in their place
             raise ModelChangedError(
                 "the model's adapters were changed while passages were computed, which are not stored; warm them again"
             )
         return captured
 
+    def _computed(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> Iterable[CapturedChunk]:
+        """By one padded forward of the model, or by prefills of their own, which note recurrent layers' states."""
+        if state.survey.kinds.has_other_layers:
+            return [compute_with_states(state.prefiller, job, planner, self._name) for job in jobs]
+        return compute_chunks(state.adapted.model, jobs, planner, self._name)
+
+    def _is_held(self, job: ChunkJob, state: ModelState, planner: Planner) -> bool:
+        """Whether the store holds a chunk, lists it, and holds the states behind it, if it has any."""
+        manifest = manifest_of(job, planner, self._name)
+        if not self.keeper.is_held(manifest):
+            return False
+        if not state.survey.kinds.states or not has_snapshots(planner) or len(job) < SHORTEST:
+            return True
+        [found] = self._store.find([state_name(manifest.chunk_id)])
+        return found is not None
+
     def _is_current(self, state: ModelState) -> bool:
         return self._adapters.version() == state.adapted.version
+
+
+def _is_of(is_long: bool, run: Run) -> bool:
+    return (len(run) > HOLD_UP_TOKENS) == is_long
 
 
 def _jobs(survey: Survey, anchor: Sequence[TokenIds], segments: Sequence[Segment]) -> list[ChunkJob]:

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan import prompt as core_prompt
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.engines.tokens.chat import Content, MarkedContents, Message, Passage, put_before_question
+
+_SHORT = 2048
+"""Characters of a text that is tokenised in a millisecond or two."""
 
 
 class PromptBuilder:
@@ -24,6 +27,9 @@ class PromptBuilder:
 
     Args:
         tokenizer: a transformers tokenizer with a ``tokenizers`` backend.
+
+    Attributes:
+        longest_token: characters of the vocabulary's longest token; of a byte-level vocabulary, bytes.
 
     Raises:
         InvalidInputError: it has no such backend.
@@ -41,6 +47,7 @@ class PromptBuilder:
         self._plain = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec) | {"added_tokens": []}))
         self._frame = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec)))
         self._first = Tokenizer.from_str(json.dumps(spec))
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=False)), default=1)
         self.bos_id = self._find_bos()
 
     def prompt(self, parts: Iterable[Content]) -> Prompt:
@@ -103,7 +110,7 @@ class PromptBuilder:
         check_encodable(text, "the text")
         check_encodable(frame, "the frame")
         start, stop = len(around[0]), len(around[0]) + len(text)
-        encoding = self._first.encode(text.join(around), add_special_tokens=False)
+        encoding = _encoded(self._first, text.join(around))
         inside = zip(encoding.ids, encoding.offsets, strict=True)
         return [number for number, (first, last) in inside if first >= start and last <= stop]
 
@@ -114,7 +121,7 @@ class PromptBuilder:
             InvalidInputError: the text has a lone surrogate.
         """
         check_encodable(text, what)
-        encoding = self._plain.encode(text, add_special_tokens=False)
+        encoding = _encoded(self._plain, text)
         ids: list[int] = encoding.ids
         if self._literals.isdisjoint(ids):
             return ids
@@ -123,6 +130,10 @@ class PromptBuilder:
         cuts = [start + 1 for start, stop in found if stop - start > 1]
         pieces = (text[start:stop] for start, stop in pairwise([0, *cuts, len(text)]))
         return [i for piece in pieces for i in self.encode(piece)] if cuts else ids
+
+    def count(self, text: str) -> int:
+        """Tokens of a text; fewer than `encode` gives where it holds the text of a special token."""
+        return len(_encoded(self._plain, text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
@@ -171,7 +182,7 @@ class PromptBuilder:
     def _frame_segment(self, frame: str, first: bool) -> Segment:
         check_encodable(frame, "the chat template's text")
         tokenizer = self._first if first else self._frame
-        return core_prompt.text(tokenizer.encode(frame, add_special_tokens=False).ids)
+        return core_prompt.text(_encoded(tokenizer, frame).ids)
 
     def _find_bos(self) -> int | None:
         bos = self._tokenizer.bos_token_id
@@ -187,6 +198,14 @@ class PromptBuilder:
             if rendered.startswith(self._tokenizer.bos_token):
                 return int(bos)
         return None
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
+    """The text's tokens. Of a batch, tokenizers lets go of the interpreter's lock while it works; of a single text it
+    does not, and a long one would hold up all other threads for seconds."""
+    if len(text) <= _SHORT:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _without_dummy_prefix(spec: dict[str, Any]) -> dict[str, Any]:

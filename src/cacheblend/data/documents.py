@@ -1,0 +1,183 @@
+"""Reads documents with ids from a folder, a file of JSON lines, or a stream; every error names the place.
+
+| source    | a document |
+|---|---|
+| folder    | each ``.txt`` and ``.md`` file in it or below it; its id is the path, with ``/`` |
+| .jsonl, - | each line: ``{"id", "text", "title"?}`` |
+
+A source is read twice: first all ids, so that nothing is changed where two are equal or a line is wrong, then the texts
+one by one, so that a large source does not have to fit into memory.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.data.files import kind, parse_json, read_text
+from cacheblend.engines.documents import Document
+
+ENDINGS = (".txt", ".md")
+"""Of files in a folder that are documents."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A document that is in the source, but cannot be read now; what is stored of it stays.
+
+    Attributes:
+        id: of the document.
+        reason: what is wrong, with the file's name.
+    """
+
+    id: str
+    reason: str
+
+
+class DocumentSource(Protocol):
+    """A source of documents.
+
+    Attributes:
+        ids: of all documents, in order.
+        skipped: files that are not documents, as ``"3 files *.pdf"``.
+    """
+
+    ids: dict[str, None]
+    skipped: list[str]
+
+    def documents(self) -> Iterator[Document | Unreadable]:
+        """Reads the documents, in the order of `ids`."""
+        ...
+
+
+def read_documents(source: str, stream: IO[bytes] | None = None) -> DocumentSource:
+    """The documents of a source, their ids read and checked.
+
+    Args:
+        source: a folder, a file, or ``-`` for the stream.
+        stream: what ``-`` means.
+
+    Raises:
+        InvalidInputError: there is no such source, two documents have one id, or a line is no document.
+    """
+    path = Path(source)
+    if source == "-" and stream is not None:
+        return _spooled(stream)
+    if path.is_dir():
+        return FolderSource(path)
+    if path.suffix == ".jsonl" and path.is_file():
+        return LinesSource(source, _opened(path))
+    what = "is not a folder or a .jsonl file" if path.exists() else "does not exist"
+    raise InvalidInputError(f'--source {source} {what}; give a folder of texts, JSON lines of {{"id", "text"}}, or -')
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _spooled(stream: IO[bytes]) -> "LinesSource":
+    """A copy of a stream that can be read twice: in memory, or in a file where it is long."""
+    copy = tempfile.SpooledTemporaryFile(max_size=1 << 26)  # noqa: SIM115  # lives as long as the source
+    shutil.copyfileobj(stream, copy)
+    return LinesSource("standard input", copy)
+
+
+@dataclass
+class FolderSource:
+    """See `DocumentSource`: the files of a folder."""
+
+    folder: Path
+    ids: dict[str, None] = field(init=False)
+    skipped: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        except OSError as error:
+            raise InvalidInputError(f"{self.folder} cannot be read: {error.strerror}") from error
+        names = [path.relative_to(self.folder).as_posix() for path in files]
+        shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+        self.ids = {name: None for name in shown if name.endswith(ENDINGS)}
+        others: dict[str, int] = {}
+        for name in shown:
+            if not name.endswith(ENDINGS):
+                ending = f"*{Path(name).suffix}"
+                others[ending] = others.get(ending, 0) + 1
+        self.skipped = [f"{count} files {ending}" for ending, count in sorted(others.items())]
+
+    def documents(self) -> Iterator[Document | Unreadable]:
+        """See `DocumentSource`."""
+        for name in self.ids:
+            try:
+                document: Document | Unreadable = Document(name, read_text(self.folder / name))
+            except InvalidInputError as error:
+                shown = name.encode("utf-8", "backslashreplace").decode()
+                document = Unreadable(shown, str(error).encode("utf-8", "backslashreplace").decode())
+            yield document
+
+
+class LinesSource:
+    """See `DocumentSource`: JSON lines.
+
+    Args:
+        name: of the source, for errors.
+        file: it can be read from its start again.
+
+    Raises:
+        InvalidInputError: a line is no document, or two have one id.
+    """
+
+    def __init__(self, name: str, file: IO[bytes]) -> None:
+        self._name, self._file = name, file
+        self.skipped: list[str] = []
+        self.ids: dict[str, None] = {}
+        for number, document in self._read():
+            if document.id in self.ids:
+                raise InvalidInputError(
+                    f"{name}, line {number}: an earlier line has the id {document.id[:80]!r}, too; give each document "
+                    "an id of its own"
+                )
+            self.ids[document.id] = None
+
+    def documents(self) -> Iterator[Document | Unreadable]:
+        """See `DocumentSource`."""
+        for _, document in self._read():
+            if document.id in self.ids:  # else it came after the ids were read: the next sync has it
+                yield document
+
+    def _read(self) -> Iterator[tuple[int, Document]]:
+        """(number, document) of each line that is not blank, numbered from 1."""
+        self._file.seek(0)
+        for number, line in enumerate(self._file, 1):
+            where = f"{self._name}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise InvalidInputError(f"{where} is not UTF-8: byte {error.start} ({error.reason})") from error
+            if text.strip():
+                yield number, _document(parse_json(text, where), where)
+
+
+def _document(row: Any, where: str) -> Document:
+    """A document from ``{"id", "text", "title"?}``; other fields are the source's own."""
+    if not isinstance(row, dict):
+        raise InvalidInputError(f"{where}: expected an object with 'id' and 'text', found {kind(row)}")
+    for name in ("id", "text"):
+        if name not in row:
+            raise InvalidInputError(f"{where}: the field {name!r} is missing (found {', '.join(map(repr, row))})")
+    given = row["id"]
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    fields = {"id": str(given) if is_number else given, "text": row["text"], "title": row.get("title", "")}
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            raise InvalidInputError(f"{where}, field {name!r}: expected a text, found {kind(value)}")
+    try:
+        return Document(**fields)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{where}: {error}") from error

@@ -1,0 +1,276 @@
+"""Text that recurs is stored without any mark: then the store's list (`listing`) finds it in plain text.
+
+    watch     after its first token: what recurs is learnt, in a thread
+    take      when there is time: the run of most worth, to be computed alone and stored
+    stored    it can be found now
+
+Knows prompts, plans and the list. Does not know how a chunk is computed, or when.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from cacheblend.core.load.threads import DaemonPool
+from cacheblend.core.naming import BlockName
+from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.intervals import Interval
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.plan.recurrence import Recurrences, Run
+from cacheblend.engines.listing import ChunkListing
+from cacheblend.store import KVStore
+
+MOST_WANTED = 1024
+"""Runs that wait to be stored; those of least worth go."""
+
+MOST_BEHIND = 64
+"""Requests that wait to be watched; further ones are not, and counted."""
+
+Asker = TypeVar("Asker")
+logger = logging.getLogger("cacheblend.engine")
+
+
+@dataclass(frozen=True)
+class DiscoveryFigures:
+    """What discovery has done since the engine was opened.
+
+    Attributes:
+        runs: runs that were learnt; a part of a run that was split counts anew.
+        stored_tokens: tokens of the runs that were computed and stored.
+        hit_tokens: tokens of prompts that were loaded from these.
+        wasted_tokens: of `stored_tokens`, those of runs that no prompt was given since.
+        unwatched: requests that came too fast to be watched.
+        watched_tokens: ids of recent prompts that are kept now.
+    """
+
+    runs: int = 0
+    stored_tokens: int = 0
+    hit_tokens: int = 0
+    wasted_tokens: int = 0
+    unwatched: int = 0
+    watched_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted(Generic[Asker]):
+    """A run to be stored.
+
+    Attributes:
+        run: the run.
+        asker: what the engine said of the last request that had it.
+    """
+
+    run: Run
+    asker: Asker
+
+
+@dataclass
+class _Stored:
+    manifest: ChunkManifest
+    computed: bool  # for this
+    runs: set[BlockName]  # that are found in it: the one it was made of, or what that was split into
+    is_split: bool = False
+    hits: int = 0  # tokens
+
+    @property
+    def is_wasted(self) -> bool:
+        return self.computed and not self.hits
+
+    def __len__(self) -> int:
+        return len(self.manifest.token_ids)
+
+
+class Discovery(Generic[Asker]):
+    """Of one engine. May be used from any thread.
+
+    Args:
+        store: where chunks are found; its owner closes it.
+        listing: of the chunks in it; its owner closes it.
+        min_run_tokens: see `Recurrences`.
+        watch_tokens: likewise.
+
+    Raises:
+        InvalidInputError: as `Recurrences`.
+    """
+
+    def __init__(self, store: KVStore, listing: ChunkListing, min_run_tokens: int, watch_tokens: int) -> None:
+        self._store, self._listing = store, listing
+        self._recurrences = Recurrences(min_run_tokens, watch_tokens)
+        self._lock = threading.Lock()  # of everything below; never held while the store is asked
+        self._wanted: dict[BlockName, Wanted[Asker]] = {}
+        self._stored: dict[BlockName, _Stored] = {}  # by chunk
+        self._chunk_of: dict[BlockName, BlockName] = {}  # by run
+        self._figures = DiscoveryFigures()
+        self._pool, self._behind = DaemonPool(1, "cacheblend-discovery"), 0
+        self._caught_up = threading.Condition(self._lock)
+
+    @property
+    def figures(self) -> DiscoveryFigures:
+        """What it has done."""
+        with self._lock:
+            wasted = sum(len(each) for each in self._stored.values() if each.is_wasted)
+            return replace(self._figures, wasted_tokens=self._figures.wasted_tokens + wasted)
+
+    @property
+    def has_work(self) -> bool:
+        """A request is being watched, or a run is wanted."""
+        return bool(self._behind or self._wanted)
+
+    def watch(
+        self,
+        root: BlockName,
+        prompt: Prompt,
+        plan: BlendPlan | None,
+        asker: Asker,
+        wanted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Has a request taken note of, in a thread.
+
+        Args:
+            root: of its chunks.
+            prompt: with the chunks that were marked or found.
+            plan: with what was loaded; None: nothing was.
+            asker: kept with the runs that are to be stored because of it.
+            wanted: called if there are such; may use `take`.
+        """
+        with self._lock:
+            if self._behind >= MOST_BEHIND:
+                self._figures = replace(self._figures, unwatched=self._figures.unwatched + 1)
+                return
+            self._behind += 1
+        try:
+            self._pool.submit(self._watch, root, prompt, plan, asker, wanted)
+        except RuntimeError:  # closed while the request was answered
+            with self._caught_up:
+                self._behind -= 1
+
+    def take(self, suits: Callable[[Run], bool]) -> Wanted[Asker] | None:
+        """The run of most worth of those that suit, which is not wanted any more; None: there is none."""
+        with self._lock:
+            suiting = [each for each in self._wanted.values() if suits(each.run)]
+            best = max(suiting, key=lambda each: each.run.worth(self._recurrences.number), default=None)
+            return None if best is None else self._wanted.pop(best.run.name)
+
+    def stored(self, run: Run, manifest: ChunkManifest, *, computed: bool = True) -> None:
+        """A run is in the store, and was computed for it or was there: it is found from now on."""
+        with self._lock:
+            before = self._stored.get(manifest.chunk_id)
+            runs = {run.name} | (before.runs if before else set())
+            self._stored[manifest.chunk_id] = _Stored(manifest, computed, runs)
+            self._chunk_of[run.name] = manifest.chunk_id
+            if computed:
+                self._figures = replace(self._figures, stored_tokens=self._figures.stored_tokens + len(run))
+        self._listing.add([manifest])
+
+    def reset(self) -> None:
+        """Forgets all that was seen: the names of everything stored have changed."""
+        with self._lock:
+            self._wanted, self._stored, self._chunk_of = {}, {}, {}
+        with suppress(RuntimeError):  # closed
+            self._pool.submit(self._recurrences.forget)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until all requests were watched; False if that took longer than `timeout` seconds."""
+        with self._caught_up:
+            return self._caught_up.wait_for(lambda: not self._behind, timeout)
+
+    def close(self) -> None:
+        """Ends the thread; waits for nothing, and has nobody wait for what is not watched any more."""
+        self._pool.close()
+        with self._caught_up:
+            self._behind = 0
+            self._caught_up.notify_all()
+
+    # ---- in the thread ----------------------------------------------------------------------------------
+
+    def _watch(
+        self, root: BlockName, prompt: Prompt, plan: BlendPlan | None, asker: Asker, wanted: Callable[[], None]
+    ) -> None:
+        try:
+            learnt = self._recurrences.see(root, prompt.token_ids, chunks_in(prompt))
+            with self._lock:
+                gone = [] if plan is None else self._count_hits(plan)
+                gone += [chunk for run in learnt.dropped if (chunk := self._give_up(run, learnt.new)) is not None]
+                self._want([*learnt.new, *learnt.seen], asker)
+                figures = replace(self._figures, runs=self._figures.runs + len(learnt.new))
+                self._figures = replace(figures, watched_tokens=self._recurrences.watched_tokens)
+                is_any_wanted = bool(self._wanted)
+            self._delete(gone)
+            if is_any_wanted:
+                wanted()
+        except Exception:
+            logger.warning("a request is not watched for recurring text; its answer is not affected", exc_info=True)
+        finally:
+            with self._caught_up:
+                self._behind = max(0, self._behind - 1)
+                self._caught_up.notify_all()
+
+    def _count_hits(self, plan: BlendPlan) -> list[ChunkManifest]:
+        """Returns what is to be deleted: evicted chunks of runs that were split, which would hide their parts."""
+        lost = {name for name, is_held in plan.held_chunks().items() if not is_held and name in self._stored}
+        for span in plan.spans:
+            found_in = plan.prompt.segments[span.segment].found_in
+            stored = None if found_in is None else self._stored.get(found_in.chunk_id)
+            if stored is not None and span.source in (Source.LOADED, Source.PREFIX):
+                stored.hits += len(span)
+                self._figures = replace(self._figures, hit_tokens=self._figures.hit_tokens + len(span))
+        evicted = [self._forget(name) for name in lost]  # their runs are stored again if they are seen again
+        return [each.manifest for each in evicted if each.computed and each.is_split]
+
+    def _want(self, runs: Sequence[Run], asker: Asker) -> None:
+        for run in runs:
+            if run.name not in self._chunk_of:
+                self._wanted[run.name] = Wanted(run, asker)
+        if len(self._wanted) > MOST_WANTED:
+            worth = sorted(self._wanted.values(), key=lambda each: -each.run.worth(self._recurrences.number))
+            self._wanted = {each.run.name: each for each in worth[: MOST_WANTED * 3 // 4]}
+
+    def _give_up(self, run: Run, new: Sequence[Run]) -> ChunkManifest | None:
+        """Forgets a run. Its chunk, if it was stored: one that was used stays, and serves the parts that the run was
+        split into; another is returned, to be deleted."""
+        self._wanted.pop(run.name, None)
+        name = self._chunk_of.pop(run.name, None)
+        if name is None:
+            return None
+        stored = self._stored[name]
+        if stored.is_wasted:
+            self._forget(name)
+            return stored.manifest
+        parts = {part.name for part in new if part.part_of == run.name}
+        stored.runs, stored.is_split = (stored.runs - {run.name}) | parts, True
+        self._chunk_of |= dict.fromkeys(parts, name)
+        return None
+
+    def _forget(self, name: BlockName) -> _Stored:
+        stored = self._stored.pop(name)
+        for run in stored.runs:
+            self._chunk_of.pop(run, None)
+        if stored.is_wasted:
+            self._figures = replace(self._figures, wasted_tokens=self._figures.wasted_tokens + len(stored))
+        return stored
+
+    def _delete(self, chunks: Sequence[ChunkManifest]) -> None:
+        """Takes chunks off the store, so that others keep their place and parts are found elsewhere."""
+        self._listing.forget(chunk.chunk_id for chunk in chunks)
+        with self._lock:
+            kept = {name for each in self._stored.values() for name in each.manifest.block_names}
+        kept |= self._store.pinned() if chunks else set()
+        for chunk in chunks:
+            self._store.delete_manifest(chunk.chunk_id)
+            for name in chunk.block_names:
+                if name not in kept:  # chunks that begin alike share blocks
+                    self._store.delete(name)
+
+
+def chunks_in(prompt: Prompt) -> list[Interval]:
+    """Where the prompt's chunks stand, marked or found."""
+    found, at = list[Interval](), 0
+    for segment in prompt.segments:
+        if segment.is_chunk:
+            found.append((at, at + len(segment)))
+        at += len(segment)
+    return found

@@ -1,0 +1,228 @@
+"""Documents with ids, the chunks that they are cut into, and which of these are dropped when no document has them.
+
+    text ── tokens ── chunks, cut by content ── record (in the store) of the chunks' names
+                                                 put before the chunks are computed, so that
+                                                 no other process drops one of them meanwhile
+
+Knows stores and token ids. Does not know how a chunk is computed.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.naming import BlockName, TokenIds, state_name
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Segment, chunk
+from cacheblend.store import KVStore
+from cacheblend.store.documents import Blocks, DamagedRecord, DocumentRecord
+
+LONGEST_ID = 1024
+"""Characters of a document's id, or of a collection's name, at most."""
+
+COLLECTION = "documents"
+"""The collection of documents for which none is named."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document as its source has it.
+
+    Attributes:
+        id: any text; equal ids are the same document.
+        text: may be empty: then the document has no chunks.
+        title: for people.
+
+    Raises:
+        InvalidInputError: an id that is empty or too long, or a lone surrogate in any text.
+    """
+
+    id: str
+    text: str
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.id, "a document's id")
+        check_encodable(self.title, f"document {self.id[:80]!r}: the title")
+        check_encodable(self.text, f"document {self.id[:80]!r}: the text")
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedDocument:
+    """A document's record as it is to be, and its chunks.
+
+    Attributes:
+        record: names the chunks.
+        segments: the chunks, as `BlendEngine.warm` takes them.
+    """
+
+    record: DocumentRecord
+    segments: list[Segment]
+
+
+@dataclass
+class Dropped:
+    """Chunks that no document has any more.
+
+    Attributes:
+        chunks: ids of those that were dropped.
+        pinned: how many stay, because they are pinned.
+    """
+
+    chunks: list[BlockName] = field(default_factory=list)
+    pinned: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentBook:
+    """The documents of one model and tenant in one store, in one collection.
+
+    Attributes:
+        store: holds records and chunks.
+        planner: names the chunks.
+        anchor: in front of each chunk, segment by segment.
+        collection: the documents' own name space.
+        cut: gives a document's chunks for its text, [tokens] each.
+        rules: says how `cut` cuts; texts are cut again when it changes.
+    """
+
+    store: KVStore
+    planner: Planner
+    anchor: Sequence[TokenIds]
+    collection: str
+    cut: Callable[[Document], list[TokenIds]]
+    rules: str
+    known: dict[BlockName, DocumentRecord | DamagedRecord] = field(default_factory=dict)
+
+    def read(self) -> list[DamagedRecord]:
+        """Reads which documents of the collection there are, to `known`; the root's damaged records. Raises
+        `StoreError`."""
+        records = self.store.documents.all(self.planner.root)
+        damaged = [each for each in records if isinstance(each, DamagedRecord)]
+        intact = [each for each in records if isinstance(each, DocumentRecord) and each.collection == self.collection]
+        self.known.update({each.name: each for each in damaged})
+        self.known.update({each.name: each for each in intact})
+        return damaged
+
+    def digest(self, document: Document) -> str:
+        """Says whether a document has to be cut again, hexadecimal."""
+        chain = self.planner.chain_of(self.anchor).hex()
+        parts = (self.rules, str(self.planner.block_size), chain, document.title, document.text)
+        framed = b"".join(len(part.encode()).to_bytes(8, "little") + part.encode() for part in parts)
+        return hashlib.sha256(framed).hexdigest()
+
+    def is_current(self, record: DocumentRecord, digest: str) -> bool:
+        """Nothing is left to be done for a document: it is unchanged, and the store holds and lists all its chunks."""
+        if record.digest != digest or record.stale:
+            return False
+        held = all(self.store.held([name for blocks in record.chunks for name in blocks]))
+        return held and all(self.store.has_manifest(blocks[-1]) for blocks in record.chunks)
+
+    def plan(self, document: Document, digest: str, before: DocumentRecord | None) -> PlannedDocument:
+        """Cuts a document.
+
+        Args:
+            document: to be cut.
+            digest: of it.
+            before: what is known of it; chunks that it has no longer become stale.
+        """
+        pieces = self.cut(document)
+        label = document.title or document.id
+        labels = [f"{label} #{number}" if len(pieces) > 1 else label for number in range(1, len(pieces) + 1)]
+        anchor = tuple(self.anchor)
+        manifests = [manifest_of(ChunkJob(anchor, ids), self.planner, "") for ids in pieces]
+        chunks = tuple(manifest.block_names for manifest in manifests)
+        gone, kept = dict.fromkeys((*before.chunks, *before.stale)) if before else {}, set(chunks)
+        stale = tuple(each for each in gone if each not in kept)
+        tokens = sum(map(len, pieces))
+        record = DocumentRecord(self.planner.root, self.collection, document.id, digest, tokens, chunks, stale)
+        segments = [chunk(ids, label) for ids, label in zip(pieces, labels, strict=True)]
+        return PlannedDocument(record, segments)
+
+    def put(self, records: Iterable[DocumentRecord]) -> None:
+        """Keeps records, before their chunks are computed. Raises `StoreError`."""
+        with self.store.documents.changing(self.planner.root):
+            for record in records:
+                self.store.documents.put(record)
+                self.known[record.name] = record
+
+    def release(self, records: Iterable[DocumentRecord]) -> Dropped:
+        """Drops the stale chunks of records, except those that another document has. Raises `StoreError`."""
+        root, kept = self.planner.root, self.store.documents
+        with kept.changing(root):
+            now = [found for each in records if isinstance(found := kept.get(root, each.name), DocumentRecord)]
+            dropped = self._drop([blocks for record in now for blocks in record.stale], frozenset())
+            for record in now:
+                kept.put(replace(record, stale=()))
+                self.known[record.name] = replace(record, stale=())
+        return dropped
+
+    def forget(self, names: Iterable[BlockName]) -> tuple[int, Dropped]:
+        """Drops documents with the chunks that no other one has: (documents, chunks). Raises `StoreError`.
+
+        A damaged record is left: its chunks are unknown.
+        """
+        root, kept = self.planner.root, self.store.documents
+        with kept.changing(root):
+            now = [found for name in names if isinstance(found := kept.get(root, name), DocumentRecord)]
+            gone = frozenset(record.name for record in now)
+            dropped = self._drop([blocks for record in now for blocks in (*record.chunks, *record.stale)], gone)
+            for name in gone:  # last, so that what a killed process leaves is dropped again
+                kept.delete(root, name)
+                self.known.pop(name, None)
+        return len(gone), dropped
+
+    def _drop(self, chunks: list[Blocks], without: frozenset[BlockName]) -> Dropped:
+        """Drops chunks that no document has but those named `without`. Within `changing`.
+
+        Of a chunk's blocks those stay that a document's chunk shares. A chunk that belongs to no document may lose a
+        block that it shares, and misses it then.
+        """
+        if not chunks:
+            return Dropped()
+        records = self.store.documents.all(self.planner.root)
+        used = {
+            blocks
+            for record in records
+            if isinstance(record, DocumentRecord) and record.name not in without
+            for blocks in record.chunks
+        }
+        shared, dropped = {name for blocks in used for name in blocks}, Dropped()
+        unused = [blocks for blocks in dict.fromkeys(chunks) if blocks not in used]
+        pinned = self.store.are_pinned([blocks[-1] for blocks in unused])
+        for blocks, is_pinned in zip(unused, pinned, strict=True):
+            if is_pinned:
+                dropped.pinned += 1
+                continue
+            self.store.delete_manifest(blocks[-1])
+            for name in blocks:
+                if name not in shared:
+                    self.store.delete(name)
+                    self.store.delete(state_name(name))
+            dropped.chunks.append(blocks[-1])
+        return dropped
+
+
+def check_name(name: str, what: str) -> None:
+    """Refuses a document's id, or a collection's name, that cannot be kept.
+
+    Raises:
+        InvalidInputError: it is empty, too long, or has a lone surrogate.
+    """
+    check_encodable(name, what)
+    if not name:
+        raise InvalidInputError(f"{what} is empty; give each document one of its own")
+    if len(name) > LONGEST_ID:
+        raise InvalidInputError(f"{what} has {len(name)} characters, at most {LONGEST_ID} are kept: {name[:40]!r}...")
+
+
+def referring(store: KVStore, root: BlockName) -> dict[BlockName, list[DocumentRecord]]:
+    """The documents of a root that have each chunk, by the chunk's id. Raises `StoreError`."""
+    found: dict[BlockName, list[DocumentRecord]] = {}
+    records = [record for record in store.documents.all(root) if isinstance(record, DocumentRecord)]
+    for record in records:
+        for blocks in dict.fromkeys(record.chunks):
+            found.setdefault(blocks[-1], []).append(record)
+    return found
