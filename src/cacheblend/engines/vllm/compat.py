@@ -1,10 +1,10 @@
 """Every use of vLLM's internals; those of the loaded model are in `compat_model`, those of ranks in `compat_ranks`, of
-quantised caches in `compat_cache`.
+quantised caches in `compat_cache`, of groups of KV cache and of vLLM's prefix cache in `compat_prefix`.
 
 `versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
 """
 
-import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm.distributed import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -22,11 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
-from cacheblend.engines.vllm.architectures import ARCHITECTURES
 from cacheblend.engines.vllm.compat_cache import refused_cache
+from cacheblend.engines.vllm.compat_latent import is_latent, refused_latents, sparse_by_indexer, write_latents
 
 __all__ = [
     "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
@@ -49,6 +51,12 @@ def connector_of_worker() -> Any:
     return get_kv_transfer_group()
 
 
+def is_one_process(config: VllmConfig) -> bool:
+    """The scheduler's side and the only rank share a process."""
+    parallel = config.parallel_config
+    return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
+
+
 # ---- vLLM's paged KV cache ----------------------------------------------------------------------------------
 
 
@@ -60,14 +68,27 @@ def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: tor
         keys, values: [n, kv_heads, head_dim].
         slots: [n] int64, block * block size + place in the block.
     """
-    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+    if is_latent(layer):
+        write_latents(layer, keys, values, slots)
+    else:
+        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
 
-def metadata_builder(config: VllmConfig, layer: Any, kv_cache_config: Any) -> Any:
-    """A builder of attention metadata for a layer's backend."""
-    (group,) = kv_cache_config.kv_cache_groups
-    builder = layer.get_attn_backend().get_builder_cls()
-    return builder(group.kv_cache_spec, group.layer_names, config, layer.kv_cache.device)
+def metadata_builders(config: VllmConfig, layers: Sequence[Any], kv_cache_config: Any) -> list[Any]:
+    """A builder of attention metadata for each group of KV cache, by the backend of its first layer.
+
+    Args:
+        config, kv_cache_config: vLLM's.
+        layers: vLLM's attention modules.
+    """
+    named, found = {layer.layer_name: layer for layer in layers}, []
+    for group in kv_cache_config.kv_cache_groups:
+        layer = named[next(name for name in group.layer_names if name in named)]
+        builder = layer.get_attn_backend().get_builder_cls()
+        spec = group.kv_cache_spec  # of several where a drafter's layers have other heads
+        spec = getattr(spec, "kv_cache_specs", {}).get(layer.layer_name, spec)
+        found.append(builder(spec, group.layer_names, config, layer.kv_cache.device))
+    return found
 
 
 def sequences_metadata(
@@ -76,7 +97,7 @@ def sequences_metadata(
     """Metadata of sequences that share their blocks; the query rows of each sequence are its last rows.
 
     Args:
-        builder: see `metadata_builder`.
+        builder: see `metadata_builders`.
         first_rows: [sequences + 1] int32 on the CPU, the rows of sequence i are first_rows[i] .. first_rows[i + 1] - 1.
         lengths: [sequences] int32 on the CPU, each including its last row.
         block_ids: [blocks] int32 on the cache's device.
@@ -133,62 +154,25 @@ def unsuited(request: Any) -> str:
         "prompt too short": not request.prompt_token_ids or len(request.prompt_token_ids) < 2,
         "pooling": sampling is None,
         "prompt log-probabilities": sampling is not None and sampling.prompt_logprobs is not None,
-        "image": bool(getattr(request, "mm_features", None)),
-        "LoRA": request.lora_request is not None,
+        "image": text_tokens(request) < 2,
         "asked not to read caches": bool(getattr(request, "skip_reading_prefix_cache", False)),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> int:
-    """Renames a request's blocks from that of `first_token` on, so that no plain request finds them.
+def text_tokens(request: Any) -> int:
+    """Leading tokens of a request's prompt that stand before its first image (or video, or sound), or all.
 
-    Returns:
-        Leading tokens whose blocks keep their names, and are shared with plain requests.
+    Their KV follows from their ids, and their positions are their places in the prompt, in models whose positions have
+    several parts, too.
     """
-    hashes = request.block_hashes
-    kept = first_token // block_size
-    if kept < len(hashes) == request.num_tokens // block_size:
-        plain = hashes[kept]
-        del hashes[kept:]
-        hashes.append(_salted(plain, salt))
-    else:  # that block is not full yet, or a hash covers another span than a block: salt all of them
-        kept = 0
-        request.cache_salt = f"{request.cache_salt or ''}{salt.hex()}"
-        hashes.clear()
-    request.update_block_hashes()
-    return kept * block_size
+    items = getattr(request, "mm_features", None) or []
+    return min([len(request.prompt_token_ids or ()), *(int(item.mm_position.offset) for item in items)])
 
 
-def holds_salted(pool: Any, request: Any, first_token: int, block_size: int, salt: bytes) -> bool:
-    """Whether vLLM's prefix cache holds the first block that `salt_from` would rename."""
-    kept = first_token // block_size
-    if pool is None or not kept < len(request.block_hashes) == request.num_tokens // block_size:
-        return False
-    return bool(pool.get_cached_block(_salted(request.block_hashes[kept], salt), [0]))
-
-
-def _salted(name: bytes, salt: bytes) -> bytes:
-    return type(name)(hashlib.sha256(salt + bytes(name)).digest()[: len(name)])
-
-
-def cached_tokens(pool: Any, request: Any, block_size: int) -> int:
-    """Leading tokens of a request's prompt that vLLM's own prefix cache holds.
-
-    vLLM computes at least the last token, so that a block which holds it does not count.
-
-    Args:
-        pool: vLLM's block pool; None: not known, and counted as empty.
-        request: vLLM's.
-        block_size: of the paged cache.
-    """
-    most = (request.num_tokens - 1) // block_size
-    blocks = 0
-    for name in request.block_hashes[:most] if pool is not None else ():
-        if not pool.get_cached_block(name, [0]):
-            break
-        blocks += 1
-    return blocks * block_size
+def has_images(request: Any) -> bool:
+    """Whether ids alone do not say what a request's prompt is."""
+    return bool(getattr(request, "mm_features", None))
 
 
 def stored_event(chunk: ChunkManifest, block_size: int) -> Any:
@@ -216,8 +200,14 @@ def removed_event(chunk: ChunkManifest) -> Any:
 def kv_layout(config: VllmConfig, codec: str = "raw") -> KVLayout:
     """The layout of the model's KV cache, of all heads."""
     model = config.model_config
-    shape = LayerShape(int(model.get_total_num_kv_heads()), int(model.get_head_size()))
+    heads, head_dim = int(model.get_total_num_kv_heads()), int(model.get_head_size())
+    shape = LayerShape(1, head_dim // 2) if keeps_latents(config) else LayerShape(heads, head_dim)
     return KVLayout((shape,) * int(model.get_num_layers(config.parallel_config)), model.dtype, codec)
+
+
+def keeps_latents(config: VllmConfig) -> bool:
+    """Whether the model has latent attention, and vLLM caches latents."""
+    return bool(config.model_config.use_mla)
 
 
 def publishes_events(config: VllmConfig) -> bool:
@@ -242,20 +232,34 @@ def tp_rank() -> int:
 # ---- refused configurations ---------------------------------------------------------------------------------
 
 
+SPECULATION = ("ngram", "eagle", "draft_model")
+"""Ways to speculate that blending was tested with."""
+
+
+def refused_speculation(speculative: Any) -> str:
+    """What is refused about vLLM's speculative configuration, with the way out; or ""."""
+    method = "" if speculative is None else str(speculative.method)
+    if not method or method in SPECULATION:
+        return ""
+    return f"speculative decoding by {method!r} (blending runs beside {', '.join(SPECULATION)}; or leave it out)"
+
+
 def refusals(config: VllmConfig) -> list[str]:
     """Features of a configuration that blending was not tested with, by name; empty if there are none."""
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     text = model.hf_text_config
-    architectures = list(getattr(model.hf_config, "architectures", None) or [])
     found = [
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
-        (parallel.data_parallel_size > 1, "data parallelism inside one engine"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism (a stage has some of the layers: --tensor-parallel-size divides the model instead, "
+            "--data-parallel-size the requests)",
+        ),
+        (parallel.data_parallel_size > 1, "data parallelism of a mixture of experts (start several servers instead)"),
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism"),
-        (config.lora_config is not None, "LoRA"),
-        (config.speculative_config is not None, "speculative decoding"),
-        (model.use_mla, "MLA attention"),
-        (bool(model.is_multimodal_model), "multimodal models"),
+        (bool(refused := refused_speculation(config.speculative_config)), refused),
+        (bool(refused := sparse_by_indexer(text)), refused),
+        (bool(refused := refused_latents(config)), refused),
         (model.runner_type == "pooling", "pooling models"),
         (
             str(parallel.distributed_executor_backend) == "external_launcher" and parallel.world_size > 1,
@@ -263,9 +267,10 @@ def refusals(config: VllmConfig) -> list[str]:
         ),
         (bool(refused := refused_cache(cache, model.hf_config)), refused),
         (
-            not set(architectures) & set(ARCHITECTURES),
-            f"{' '.join(architectures) or 'a model without architecture'} (blendable are {', '.join(ARCHITECTURES)})",
+            bool(getattr(model, "is_encoder_decoder", False)),
+            "models of an encoder and a decoder (their layers attend to what the encoder read, beside the prompt)",
         ),
+        (bool(getattr(model, "is_hybrid", False)), "layers with a recurrent state beside attention"),
         ((getattr(text, "num_kv_shared_layers", 0) or 0) > 0, "layers that share their KV cache"),
     ]
     return [name for wrong, name in found if wrong]

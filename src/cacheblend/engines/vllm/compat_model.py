@@ -1,83 +1,26 @@
 """Every use of vLLM's internals that concerns the loaded model; the rest of them is in `compat`."""
 
-import importlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
+from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import is_served
 from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.engines.vllm.architectures import ARCHITECTURES
+from cacheblend.engines.vllm import stores
+from cacheblend.engines.vllm.calls import RecordedCall
 from cacheblend.engines.vllm.compat_cache import is_fp8, plain_queries
+from cacheblend.engines.vllm.compat_latent import is_latent
+from cacheblend.engines.vllm.compat_shim import AttentionShim
 from cacheblend.engines.vllm.config import read_config
-from cacheblend.engines.vllm.workspace import ModelSizes, gib, workspace_of
-
-_loaded: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-def known_architectures() -> list[str]:
-    """Those of `ARCHITECTURES` that this vLLM has.
-
-    Raises:
-        ImportError: it keeps its models elsewhere.
-    """
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
-
-    return [name for name in ARCHITECTURES if name in _TEXT_GENERATION_MODELS]
-
-
-def recording(architecture: str) -> type[nn.Module]:
-    """vLLM's class of that name, which also remembers its instances: vLLM does not pass a connector the model."""
-    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
-
-    module, name = _TEXT_GENERATION_MODELS[architecture]
-    base = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
-
-    def remember(self: nn.Module, *, vllm_config: VllmConfig, prefix: str = "", **options: Any) -> None:
-        base.__init__(self, vllm_config=vllm_config, prefix=prefix, **options)
-        _loaded.add(self)
-        _reserve(self, vllm_config)
-
-    made: type[nn.Module] = type(architecture, (base,), {"__init__": remember, "__module__": base.__module__})
-    return made
-
-
-_reserved: "weakref.WeakKeyDictionary[nn.Module, torch.Tensor]" = weakref.WeakKeyDictionary()
-
-
-def _reserve(model: nn.Module, config: VllmConfig) -> None:
-    """Takes the memory that blending will need: vLLM counts it as weights, and makes its KV cache smaller by it.
-
-    Raises:
-        InvalidInputError: the GPU has less.
-    """
-    extra, device = connector_settings(config), next(model.parameters()).device
-    if extra is None or device.type == "cpu":
-        return
-    wanted = read_config(extra).workspace_bytes
-    wanted = workspace_of(model_sizes(config, device, extra)).total if wanted is None else wanted
-    try:
-        _reserved[model] = torch.empty(wanted, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as error:
-        raise InvalidInputError(
-            f"the GPU has no {gib(wanted)} for blending beside the weights; set workspace_bytes, max_model_len or "
-            "max_num_batched_tokens lower"
-        ) from error
-
-
-def release_reserved() -> int:
-    """Frees what was taken when models were loaded; bytes. PyTorch keeps them for this process."""
-    freed = sum(taken.numel() for taken in _reserved.values())
-    _reserved.clear()
-    return freed
+from cacheblend.engines.vllm.workspace import ModelSizes
 
 
 def connector_settings(config: VllmConfig) -> dict[str, Any] | None:
@@ -110,24 +53,27 @@ def model_sizes(config: VllmConfig, device: torch.device, extra: Mapping[str, An
         wide = experts * int(getattr(text, "moe_intermediate_size", 0) or wide)
     head_dim, is_cuda = int(model.get_head_size()), device.type == "cuda"
     heads = int(model.get_num_attention_heads(config.parallel_config))
-    kv_heads = int(model.get_num_kv_heads(config.parallel_config))
+    kv_heads, latent = int(model.get_num_kv_heads(config.parallel_config)), bool(model.use_mla)
     float8 = is_fp8(config.cache_config, model.hf_config)
-    has_kernels = is_cuda and is_served(device, model.dtype, HeadShape(heads, kv_heads, head_dim), float8=float8)
-    settings = read_config(extra)
-    in_pages = settings.in_pages
+    shape = HeadShape(heads, kv_heads, head_dim, is_latent=latent)
+    has_kernels = is_cuda and is_served(device, model.dtype, shape, float8=float8)
+    settings, longest = read_config(extra), int(model.max_model_len)
+    in_pages = has_kernels if settings.in_pages is None else settings.in_pages
+    passes_blocks = (getattr(text, "sliding_window", None) or longest) < longest  # whose layers have buffers then
     return ModelSizes(
         layers=int(model.get_num_layers(config.parallel_config)),
         width=int(model.get_hidden_size()),
         intermediate=-(-wide // ranks),
         query_width=heads * head_dim,
-        kv_width=kv_heads * head_dim,
+        kv_width=head_dim // 2 if latent else kv_heads * head_dim,
         head_dim=head_dim,
         item_bytes=int(model.dtype.itemsize),
-        longest=int(model.max_model_len),
+        longest=longest,
         tile_rows=int(config.scheduler_config.max_num_batched_tokens),
         has_kernels=has_kernels,
-        in_pages=has_kernels if in_pages is None else in_pages,  # most layouts have pages; no cache can be asked yet
+        in_pages=in_pages and not passes_blocks and not latent,  # most layouts have pages; no cache can be asked yet
         checked_vocab=int(model.get_vocab_size()) if settings.shadow_settings else 0,
+        tier_bytes=stores.device_bytes(settings.store),
     )
 
 
@@ -137,39 +83,63 @@ def attention_layers(config: VllmConfig) -> dict[str, Any]:
     return {name: layer for name, layer in context.items() if hasattr(layer, "impl") and hasattr(layer, "kv_cache")}
 
 
-def model_of(attention: nn.Module) -> nn.Module:
-    """The loaded model that holds this attention module.
+def text_decoder(model: nn.Module, config: VllmConfig) -> nn.Module:
+    """What computes prompts of text: of a multimodal model, the language model in it; else the model.
+
+    The multimodal model itself keeps what it made of the images of the present engine step (Qwen3-VL's features for
+    the first layers, ERNIE's mask of image tokens) until its next forward, which must not be one of ours.
 
     Raises:
-        ModelNotBlendableError: it was not loaded through this package's plug-in.
+        ModelNotBlendableError: vLLM does not say which module it is.
     """
-    for model in list(_loaded):
-        if any(module is attention for module in model.modules()):
-            return model
-    raise ModelNotBlendableError(
-        f"this model is not among the blendable architectures ({', '.join(ARCHITECTURES)}), or vLLM did not load the "
-        "plug-in 'cacheblend' (is VLLM_PLUGINS set, and does it leave it out?)"
-    )
+    if not config.model_config.is_multimodal_model:
+        return model
+    try:
+        return cast(nn.Module, cast(Any, model).get_language_model())
+    except (AttributeError, NotImplementedError) as error:
+        raise ModelNotBlendableError(
+            f"{type(model).__name__} does not tell which of its modules is the language model"
+        ) from error
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers, in order."""
-    inner: Any = model.model
-    return list(inner.layers)[inner.start_layer : inner.end_layer]
+def forward_as_served(model: Any, config: VllmConfig, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A multimodal model's forward [n, width] of text, called as vLLM's runner does: with embeddings, and positions [3,
+    n] where images have rows and columns.
+
+    Args:
+        model: the loaded model.
+        config: vLLM's.
+        token_ids, positions: [n].
+    """
+    given = config.model_config
+    nothing = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
+    embeddings = model.embed_input_ids(token_ids, multimodal_embeddings=[], is_multimodal=nothing)
+    if given.uses_mrope:
+        positions = positions.expand(getattr(given, "mrope_num_dims", 3), -1)
+    raw = token_ids if getattr(model, "requires_raw_input_tokens", False) else None
+    out: torch.Tensor = model(input_ids=raw, positions=positions, intermediate_tensors=None, inputs_embeds=embeddings)
+    return out
 
 
-def embed(model: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
-    """[n, width] input of the first layer."""
-    named: Any = getattr(model, "embed_input_ids", None) or model.get_input_embeddings
-    hidden: torch.Tensor = named(token_ids)
-    return hidden
+def layers_with(model: nn.Module, attention: Sequence[nn.Module]) -> list[nn.Module]:
+    """The decoder layers, in order: of a list of modules, each holds one of these attention modules.
 
-
-def logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor | None:
-    """[n, vocab] of the last layer's output, [n, width]; None on ranks that do not sample."""
-    named: Any = model
-    found: torch.Tensor | None = named.compute_logits(named.model.norm(hidden))
-    return found
+    Raises:
+        ModelNotBlendableError: there is no such list.
+    """
+    wanted, name = {id(each) for each in attention}, type(model).__name__
+    for modules in (each for each in model.modules() if isinstance(each, nn.ModuleList)):
+        held = [sum(id(each) in wanted for each in layer.modules()) for layer in modules]
+        if sum(held) < len(wanted):
+            continue
+        if set(held) == {1}:
+            return list(modules)
+        other = next(index for index, count in enumerate(held) if count != 1)
+        raise ModelNotBlendableError(
+            f"layer {other} of {name} has {held[other]} attention modules with a KV cache; blending needs one in each "
+            "layer"
+        )
+    raise ModelNotBlendableError(f"the {len(wanted)} attention modules of {name} do not sit in one list of layers")
 
 
 def attention_spec(layer: Any) -> AttentionSpec:
@@ -179,6 +149,12 @@ def attention_spec(layer: Any) -> AttentionSpec:
         ModelNotBlendableError: its attention has features that blending does not support.
     """
     impl = layer.impl
+    if type(layer).__name__ != "Attention":
+        raise ModelNotBlendableError(
+            f"{layer.layer_name} is a {type(layer).__name__}, which attends otherwise than vLLM's plain Attention"
+        )
+    if getattr(layer, "kv_sharing_target_layer_name", None):
+        raise ModelNotBlendableError(f"{layer.layer_name} shares the KV cache of another layer")
     if getattr(impl, "alibi_slopes", None) is not None:
         raise ModelNotBlendableError(f"{layer.layer_name} attends with ALiBi slopes, which blending does not support")
     return AttentionSpec(
@@ -189,10 +165,10 @@ def attention_spec(layer: Any) -> AttentionSpec:
     )
 
 
-def candidate_rotations(layers: Sequence[nn.Module]) -> list[KeyRotation]:
-    """Rotations that may apply to the layers' keys, as their rotary modules compute them; the caller tests them."""
+def candidate_rotations(model: nn.Module) -> list[KeyRotation]:
+    """Rotations that may apply to the layers' keys, as the rotary modules compute them; the caller tests them."""
     found: list[KeyRotation] = []
-    for rotary in {id(m): m for layer in layers for m in layer.modules() if hasattr(m, "cos_sin_cache")}.values():
+    for rotary in (each for each in model.modules() if hasattr(each, "cos_sin_cache")):
         module: Any = rotary
         for argument, divisor in ((module.base, 1.0), *_scalings(module)):
             try:
@@ -200,6 +176,10 @@ def candidate_rotations(layers: Sequence[nn.Module]) -> list[KeyRotation]:
             except (AttributeError, TypeError, ValueError):
                 continue
             found.append(KeyRotation(frequencies, "half" if module.is_neox_style else "interleaved"))
+    for name, buffer in model.named_buffers():  # transformers' own modules
+        if name.endswith("inv_freq") and buffer.dim() == 1:
+            frequencies = buffer.detach().cpu().double()
+            found += [KeyRotation(frequencies, "half"), KeyRotation(frequencies, "interleaved")]
     return found
 
 
@@ -210,32 +190,6 @@ def _scalings(rotary: Any) -> Iterator[tuple[float, float]]:
         if isinstance(factor, int | float):
             yield float(factor), 1.0
             yield rotary.base, float(factor)
-
-
-class AttentionShim:
-    """Replaces an attention module in vLLM's look-up, and passes its queries, keys and values to `answer`."""
-
-    def __init__(self, real: Any) -> None:
-        self.real, self.kv_cache, self.layer_name = real, real.kv_cache, real.layer_name
-        self.impl = self
-        self.answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-
-    def do_kv_cache_update(self, *_: Any) -> None:
-        """Does nothing: the blended prefill writes fresh KV itself."""
-
-    def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
-    ) -> torch.Tensor:
-        """Attention of [n, heads, head_dim] each; writes to `output` as vLLM's implementations do."""
-        if self.answer is None:
-            raise RuntimeError(f"{self.layer_name} was called outside of a layer runner")
-        output: torch.Tensor = options["output"]
-        if query.dtype != output.dtype:
-            raise ModelNotBlendableError(
-                f"{self.layer_name} quantises its queries to {query.dtype}; start vLLM with --kv-cache-dtype bfloat16"
-            )
-        output.copy_(self.answer(query, key, value).view_as(output))
-        return output
 
 
 @contextmanager
@@ -253,21 +207,42 @@ def shimmed(config: VllmConfig, shims: Mapping[str, AttentionShim]) -> Iterator[
 
 
 @contextmanager
-def recording_inputs(layers: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
-    """The inputs of decoder layers that are called inside, [n, width] each: hidden state and residual added."""
-    found: list[torch.Tensor] = []
+def recording_calls(layers: Sequence[nn.Module]) -> Iterator[list[RecordedCall]]:
+    """The calls of decoder layers that are made inside, in order."""
+    found: list[RecordedCall] = []
+    given: list[tuple[list[Any], Any, list[Any]]] = []
 
-    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("positions", "hidden_states", "residual"), args, strict=False)) | kwargs
-        hidden, residual = given["hidden_states"], given.get("residual")
-        found.append(hidden.clone() if residual is None else hidden + residual)
+    def begin(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given.append((leaves, spec, _copies(leaves)))
 
-    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+    def end(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outputs, spec = pytree.tree_flatten(output)
+        found.append(RecordedCall(*given.pop(), outputs, spec, _copies(outputs)))
+
+    hooks = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]
+    hooks += [layer.register_forward_hook(end, with_kwargs=True) for layer in layers]
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _copies(leaves: Sequence[Any]) -> list[Any]:
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+@contextmanager
+def computed_by(layers: Sequence[nn.Module], functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Inside, these functions stand in for the layers' `forward`."""
+    for layer, function in zip(layers, functions, strict=True):
+        layer.__dict__["forward"] = function
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
 
 
 Replacement = tuple[Any, Callable[..., Any]]
@@ -277,12 +252,13 @@ Replacement = tuple[Any, Callable[..., Any]]
 def cpu_kernels(layer: nn.Module) -> list[Replacement]:
     """vLLM's own CPU kernels for a layer's norms and rotations, which are many small operations if uncompiled."""
     found: list[Replacement] = []
+    slices = any(is_latent(module) for module in layer.modules())  # of queries are turned: the kernel needs them whole
     for module in layer.modules():
         named = type(module).__name__
         if named == "RMSNorm" and hasattr(torch.ops._C, "fused_add_rms_norm") and hasattr(module, "_forward_method"):
             found.append((module, _norm_of(module)))
         elif named == "RotaryEmbedding" and hasattr(module, "forward_cpu") and hasattr(module, "_forward_method"):
-            found.append((module, cast(Any, module).forward_cpu))
+            found += [] if slices else [(module, cast(Any, module).forward_cpu)]
     return found
 
 

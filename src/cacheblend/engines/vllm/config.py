@@ -17,7 +17,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.matching import SHORTEST
 from cacheblend.engines.shadow import ShadowSettings
 
-_NOT_HERE = ("tile_rows", "read_ahead", "compile_layers", "capture_batch_tokens")
+_NOT_HERE = ("tile_rows", "read_ahead", "compile_layers", "capture_batch_tokens", "discover", "min_run_tokens")
 """Fields of `BlendConfig` that users do not set here: the connector takes vLLM's own limits."""
 
 _UCM_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
@@ -48,6 +48,9 @@ class ConnectorConfig:
             on GPUs that kernels serve; false: never.
         shadow: share of the blended requests that is computed once more in full, and compared; 0: none.
         shadow_floor: least agreement with full prefill, to which the recompute ratio is raised; None: it is not.
+        discover: learn text that recurs in requests, and store it as chunks, which `match_content` then finds.
+        on_unblendable: what happens where the model or a feature of vLLM cannot be blended: "error" ends the start with
+            the reason; "plain" starts with a warning, and vLLM computes all prompts itself.
         allow_untested_version: start on a version of vLLM that was not tested (`versions.TESTED`), with a warning.
     """
 
@@ -67,6 +70,8 @@ class ConnectorConfig:
     in_pages: bool | None = None
     shadow: float = 0.0
     shadow_floor: float | None = None
+    discover: bool = False
+    on_unblendable: str = "error"
     allow_untested_version: bool = False
 
     @property
@@ -110,16 +115,13 @@ class ConnectorConfig:
         share = self.min_reused_share
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
             raise InvalidInputError(f"min_reused_share must be in 0..1, got {share!r}")
-        for name in ("match_content", "controller", "allow_untested_version", "in_pages"):
+        for name in ("match_content", "controller", "allow_untested_version", "in_pages", "discover"):
             if name == "in_pages" and self.in_pages is None:
                 continue
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        cost_model = self.blend.cost_model
-        if cost_model is not None and not isinstance(cost_model, str):
-            raise InvalidInputError(f"cost_model must be a file's path, got {cost_model!r}")
-        if cost_model is not None and not self.controller:
-            raise InvalidInputError(f"cost_model {cost_model!r} is for the controller, and controller is false")
+        if self.on_unblendable not in ("error", "plain"):
+            raise InvalidInputError(f'on_unblendable must be "error" or "plain", got {self.on_unblendable!r}')
         if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s < 0:
             raise InvalidInputError(f"refresh_s must be a number of seconds, 0 or more, got {self.refresh_s!r}")
         for name in ("lookup_timeout_s", "read_timeout_s"):
@@ -128,6 +130,20 @@ class ConnectorConfig:
                 raise InvalidInputError(f"{name} must be a number of seconds above 0, got {timeout!r}")
         if not isinstance(self.store, str) or not self.store:
             raise InvalidInputError(f'store must be a URL such as "file:///var/cache/cacheblend", got {self.store!r}')
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Settings that are in vain without others."""
+        if self.discover and not (self.match_content and self.blend.capture):
+            raise InvalidInputError(
+                "discover stores text as chunks that are found by content: it needs match_content and capture, and one "
+                "of them is false"
+            )
+        cost_model = self.blend.cost_model
+        if cost_model is not None and not isinstance(cost_model, str):
+            raise InvalidInputError(f"cost_model must be a file's path, got {cost_model!r}")
+        if cost_model is not None and not self.controller:
+            raise InvalidInputError(f"cost_model {cost_model!r} is for the controller, and controller is false")
 
 
 def read_config(extra: Mapping[str, Any]) -> ConnectorConfig:

@@ -1,28 +1,28 @@
 """The connector, created by vLLM in the scheduler's process and in each worker's: delegates to the two sides."""
 
 import logging
-import threading
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
+from cacheblend.core.fuse.prefill import check_latents
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.tokens import find_sentence_end_ids
-from cacheblend.engines.vllm import compat, compat_model, versions
+from cacheblend.engines.vllm import compat, compat_loading, compat_model, compat_prefix, versions
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
-from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport
+from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.scheduler.controlling import LoadControl, open_load_control
 from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
 from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
 from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
+from cacheblend.engines.vllm.stores import device_bytes, shared_store
+from cacheblend.engines.vllm.worker.groups import LayerGroups
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.worker import Worker
 from cacheblend.engines.vllm.workspace import gib, workspace_of
-from cacheblend.store import KVStore, open_store
 
 logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class CacheBlendConnector(compat.KVConnectorBase_V1):
+class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
     """See the package's docstring for how vLLM is configured to use it.
 
     Args:
@@ -50,7 +50,15 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
         versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
-        self._check(vllm_config, kv_cache_config)
+        self._scheduling: Scheduling | None = None
+        self._worker: Worker | None = None
+        self._unblendable = ""  # the reason, where `on_unblendable` is "plain"
+        self._publishes_events = compat.publishes_events(vllm_config)
+        try:
+            self._check(vllm_config, kv_cache_config)
+        except InvalidInputError as error:
+            self._leave_to_vllm(error)
+            return
         self._tokenizer = open_tokenizer(vllm_config)
         self._sentence_ends: npt.NDArray[np.int64] | None = None
         self.identity = identify(vllm_config, self._tokenizer)
@@ -58,37 +66,53 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
         fields = self._config.blend_fields
         self._settings = resolve_settings(fields, self.identity.folder, self.identity.fingerprint)
         self._selector = self._settings.selector()
+        if compat.keeps_latents(vllm_config):
+            check_latents(self._selector)
         self._planner = self.identity.planner(self._settings.config)
         self._block_size = int(vllm_config.cache_config.block_size)
-        self._store = shared_store(self._config.store, vllm_config)
+        is_scheduler = role == compat.KVConnectorRole.SCHEDULER
+        self._store = shared_store(
+            self._config.store,
+            str(self._kv_transfer_config.engine_id),
+            is_one_process=compat.is_one_process(vllm_config),
+            looks_up=is_scheduler,
+        )
         self._kv_caches = kv_cache_config
-        self._publishes_events = compat.publishes_events(vllm_config)
-        self._scheduling: Scheduling | None = None
-        self._worker: Worker | None = None
-        if role == compat.KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             # What cannot be blended is computed; vLLM reads this after it has made the connector, and would fail it.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            finder = self._open_finder()
-            self._scheduling = Scheduling(
-                self._config,
-                self._settings,
-                finder,
-                self._block_size,
-                bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
-                longest_prompt=compat.longest_prompt(vllm_config),
-                watch=self._open_watch(finder),
-                window=compat.sliding_window(vllm_config),
-            )
+            self._scheduling = self._open_scheduling(vllm_config, kv_cache_config)
+
+    def _open_scheduling(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> Scheduling:
+        finder, windows = self._open_finder(), compat_prefix.windows_of(kv_cache_config)
+        limits = [window for window in (compat.sliding_window(vllm_config), *windows) if window]
+        return Scheduling(
+            self._config,
+            self._settings,
+            finder,
+            self._block_size,
+            bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
+            longest_prompt=compat.longest_prompt(vllm_config),
+            windows=windows,
+            watch=self._open_watch(finder),
+            window=min(limits, default=None),
+        )
 
     def _check(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> None:
         refused = compat.refusals(vllm_config)
-        groups = getattr(kv_cache_config, "kv_cache_groups", None) or []
-        if len(groups) > 1:
-            refused.append(f"{len(groups)} groups of KV cache (--disable-hybrid-kv-cache-manager makes one of them)")
+        if reason := compat_prefix.refused_groups(kv_cache_config):
+            refused.append(reason)
         if self._kv_transfer_config.kv_role != "kv_both":
             refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
         if refused:
             raise InvalidInputError(f"CacheBlendConnector was not tested with, and refuses: {'; '.join(refused)}")
+
+    def _leave_to_vllm(self, error: CacheBlendError) -> None:
+        """All prompts are vLLM's from now on; raises the error unless the settings say so."""
+        if self._config.on_unblendable != "plain":
+            raise error
+        self._unblendable = str(error)
+        logger.warning("nothing is blended, vLLM computes all prompts: %s", error)
 
     def _open_finder(self) -> ChunkFinder:
         return ChunkFinder(
@@ -98,6 +122,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             self._store,
             self._open_control() if self._config.controller else None,
             keeps_events=self._publishes_events,
+            keeps_latents=compat.keeps_latents(self._vllm_config),
         )
 
     def _open_watch(self, finder: ChunkFinder) -> ShadowWatch | None:
@@ -126,33 +151,51 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def on_new_request(self, request: Any) -> None:
         """See `Scheduling.on_new`."""
+        if self._scheduling is None:
+            return
         self._scheduler.on_new(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Receives vLLM's block pool, which tells what its own prefix cache holds."""
         if self._scheduling is not None:
-            self._scheduling.pool = gpu_block_pool
+            self._scheduling.cache.bind(gpu_block_pool, getattr(self, "_kv_cache_manager", None))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `Scheduling.claim`; the claimed tokens are provided over several engine steps."""
+        if self._scheduling is None:
+            return 0, False
         claimed = self._scheduler.claim(request, num_computed_tokens)
         return claimed, bool(claimed)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `Scheduling.allocated`."""
-        self._scheduler.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+        if self._scheduling is None:
+            return
+        self._scheduler.allocated(request, [list(ids) for ids in blocks.get_block_ids()], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
         """The jobs that the workers start in this step."""
+        if self._scheduling is None:
+            return StepJobs()
         return self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `Scheduling.holds` and `Scheduling.finished`; vLLM adds the second to the request's answer."""
+        if self._scheduling is None:
+            return False, None
         told = self._scheduler.finished(request)
         return self._scheduler.holds(request), None if told is None else dict(told)
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `request_finished`; vLLM calls one of the two, and their blocks are not asked for."""
+        return self.request_finished(request, block_ids[0])
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Receives what the workers finished."""
+        if self._scheduling is None:
+            return
         self._scheduler.provided(connector_output.finished_recving or ())
         report = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(report, StepReport):
@@ -164,11 +207,12 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def take_events(self) -> Iterable[Any]:
         """See `Scheduling.take_events`."""
-        return self._scheduler.take_events() if self._publishes_events else ()
+        return self._scheduler.take_events() if self._publishes_events and self._scheduling is not None else ()
 
     def reset_cache(self) -> bool:
         """See `Scheduling.reset`; vLLM calls it when its weights have changed."""
-        self._scheduler.reset()
+        if self._scheduling is not None:
+            self._scheduling.reset()
         return True
 
     @property
@@ -180,16 +224,25 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
-        reserved = compat_model.release_reserved()
-        scheduler, layers = self._vllm_config.scheduler_config, len(kv_caches)
+        reserved = compat_loading.release_reserved(to_device=device_bytes(self._config.store) > 0)
+        if self._unblendable:
+            return
+        scheduler = self._vllm_config.scheduler_config
         rows = int(scheduler.max_num_batched_tokens)
-        model = BlendModel(self._vllm_config)
+        try:
+            model = BlendModel(self._vllm_config)
+        except ModelNotBlendableError as error:
+            self._leave_to_vllm(error)
+            return
+        layers = len(model.layers)
         extra = self._kv_transfer_config.kv_connector_extra_config
         needed = workspace_of(compat_model.model_sizes(self._vllm_config, model.device, extra))
         logger.info("blending takes up to %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
-        # GPU kernels are not made for many short sequences, and were not measured with them.
-        on_cpu = model.device.type == "cpu"
-        builder = compat.metadata_builder(self._vllm_config, model.attention[0], self._kv_caches) if on_cpu else None
+        groups = compat_prefix.groups_of(self._kv_caches, [layer.layer_name for layer in model.attention])
+        # GPU kernels are not made for many short sequences, and were not measured with them; those for latents attend
+        # to the cache for decoded rows only.
+        by_backend = model.device.type == "cpu" and not any(shape.is_latent for shape in model.head_shapes)
+        builders = compat.metadata_builders(self._vllm_config, model.attention, self._kv_caches) if by_backend else None
         self._worker = Worker(
             model,
             self._store,
@@ -198,12 +251,25 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
             block_size=self._block_size,
             budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
-            builder=builder,
+            groups=LayerGroups(groups, compat_prefix.windows_of(self._kv_caches)),
+            builders=builders,
             in_pages=self._config.in_pages,
             sentence_end_ids=self._sentence_end_ids,
             name=self.identity.name,
             read_timeout_s=self._config.read_timeout_s,
         )
+
+    def get_handshake_metadata(self) -> compat.KVConnectorHandshakeMetadata | None:
+        """What vLLM passes to the scheduler's side when all workers are ready: whether this one can blend."""
+        return Unblendable(self._unblendable) if self._unblendable else None
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """Receives it; a worker that cannot blend leaves all prompts to vLLM."""
+        refused = [each for each in metadata.values() if isinstance(each, Unblendable)]
+        if refused and self._scheduling is not None:
+            self._unblendable = refused[0].reason
+            self._scheduling.close()
+            self._scheduling = None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Takes this step's jobs and computes some layers of those that wait."""
@@ -240,7 +306,10 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> StepReport | None:
         """What has ended since the last report."""
         worker = self._worker
-        return StepReport(worker.captured, worker.take_outcomes(), *worker.checks.take_ended()) if worker else None
+        if worker is None:
+            return None
+        ended, seconds = worker.checks.take_ended()
+        return StepReport(worker.captured, worker.take_outcomes(), ended, seconds, worker.adapters.take_seen())
 
     def capture(self, jobs: list[CaptureJob]) -> None:
         """Computes chunks and stores them; returns when they are stored."""
@@ -277,32 +346,3 @@ class CacheBlendConnector(compat.KVConnectorBase_V1):
     ) -> BlendPromMetrics:
         """Counters for vLLM's Prometheus endpoint."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-_stores: "weakref.WeakValueDictionary[tuple[str, str], KVStore]" = weakref.WeakValueDictionary()
-_stores_lock = threading.Lock()
-
-
-def shared_store(url: str, config: compat.VllmConfig) -> KVStore:
-    """The store of one engine; both sides get the same object if they share a process.
-
-    Raises:
-        InvalidInputError: a store in memory, with processes that would each have a store of their own; or on a GPU.
-    """
-    if "cuda://" in url:
-        raise InvalidInputError(
-            f"the store {url!r}: a GPU's memory is a store of the embedded engine only, since vLLM divides it up; "
-            "leave cuda:// out"
-        )
-    parallel = config.parallel_config
-    if url.startswith("memory") and (parallel.world_size > 1 or parallel.distributed_executor_backend != "uni"):
-        raise InvalidInputError(
-            f"the store {url!r} is in the memory of one process, and scheduler and workers run in several; "
-            'use a folder: "file:///var/cache/cacheblend"'
-        )
-    key = (str(config.kv_transfer_config.engine_id), url)
-    with _stores_lock:
-        store = _stores.get(key)
-        if store is None:
-            store = _stores[key] = open_store(url)
-        return store

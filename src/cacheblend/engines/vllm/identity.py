@@ -25,6 +25,8 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
     stored = getattr(model.hf_config, "quantization_config", None)
     options = {
         "hf_overrides": model.hf_overrides or None,
+        # transformers orders the rotated numbers of DeepSeek-V3 otherwise than vLLM
+        "latents": "vllm" if model.use_mla else None,
         "quantization": None if stored else model.quantization,  # the folder's own is part of its config.json
     }
     return ModelIdentity(

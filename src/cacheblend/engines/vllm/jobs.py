@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cacheblend.core.load.capture import ChunkJob
 from cacheblend.core.naming import TokenIds
@@ -9,7 +10,37 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import Compared
-from cacheblend.engines.vllm.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+from cacheblend.engines.vllm.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True)
+class AdapterSeen:
+    """What the workers say of a LoRA adapter.
+
+    Attributes:
+        digest: of its weights; empty: it cannot be used.
+        error: why not.
+    """
+
+    digest: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The LoRA adapter of a request, as it was when its chunks were named. Equal ones compute the same.
+
+    Attributes:
+        number: vLLM's, from 1 on.
+        digest: of its weights.
+        request: vLLM's `LoRARequest`.
+        generation: how often the weights of this number have been seen to change.
+    """
+
+    number: int
+    digest: str
+    request: Any = field(compare=False)
+    generation: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,14 +52,20 @@ class BlendJob:
         plan: of the prompt without its last token.
         selector: which loaded rows of this request are recomputed.
         local_tokens: leading tokens that vLLM's own prefix cache holds already.
-        block_ids: of the paged cache, in the order of the prompt.
+        block_ids: of the paged cache, in the order of the prompt, for each group of KV cache; the null block where a
+            window has passed.
+        held_ids: as `block_ids`, of the local tokens: where they lie for the rows right behind them, which may see
+            more than the prompt's last one. None: in `block_ids`.
+        adapter: that the request's rows have; None: none.
     """
 
     request_id: str
     plan: BlendPlan
     selector: Selector
     local_tokens: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    held_ids: list[list[int]] | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +75,12 @@ class CaptureJob:
     Attributes:
         chunk: its tokens and its anchor.
         planner: names its blocks; it has the root of the chunk's tenant.
+        adapter: see `BlendJob`.
     """
 
     chunk: ChunkJob
     planner: Planner
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +92,19 @@ class CheckJob:
         request_id: vLLM's.
         prompt_ids: of the prompt.
         token_ids: the answer's first tokens, at least one.
-        block_ids: of the prompt in the paged cache, in its order; they are the request's in the step that delivers the
-            job, and perhaps not after it.
+        block_ids: of the prompt in the paged cache, in its order, for each group of KV cache; they are the request's in
+            the step that delivers the job, and perhaps not after it.
         is_held: the request has ended, and vLLM keeps its blocks until it is told that they have been read.
+        adapter: see `BlendJob`.
     """
 
     number: int
     request_id: str
     prompt_ids: TokenIds
     token_ids: tuple[int, ...]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     is_held: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +147,7 @@ class StepJobs(KVConnectorMetadata):
         is_check_free: nobody waits for what the check takes in this step.
         is_idle: vLLM computes no token in this step, so that a worker may wait for reads.
         is_reset: the weights have changed: of what came before, prompts are given up and chunks are not stored.
+        adapters: vLLM's `LoRARequest`s whose weights' digests are wanted.
     """
 
     blend: list[BlendJob] = field(default_factory=list)
@@ -117,6 +159,7 @@ class StepJobs(KVConnectorMetadata):
     is_check_free: bool = False
     is_idle: bool = False
     is_reset: bool = False
+    adapters: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -128,12 +171,14 @@ class StepReport(KVConnectorWorkerMetadata):
         outcomes: of the prompts that ended since the last report, by request.
         checked: of the check jobs that ended since the last report, by number: the result, or why there is none.
         check_s: seconds that the check took since the last report, where somebody may have waited.
+        adapters: that were seen since the last report, by number.
     """
 
     captured: int = 0
     outcomes: dict[str, BlendOutcome] = field(default_factory=dict)
     checked: dict[int, Compared | str] = field(default_factory=dict)
     check_s: float = 0.0
+    adapters: dict[int, AdapterSeen] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """The report of two ranks: the smaller count, the longer time; ranks agree on the rest, so the first one's is
@@ -144,4 +189,12 @@ class StepReport(KVConnectorWorkerMetadata):
             other.outcomes | self.outcomes,
             other.checked | self.checked,
             max(self.check_s, other.check_s),
+            other.adapters | self.adapters,
         )
+
+
+@dataclass(frozen=True)
+class Unblendable(KVConnectorHandshakeMetadata):
+    """What a worker that cannot blend tells the scheduler's side."""
+
+    reason: str

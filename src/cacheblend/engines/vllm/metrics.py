@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.vllm import shadow_metrics
 from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
 from cacheblend.engines.vllm.compat_model import connector_settings
@@ -50,6 +51,13 @@ class Counts:
     def add_not_blended(self, reason: str) -> None:
         """Counts a request that vLLM computed."""
         self.add_by(NOT_BLENDED, reason, 1)
+
+    def add_discovered(self, now: DiscoveryFigures, before: DiscoveryFigures) -> DiscoveryFigures:
+        """Counts what discovery has done since; returns `now`."""
+        for name in ("runs", "stored_tokens", "hit_tokens", "unwatched"):
+            if getattr(now, name) > getattr(before, name):
+                self.add(f"discovered_{name}", getattr(now, name) - getattr(before, name))
+        return now
 
     def add_blend(self, outcome: BlendOutcome, result: PrefillResult) -> None:
         """Counts a prompt that was provided."""
@@ -125,6 +133,10 @@ _PLAIN = {
     "recomputed_tokens": "Loaded tokens that were recomputed after the last selection.",
     "row_layers": "Rows times layers that blending computed.",
     "captured_tokens": "Tokens of missed chunks that were computed alone and stored.",
+    "discovered_runs": "Runs of text that were learnt from requests.",
+    "discovered_stored_tokens": "Tokens of learnt runs that were stored.",
+    "discovered_hit_tokens": "Tokens of prompts loaded from learnt runs.",
+    "discovered_unwatched": "Requests that came too fast to be learnt from.",
     "load_seconds": "Seconds of reading stored KV and copying it to the device.",
     "wait_seconds": "Seconds that blending waited for stored KV.",
     "blend_seconds": "Seconds from the first layer of a blended prompt to its last.",

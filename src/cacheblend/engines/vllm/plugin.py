@@ -12,16 +12,11 @@ logger = logging.getLogger("vllm.cacheblend")  # which vLLM shows
 
 
 def register() -> None:
-    """Registers classes that are vLLM's own and also remember the loaded model. Idempotent."""
-    from vllm import ModelRegistry
-
+    """Begins to remember which module holds which, so that the loaded model is found. Idempotent."""
     try:
         with versions.explained_imports():
-            from cacheblend.engines.vllm.compat_model import known_architectures
-
-            known = known_architectures()
+            from cacheblend.engines.vllm.compat_loading import watch_loading
     except Exception as error:
         logger.warning("CacheBlendConnector cannot be used here: %s", error)
         return
-    for architecture in known:
-        ModelRegistry.register_model(architecture, f"cacheblend.engines.vllm.models:{architecture}")
+    watch_loading()

@@ -38,6 +38,7 @@ class ModelSizes:
         has_kernels: `core.kernels` serves the device.
         in_pages: prompts are blended in vLLM's own cache.
         checked_vocab: tokens of the vocabulary, if answers are compared with full prefill; 0: they are not.
+        tier_bytes: of stored records that the device keeps; 0: none.
     """
 
     layers: int
@@ -52,6 +53,7 @@ class ModelSizes:
     has_kernels: bool = False
     in_pages: bool = False
     checked_vocab: int = 0
+    tier_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Workspace:
         question: what the question's pass takes more than a tile and its attention.
         chunks: KV of the chunks that are being captured, in all layers.
         check: a prompt that is computed once more in full, beside those above; none without a shadow check.
+        tier: stored records that are kept there; none without ``cuda://`` in the store's URL.
     """
 
     hidden: int
@@ -78,6 +81,7 @@ class Workspace:
     question: int
     chunks: int
     check: int = 0
+    tier: int = 0
 
     @property
     def total(self) -> int:
@@ -90,7 +94,7 @@ class Workspace:
 
 
 def workspace_of(sizes: ModelSizes) -> Workspace:
-    """The memory that blending needs at most on one rank."""
+    """The memory that blending needs at most on one rank, and that of the records that are kept there."""
     layer = 2 * sizes.kv_width * sizes.longest * sizes.item_bytes
     ahead = max(1, min(2 * READ_AHEAD - 1, READ_AHEAD_BYTES // max(1, layer)))  # several are read at once
     records, buffers = (1 + ahead) * layer, 0 if sizes.in_pages else (1 + ahead) * layer
@@ -106,6 +110,7 @@ def workspace_of(sizes: ModelSizes) -> Workspace:
         question=max(0, question_bytes(sizes) - tile - attention),
         chunks=2 * sizes.kv_width * sizes.tile_rows * sizes.layers * sizes.item_bytes,
         check=check_bytes(sizes, layer) if sizes.checked_vocab else 0,
+        tier=sizes.tier_bytes,
     )
 
 

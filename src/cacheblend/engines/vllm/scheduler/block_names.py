@@ -15,15 +15,21 @@ from typing import Any
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.compat_prefix import PrefixCache
+from cacheblend.engines.vllm.jobs import Adapter
 
 VERSION = 2
 """Of the KV in blended blocks, part of their names: another version must not find them."""
 
 
-def salt_of(planner: Planner, selector: Selector) -> bytes:
-    """What blended KV depends on besides the tokens: settings, model and tenant."""
-    described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}"
+def salt_of(planner: Planner, selector: Selector, adapter: Adapter | None = None) -> bytes:
+    """What blended KV depends on besides the tokens: settings, model, tenant and LoRA adapter.
+
+    While an adapter is replaced, a request may be computed with other weights than its blocks are named by: so those of
+    the same weights, when they come back, have other names.
+    """
+    again = f" {adapter.generation}" if adapter is not None and adapter.generation else ""
+    described = f"{VERSION} {selector!r} {planner.root.hex()} {planner.anchor!r}{again}"
     return hashlib.sha256(described.encode()).digest()
 
 
@@ -32,7 +38,7 @@ def first_loaded(plan: BlendPlan) -> int:
     return next((span.start for span in plan.spans if span.source is Source.LOADED), len(plan))
 
 
-def blended_before(request: Any, plan: BlendPlan, salt: bytes, pool: Any, block_size: int) -> int | None:
+def blended_before(request: Any, plan: BlendPlan, salt: bytes, cache: PrefixCache, block_size: int) -> int | None:
     """Where the salting of an earlier turn began whose blocks vLLM still holds; None: it holds none.
 
     Where that is beyond the first loaded row, vLLM holds the blocks before it, and only as long as it does may the
@@ -42,15 +48,15 @@ def blended_before(request: Any, plan: BlendPlan, salt: bytes, pool: Any, block_
         request: vLLM's, with plain names.
         plan: of its prompt.
         salt: see `salt_of`.
-        pool: vLLM's block pool, or None.
+        cache: vLLM's own.
         block_size: of the paged cache.
     """
     loaded = first_loaded(plan)
-    cached = compat.cached_tokens(pool, request, block_size)
+    cached = cache.tokens(request)
     is_chunk = [segment.is_chunk for segment in plan.prompt.segments]
     starts = {span.start for span in plan.spans if span.chunk_offset == 0 and is_chunk[span.segment]} | {loaded}
     may_begin = [at for at in starts if at <= loaded or at // block_size * block_size <= cached]
-    return max((at for at in may_begin if compat.holds_salted(pool, request, at, block_size, salt)), default=None)
+    return max((at for at in may_begin if cache.holds_salted(request, at, salt)), default=None)
 
 
 class ComingBlocks:

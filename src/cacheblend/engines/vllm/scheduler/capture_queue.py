@@ -58,6 +58,21 @@ class CaptureQueue:
         """
         self._waiting[request.request_id] = (request, jobs, missed_at)
 
+    def add(self, jobs: Sequence[CaptureJob]) -> None:
+        """Queues chunks at once."""
+        for job in jobs:
+            self._add(job, time.monotonic())
+
+    @property
+    def is_empty(self) -> bool:
+        """No chunk is queued or with the workers."""
+        return not self._queued and not self._sent
+
+    @property
+    def has_room(self) -> bool:
+        """Nothing is queued that the workers do not have yet, and little with them."""
+        return not self._queued and len(self._sent) <= 1
+
     def end_request(self, request_id: str) -> None:
         """Queues what a request that ended has missed."""
         _, jobs, missed_at = self._waiting.pop(request_id, (None, (), 0.0))
@@ -121,3 +136,8 @@ class CaptureQueue:
                 self._progress_at = time.monotonic()
             self._unfinished.add(chunk_id)
             self._queued.append((chunk_id, job))
+
+
+def tokens_within(nbytes: int, bytes_per_token: int) -> int:
+    """Tokens whose KV is no larger; at least one, since 0 means no bound to `CaptureQueue`, and 0 without a size."""
+    return max(1, nbytes // bytes_per_token) if bytes_per_token else 0

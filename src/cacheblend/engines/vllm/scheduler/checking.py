@@ -5,7 +5,9 @@
                                  blocks for a step)
 
 A tile of a full prefill is computed in a step without requests at once, else when as many times its seconds have passed
-as make it the check's share of the time. Knows requests and clocks; does not know who computes.
+as make it the check's share of the time, however much else there is.
+
+Knows requests and clocks; does not know who computes.
 """
 
 import math
@@ -16,8 +18,9 @@ from typing import Any
 
 from cacheblend.core.naming import as_token_ids
 from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING, NO_ANSWER, QUEUE_FULL, Labels, ShadowWatch
+from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm import shadow_metrics as names
-from cacheblend.engines.vllm.jobs import CheckJob, StepJobs, StepReport
+from cacheblend.engines.vllm.jobs import Adapter, CheckJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.scheduler.tracking import BEYOND_WINDOW, RESET, Tracked
 
@@ -35,15 +38,17 @@ class Drawn:
         request: vLLM's.
         labels: of its figures.
         step: of the floor; None: the request names a ratio or a selector.
-        block_ids: of its prompt.
+        block_ids: of its prompt, for each group of KV cache.
         preemptions: how often it had been preempted when its prompt was provided.
+        adapter: that it has; None: none.
     """
 
     request: Any
     labels: Labels
     step: int | None
-    block_ids: list[int]
+    block_ids: list[list[int]]
     preemptions: int
+    adapter: Adapter | None = None
 
 
 class AnswerDraws:
@@ -86,6 +91,8 @@ class AnswerDraws:
         found, done, request = tracked.found, tracked.outcome, tracked.request
         if self.watch is None or found is None or done is None or done.failure or tracked.is_asked:
             return
+        if compat.has_images(request):  # a full prefill is computed from ids
+            return
         tracked.is_asked = True
         is_own = tracked.options.follows_floor
         local = tracked.held_by_vllm
@@ -99,7 +106,9 @@ class AnswerDraws:
             return
         labels = Labels(tracked.tenant, found.selector.name, "engine" if is_own else "request")
         step = tracked.floor_step if is_own else None
-        self._drawn[request.request_id] = Drawn(request, labels, step, tracked.block_ids, tracked.tried)
+        self._drawn[request.request_id] = Drawn(
+            request, labels, step, tracked.block_ids, tracked.tried, tracked.adapter
+        )
         self._show_waiting()
 
     def settled(self, *, is_left_out: bool) -> None:
@@ -193,7 +202,8 @@ class AnswerDraws:
         self._open[self._number] = drawn.labels, drawn.step
         token_ids = tuple(int(token) for token in request.output_token_ids[:ANSWER_TOKENS])
         prompt_ids = as_token_ids(request.prompt_token_ids)
-        return CheckJob(self._number, request.request_id, prompt_ids, token_ids, drawn.block_ids, is_held)
+        where = drawn.block_ids, is_held, drawn.adapter
+        return CheckJob(self._number, request.request_id, prompt_ids, token_ids, *where)
 
     # ---- figures ----------------------------------------------------------------------------------------
 

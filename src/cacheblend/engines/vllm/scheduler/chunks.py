@@ -15,8 +15,7 @@ import numpy as np
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import TokenIds
-from cacheblend.core.plan.matching import ChunkIndex
-from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 
 Span = tuple[int, int]
 """[start, stop) of a prompt's tokens."""
@@ -76,16 +75,6 @@ def with_spans(token_ids: TokenIds, spans: Sequence[Span]) -> Prompt:
     for start, stop in spans:
         segments += [text(token_ids[at:start]), chunk(token_ids[start:stop])]
         at = stop
-    return Prompt.of([*segments, text(token_ids[at:])])
-
-
-def with_matches(token_ids: TokenIds, index: ChunkIndex) -> Prompt:
-    """The prompt whose chunks are the runs that the index finds."""
-    segments: list[Segment] = []
-    at = 0
-    for match in index.match(token_ids):
-        segments += [text(token_ids[at : match.start]), run_of(match.chunk, match.offset, len(match))]
-        at = match.stop
     return Prompt.of([*segments, text(token_ids[at:])])
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cacheblend.engines.vllm.jobs import BlendOutcome
 
 RATIO_STEP = 0.05
-"""Ratios above the configured one are multiples of this more, so that blended blocks of few ratios are cached."""
+"""Ratios above the one in force are multiples of this more, so that blended blocks of few ratios are cached."""
 
 _LENGTHS = (256, 4096)  # tokens between which a prefill's time is a line, where only its pace is known
 _STORED = (Source.PREFIX, Source.LOADED)
@@ -41,7 +41,7 @@ class LoadChoice:
 
     Attributes:
         plan: that the workers carry out.
-        ratio: share of the loaded rows to recompute, above the configured one; None: the configured one.
+        ratio: share of the loaded rows to recompute, above the one in force; None: that one.
         decision: the controller's; None: nothing is stored, or it does not know enough to decide.
         is_all_left_out: something is stored, and computing all of it takes less time than loading any.
     """
@@ -97,11 +97,15 @@ class LoadControl:
         with self._lock:
             return None if self._controller is None else self._controller.cost_model
 
-    def decide(self, plan: BlendPlan, *, raises: bool = True, cached_tokens: int = 0) -> LoadChoice:
+    def decide(
+        self, plan: BlendPlan, in_force: float | None = None, *, raises: bool = True, cached_tokens: int = 0
+    ) -> LoadChoice:
         """Which stored blocks of a plan are loaded.
 
         Args:
             plan: with everything that is stored.
+            in_force: ratio of the request, which the floor of the shadow check may have raised, or its client chosen;
+                None: the configured one.
             raises: the ratio may be raised; False where the request has a ratio or selector of its own.
             cached_tokens: leading tokens that vLLM's prefix cache holds, and nothing reads.
         """
@@ -110,14 +114,14 @@ class LoadControl:
             controller = self._controller
             if controller is None or not _reads(asked):
                 return LoadChoice(plan)
-            decision = controller.decide(asked)
+            decision = controller.decide(asked, in_force)
             left = asked.leaving_out(decision.left_out)
             if not _reads(left):
                 controller.learn(decision, left, None, {})  # no outcome will come: the slowness is forgotten here
         names = decision.left_out & {span.name for span in plan.spans}
         if names:
             plan = replace(plan.leaving_out(names), left_out=plan.left_out | names)
-        ratio = self._rounded(decision, controller.floor) if raises else None
+        ratio = self._rounded(decision, controller.floor if in_force is None else in_force) if raises else None
         return LoadChoice(plan, ratio, decision, is_all_left_out=not _reads(left))
 
     def learn(self, plan: BlendPlan, outcome: "BlendOutcome") -> None:
@@ -148,10 +152,10 @@ class LoadControl:
         return make_controller(cost_model, self._config, self._layers, self._bytes_per_token)
 
     @staticmethod
-    def _rounded(decision: Decision, floor: float) -> float | None:
-        """The decision's ratio, down to a step above the floor; None: the floor."""
-        steps = math.floor((decision.ratio - floor) / RATIO_STEP + 1e-9)
-        return round(min(1.0, floor + steps * RATIO_STEP), 6) if steps > 0 and decision.reused else None
+    def _rounded(decision: Decision, in_force: float) -> float | None:
+        """The decision's ratio, down to a step above the one in force; None: that one."""
+        steps = math.floor((decision.ratio - in_force) / RATIO_STEP + 1e-9)
+        return round(min(1.0, in_force + steps * RATIO_STEP), 6) if steps > 0 and decision.reused else None
 
 
 def _beyond(plan: BlendPlan, cached_tokens: int) -> BlendPlan:

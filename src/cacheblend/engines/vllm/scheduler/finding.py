@@ -12,22 +12,28 @@ from dataclasses import replace
 from functools import partial
 
 from cacheblend.core.errors import StoreError
+from cacheblend.core.fuse.prefill import check_latents
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.naming import TokenIds, join_ids
+from cacheblend.core.naming import BlockName, TokenIds, join_ids
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
-from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.plan.recurrence import Run
+from cacheblend.engines.discovery import Discovery, DiscoveryFigures
+from cacheblend.engines.listing import ChunkListing, ListChanges
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.vllm.config import ConnectorConfig
-from cacheblend.engines.vllm.jobs import BlendOutcome, CaptureJob
+from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
+from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.scheduler.adapters import named
 from cacheblend.engines.vllm.scheduler.block_names import salt_of
+from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.chunks import named_chunks
 from cacheblend.engines.vllm.scheduler.controlling import LoadControl
-from cacheblend.engines.vllm.scheduler.listing import ChunkListing, ListChanges
 from cacheblend.engines.vllm.scheduler.lookups import LookUp, LookUps
 from cacheblend.engines.vllm.scheduler.options import RequestOptions
 from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
-from cacheblend.engines.vllm.scheduler.tracking import NOTHING_STORED, SLOW_STORE, Found
+from cacheblend.engines.vllm.scheduler.tracking import NOTHING_STORED, SLOW_STORE, Found, Tracked
 from cacheblend.store import KVStore
 
 LONG_PROMPT = 1024
@@ -49,6 +55,7 @@ class ChunkFinder:
         store: where chunks are found.
         control: decides what is loaded; None: all that is stored.
         keeps_events: `take_changes` will be called.
+        keeps_latents: the model does, instead of keys and values.
     """
 
     def __init__(
@@ -60,12 +67,13 @@ class ChunkFinder:
         control: LoadControl | None = None,
         *,
         keeps_events: bool = False,
+        keeps_latents: bool = False,
     ) -> None:
         self._settings, self._planners, self._store, self._control = settings, planners, store, control
         self._chunk_end_token_id = config.chunk_end_token_id
         self._lookups = LookUps[Found | None](config.lookup_timeout_s)
         self._listing: ChunkListing | None = None
-        self._keeps_events = keeps_events
+        self._keeps_events, self._keeps_latents = keeps_events, keeps_latents
         if config.match_content:
             anchor = join_ids(planners.of().anchor.segments(None))
             self._listing = ChunkListing(
@@ -76,35 +84,77 @@ class ChunkFinder:
                 fresh_s=min(FRESH_S, config.lookup_timeout_s / 4),
                 keeps_changes=keeps_events,
             )
+        self._discovery: Discovery[tuple[Planner, Adapter | None]] | None = None
+        self._counted = DiscoveryFigures()
+        self._discovered: dict[BlockName, Run] = {}  # sent to be captured, by chunk
+        if self._listing is not None and config.discover and settings.config.capture:
+            least, watched = config.min_match_tokens, settings.config.watch_tokens
+            self._discovery = Discovery(store, self._listing, least, watched)
 
-    def start(self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None) -> LookUp[Found | None] | str:
+    def start(
+        self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None, adapter: Adapter | None = None
+    ) -> LookUp[Found | None] | str:
         """Starts a request's look-up; or says why there is none.
 
         Args:
             token_ids: of its prompt.
             options: of the request.
             cache_salt: of its tenant.
+            adapter: that it has; None: none.
 
         Raises:
             InvalidInputError: the options cannot be carried out.
         """
         settings = self._settings  # the floor may change them while the look-up goes on
-        options.selector_of(settings)  # raises for wrong ones
-        planner = self._planners.of(cache_salt)
+        selector = options.selector_of(settings)  # raises for wrong ones
+        if self._keeps_latents:
+            check_latents(selector)
+        planner = self._planners.of(cache_salt, named(adapter))
         prompt = named_chunks(token_ids, options.spans, self._chunk_end_token_id)
         if prompt is None:
             if self._listing is None:
                 return NOTHING_STORED
             is_new = self._listing.refresh()
             if is_new and len(token_ids) < LONG_PROMPT and self._listing.has_index(planner.root):
-                prompt = self._listing.match(planner.root, token_ids)
+                prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
         if prompt is not None and not prompt.chunks:
             return NOTHING_STORED
-        return self._lookups.start(partial(self._look_up, token_ids, prompt, options, planner, settings)) or SLOW_STORE
+        look_up = partial(self._look_up, token_ids, prompt, options, planner, settings, adapter)
+        return self._lookups.start(look_up) or SLOW_STORE
 
     def raise_by(self, factor: float) -> None:
         """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""
         self._settings = replace(self._settings, raised_by=factor)
+
+    def watch(self, tracked: Tracked) -> None:
+        """Has a request that has ended taken note of, to learn text that recurs; returns at once."""
+        is_unknown, ids = tracked.adapter is None and tracked.request.lora_request is not None, tracked.token_ids
+        if self._discovery is None or ids is None or is_unknown:
+            return
+        planner = self._planners.of(tracked.cache_salt, named(tracked.adapter))
+        plan = None if tracked.found is None else tracked.found.plan
+        if plan is not None:
+            prompt = plan.prompt
+        else:
+            prompt = named_chunks(ids, tracked.options.spans, self._chunk_end_token_id) or Prompt.of([text(ids)])
+        self._discovery.watch(planner.root, prompt, plan, (planner, tracked.adapter))
+
+    def add_discovered(self, captures: CaptureQueue, counts: Counts) -> None:
+        """Queues the learnt run of most worth behind what requests have missed, and counts; returns at once."""
+        if self._discovery is None:
+            return
+        self._counted = counts.add_discovered(self._discovery.figures, self._counted)
+        wanted = self._discovery.take(lambda run: True) if captures.has_room else None
+        if wanted is not None:
+            planner, adapter = wanted.asker
+            job = CaptureJob(ChunkJob(tuple(planner.anchor.segments(None)), wanted.run.token_ids), planner, adapter)
+            self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = wanted.run
+            captures.add([job])
+
+    @property
+    def is_discovering(self) -> bool:
+        """A request is being watched, or a run waits to be captured."""
+        return self._discovery is not None and self._discovery.has_work
 
     def list_captured(self, captured: Sequence[CaptureJob]) -> None:
         """Has those of the captured chunks found by content that the store took; returns at once."""
@@ -121,6 +171,8 @@ class ChunkFinder:
         self._planners.renew()
         if self._listing is not None:
             self._listing.withdraw()
+        if self._discovery is not None:
+            self._discovery.reset()
 
     def take_changes(self, most: int) -> ListChanges:
         """See `ChunkListing.take_changes`."""
@@ -129,6 +181,8 @@ class ChunkFinder:
     def close(self) -> None:
         """Ends the threads; waits for nothing."""
         self._lookups.close()
+        if self._discovery is not None:
+            self._discovery.close()
         if self._listing is not None:
             self._listing.close()
 
@@ -141,41 +195,51 @@ class ChunkFinder:
         options: RequestOptions,
         planner: Planner,
         settings: Settings,
+        adapter: Adapter | None,
     ) -> Found | None:
         """The request's plan; None if it has no chunks."""
         if prompt is None:
             assert self._listing is not None
             self._listing.update()
-            prompt = self._listing.match(planner.root, token_ids)
+            prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
             if not prompt.chunks:
                 return None
         missed_at = time.monotonic()
         plan = planner.plan(prompt, self._store)
         missed = plan.missed_chunks() if settings.config.capture else []
         anchor = tuple(planner.anchor.segments(plan.prompt))
-        jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner) for chunk in missed]
+        jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner, adapter) for chunk in missed]
         if self._listing is not None and self._keeps_events and self._store.is_reachable:
             self._listing.observe(plan.held_chunks())
         is_full = settings.is_full and options.follows_floor
         if options.mode == "prefix" or is_full:
             plan = plan.exact_only()
-        found = self._decide(plan.without_last_row(), options, planner, settings)
+        found = self._decide(plan.without_last_row(), options, settings)
+        found = replace(found, salt=salt_of(planner, found.named_by, adapter))
         return replace(found, missed=jobs, missed_at=missed_at, is_full=is_full and bool(plan.left_out))
 
-    def _decide(self, plan: BlendPlan, options: RequestOptions, planner: Planner, settings: Settings) -> Found:
+    def _decide(self, plan: BlendPlan, options: RequestOptions, settings: Settings) -> Found:
         """What is loaded of all that is stored, and how much is recomputed."""
-        selector, is_slow = options.selector_of(settings), False
-        salt = salt_of(planner, selector)  # a raised ratio makes KV more exact: its blocks serve the others as well
+        selector = named_by = options.selector_of(settings)
+        is_slow = False
         if self._control is not None:
-            choice = self._control.decide(plan, raises=not options.sets_selection)
+            choice = self._control.decide(plan, selector.share, raises=not options.sets_selection)
             plan, is_slow = choice.plan, choice.is_all_left_out
             if choice.ratio is not None:
                 selector = settings.at_least(choice.ratio)
-        return Found(plan, selector, salt, is_slow=is_slow)
+        # A raised ratio makes KV more exact: its blocks serve the others as well.
+        return Found(plan, selector, b"", named_by, is_slow=is_slow)
 
     def _list(self, listing: ChunkListing, captured: Sequence[CaptureJob]) -> None:
         chunks = [manifest_of(job.chunk, job.planner, "") for job in captured]
         try:
-            listing.add([chunk for chunk in chunks if self._store.has_manifest(chunk.chunk_id)])
+            held = [chunk for chunk in chunks if self._store.has_manifest(chunk.chunk_id)]
+            listing.add(held)
         except (StoreError, OSError) as error:
             logger.warning("captured chunks are found when the store's list is read again: %s", error)
+            held = []
+        names = {chunk.chunk_id for chunk in held}
+        for chunk in chunks:
+            run = self._discovered.pop(chunk.chunk_id, None)
+            if run is not None and self._discovery is not None and chunk.chunk_id in names:
+                self._discovery.stored(run, chunk)

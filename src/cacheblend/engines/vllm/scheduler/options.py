@@ -47,6 +47,12 @@ class RequestOptions:
         """The request names nothing that decides what is recomputed, so that the floor of the shadow check does."""
         return self.mode == "blend" and not self.sets_selection
 
+    def until(self, end: int) -> "RequestOptions":
+        """Without the chunks that end behind position `end`."""
+        if self.spans is None or all(stop <= end for _, stop in self.spans):
+            return self
+        return replace(self, spans=tuple(span for span in self.spans if span[1] <= end))
+
     def selector_of(self, settings: Settings) -> Selector:
         """The selector of this request in an engine with these settings.
 

@@ -11,22 +11,23 @@ vLLM itself computes the last token, and a request that has nothing to load. No 
 An error in one request disables blending for this request only.
 """
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.naming import as_token_ids
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.compat_prefix import PrefixCache, salt_from
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.scheduler.adapters import RequestAdapters
 from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
-from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
+from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
 from cacheblend.engines.vllm.scheduler.checking import AnswerDraws
+from cacheblend.engines.vllm.scheduler.failing import failure_of
 from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
 from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import read_options
@@ -60,8 +61,6 @@ IDLE_WAIT_S = 0.01
 that comes to an idle engine is computed in its first step: a step more is a message more, for which vLLM spins.
 """
 
-logger = logging.getLogger("cacheblend.vllm")
-
 
 class Scheduling:
     """The scheduler side of one engine.
@@ -73,6 +72,7 @@ class Scheduling:
         block_size: of the paged cache, in tokens.
         bytes_per_token: of a chunk's KV while it is captured.
         longest_prompt: see `compat.longest_prompt`.
+        windows: see `compat_prefix.windows_of`.
         watch, window: see `AnswerDraws`.
     """
 
@@ -85,6 +85,7 @@ class Scheduling:
         *,
         bytes_per_token: int = 0,
         longest_prompt: int | None = None,
+        windows: Sequence[int | None] = (None,),
         watch: ShadowWatch | None = None,
         window: int | None = None,
     ) -> None:
@@ -92,22 +93,22 @@ class Scheduling:
         self._finder, self._block_size = finder, block_size
         self._requests: dict[str, Tracked] = {}
         self._outstanding: set[str] = set()
-        self._coming = ComingBlocks()
+        self._coming, self._adapters = ComingBlocks(), RequestAdapters(config.lookup_timeout_s)
         self._jobs = StepJobs()
         self._resume_at = self._settling_s = 0.0
-        self._may_wait = True
-        self._longest_prompt = longest_prompt
+        self._may_wait, self._longest_prompt = True, longest_prompt
         self.counts = Counts()
         self._checks = AnswerDraws(watch, self.counts, window)
         self._captures = CaptureQueue(
             settings.config.capture_queue, tokens_within(config.capture_bytes, bytes_per_token), self.counts
         )
-        self.pool: Any = None
-        """vLLM's block pool; None until the connector is given it."""
+        self.cache = PrefixCache(block_size, windows)
 
     @property
     def is_busy(self) -> bool:
         """Something is computed, or queued for that, also while there is no request: chunks, the shadow check."""
+        if self._captures.is_empty and self._finder.is_discovering:
+            return True
         return self._captures.is_busy or self._checks.is_busy
 
     # ---- a request comes --------------------------------------------------------------------------------
@@ -115,28 +116,32 @@ class Scheduling:
     def on_new(self, request: Any) -> None:
         """A request came: starts its look-up. Raises nothing."""
         tracked = self._requests[request.request_id] = Tracked(request, self._checks.step)
-        reason = compat.unsuited(request)
-        if reason:
+        if reason := compat.unsuited(request):
             tracked.leave(reason)
         else:
             self._guarded(request, tracked, self._start)
         self._may_wait &= tracked.lookup is not None
 
     def _start(self, request: Any, tracked: Tracked) -> None:
-        tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids))
+        end = compat.text_tokens(request)
+        tracked.token_ids = as_token_ids(request.prompt_token_ids[:end])
+        tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids)).until(end)
         is_long = self._longest_prompt is not None and len(request.prompt_token_ids) > self._longest_prompt
         if tracked.options.mode == "full" or is_long:
-            tracked.leave(BEYOND_WINDOW if is_long else "mode full")
-            return
+            return tracked.leave(BEYOND_WINDOW if is_long else "mode full")
         if time.monotonic() < self._resume_at:
             raise TimeoutError
-        started = self._finder.start(as_token_ids(request.prompt_token_ids), tracked.options, request.cache_salt)
+        tracked.adapter = None if request.lora_request is None else self._adapters.of(request)
+        tracked.waits_for_adapter = tracked.adapter is None and request.lora_request is not None
+        if tracked.waits_for_adapter:
+            return  # begins again when it is claimed
+        started = self._finder.start(tracked.token_ids, tracked.options, request.cache_salt, tracked.adapter)
         if isinstance(started, LookUp):
             tracked.lookup = started
-            return
-        if started == SLOW_STORE:
-            self.counts.add_fallback(SLOW_STORE)
-        tracked.leave(started)
+        else:
+            if started == SLOW_STORE:
+                self.counts.add_fallback(SLOW_STORE)
+            tracked.leave(started)
 
     # ---- vLLM schedules it ------------------------------------------------------------------------------
 
@@ -145,12 +150,16 @@ class Scheduling:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
+        if tracked.waits_for_adapter:
+            self._guarded(request, tracked, self._start)
+            if tracked.waits_for_adapter:
+                return None
         is_exact = False  # what vLLM holds
         if tracked.lookup is not None:
             if not self._is_over(tracked.lookup) or self._settling_s > SETTLING_S:
                 return None
             self._guarded(request, tracked, self._settle)
-            cached = compat.cached_tokens(self.pool, request, self._block_size)
+            cached = self.cache.tokens(request)
             if tracked.found is not None and cached > num_computed_tokens:
                 return None  # under its blocks' new names vLLM holds more
             is_exact = cached < num_computed_tokens  # it was found under plain names
@@ -182,18 +191,17 @@ class Scheduling:
             tracked.leave(NOTHING_STORED)
             return
         tracked.missed = (found.missed, found.missed_at)
-        pool, size = self.pool, self._block_size
-        cached = compat.cached_tokens(pool, request, size)
+        size, cached = self._block_size, self.cache.tokens(request)
         self._checks.settled(is_left_out=found.is_full)
         takes_blended = tracked.options.mode != "prefix" and not found.is_full  # not what vLLM holds of an equal prompt
-        before = blended_before(request, found.plan, found.salt, pool, size) if takes_blended else None
+        before = blended_before(request, found.plan, found.salt, self.cache, size) if takes_blended else None
         if cached and found.held - cached < size and before is None:  # vLLM computes less than a block as fast
             tracked.leave(HELD_BY_VLLM if found.held else NOTHING_STORED)
         elif before is not None or found.reused_share(0) >= max(self._config.min_reused_share, 1e-9):
             tracked.found = found
             if before is not None or found.is_blended:
                 start = found.first_loaded if before is None else before
-                tracked.plain_tokens = compat.salt_from(request, start, size, found.salt)
+                tracked.plain_tokens = salt_from(request, start, size, found.salt)
         elif found.held:
             tracked.leave(LITTLE_STORED)
         else:
@@ -230,19 +238,22 @@ class Scheduling:
         fewest = max(1, claimed // self._block_size // 2)
         return self._coming.leader(request.block_hashes, start // self._block_size, fewest)
 
-    def allocated(self, request: Any, block_ids: list[int], claimed: int) -> None:
-        """A request got its blocks: for the first time, after a preemption, or when its prompt has been provided."""
+    def allocated(self, request: Any, block_ids: list[list[int]], claimed: int) -> None:
+        """A request got blocks, of each group: at first, after a preemption, or when its prompt has been provided."""
         self._may_wait = False
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
         if claimed and tracked.found is not None:
-            plan, selector = tracked.found.plan, tracked.found.selector
+            found, plan = tracked.found, tracked.found.plan
             tracked.tried, tracked.outcome, tracked.reason = request.num_preemptions, None, ""
             tracked.block_ids = block_ids
             self._outstanding.add(request.request_id)
             self._coming.add(request.request_id, list(request.block_hashes[: len(plan) // self._block_size]))
-            self._jobs.blend.append(BlendJob(request.request_id, plan, selector, len(plan) - claimed, block_ids))
+            local = len(plan) - claimed
+            held = self.cache.keep(request, local, block_ids)
+            what = request.request_id, plan, found.selector, local, block_ids, held, tracked.adapter
+            self._jobs.blend.append(BlendJob(*what))
         else:
             self._coming.remove(request.request_id)  # vLLM has cached its blocks before
             if tracked.found is not None and tracked.tried < 0 and not tracked.reason:
@@ -258,7 +269,8 @@ class Scheduling:
             is_idle: see `StepJobs`.
         """
         jobs, self._jobs, self._settling_s = self._jobs, StepJobs(), 0.0
-        jobs.capture, jobs.is_idle = self._captures.take(), is_idle
+        self._finder.add_discovered(self._captures, self.counts)
+        jobs.capture, jobs.is_idle, jobs.adapters = self._captures.take(), is_idle, self._adapters.take()
         self._checks.fill(jobs, has_requests=bool(self._requests))
         self._may_wait = is_idle and all(each.lookup is not None for each in self._requests.values())
         return jobs
@@ -267,7 +279,9 @@ class Scheduling:
 
     def provided(self, request_ids: Iterable[str]) -> None:
         """The workers have provided these requests' prompts, or given them up."""
-        self._outstanding.difference_update(request_ids)
+        for request_id in request_ids:
+            self._outstanding.discard(request_id)
+            self.cache.let_go(request_id)
 
     def reported(self, report: StepReport) -> None:
         """Takes the outcomes of jobs, and adds chunks that were captured and stored to the list."""
@@ -283,6 +297,7 @@ class Scheduling:
                     self._finder.learn(tracked.found.plan, outcome)
                     self._checks.begin(tracked)
         self._checks.reported(report)
+        self._adapters.seen(report.adapters)
         self._finder.list_captured(self._captures.finish(report.captured))
 
     # ---- a request ends ---------------------------------------------------------------------------------
@@ -294,8 +309,10 @@ class Scheduling:
             self._jobs.dropped.append(request.request_id)
         self._coming.remove(request.request_id)
         self._captures.end_request(request.request_id)
+        self._adapters.forget(request)
         if tracked is None:
             return None
+        self._finder.watch(tracked)
         if tracked.why_not:
             self.counts.add_not_blended(tracked.why_not)
         return tracked.answer()
@@ -325,26 +342,9 @@ class Scheduling:
 
     def _guarded(self, request: Any, tracked: Tracked, what: Callable[[Any, Tracked], None]) -> None:
         """Does something for a request; whatever fails disables blending for this request only."""
-        detail = ""
         try:
             what(request, tracked)
-            return
-        except InvalidInputError as error:
-            reason, detail, label = "bad parameters", str(error), "bad spans"
-            logger.warning("request %s is not blended: %s", request.request_id, error)
-        except TimeoutError:
-            reason = label = SLOW_STORE
-            logger.warning("request %s is not blended: the store did not answer in time", request.request_id)
-        except (StoreError, OSError) as error:
-            reason, label = "store", "store"
-            logger.warning("request %s is not blended: %s", request.request_id, error)
         except Exception as error:
-            reason = label = type(error).__name__
-            logger.exception("request %s is not blended", request.request_id)
-        self.counts.add_fallback(label)
-        tracked.leave(reason, detail)
-
-
-def tokens_within(nbytes: int, bytes_per_token: int) -> int:
-    """Tokens whose KV is no larger; at least one, since 0 means no bound to `CaptureQueue`, and 0 without a size."""
-    return max(1, nbytes // bytes_per_token) if bytes_per_token else 0
+            failure = failure_of(error, request.request_id)
+            self.counts.add_fallback(failure.label)
+            tracked.leave(failure.reason, failure.detail)

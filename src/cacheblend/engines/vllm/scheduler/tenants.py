@@ -1,4 +1,4 @@
-"""The planner of each tenant: a request's `cache_salt` is part of the names of its chunks.
+"""The planner of each tenant and LoRA adapter: a request's `cache_salt` and adapter are part of its chunks' names.
 
 Knows names. Does not know requests.
 """
@@ -24,17 +24,22 @@ class TenantPlanners:
 
     def __init__(self, identity: ModelIdentity, config: BlendConfig) -> None:
         self._identity, self._config = identity, config
-        self._made: OrderedDict[str, Planner] = OrderedDict()
+        self._made: OrderedDict[tuple[str, str], Planner] = OrderedDict()
         self.of()  # a wrong anchor shows at the start
 
-    def of(self, cache_salt: str | None = None) -> Planner:
-        """The planner of the requests with this salt; None: of those without one."""
-        tenant = cache_salt or ""
-        if tenant not in self._made:
-            self._made[tenant] = self._identity.planner(self._config, tenant)
+    def of(self, cache_salt: str | None = None, adapter: str = "") -> Planner:
+        """The planner of the requests with this salt and this adapter.
+
+        Args:
+            cache_salt: None: they have none.
+            adapter: see `adapters.named`.
+        """
+        key = cache_salt or "", adapter
+        if key not in self._made:
+            self._made[key] = replace(self._identity, adapters=adapter).planner(self._config, key[0])
             while len(self._made) > _MOST:
                 self._made.popitem(last=False)
-        return self._made[tenant]
+        return self._made[key]
 
     def renew(self) -> None:
         """Changes all roots for the rest of this process: what was stored so far is not found any more."""

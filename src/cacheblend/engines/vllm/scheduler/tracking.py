@@ -10,9 +10,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.vllm.jobs import BlendOutcome, CaptureJob
+from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.scheduler.block_names import first_loaded
 from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import KEY, RequestOptions
@@ -39,6 +40,7 @@ class Found:
         plan: of the prompt without its last token.
         selector: which loaded rows are recomputed.
         salt: of the blended blocks' names.
+        named_by: selector in the salt; blocks of these names may have been recomputed more, not less.
         missed: chunks that the store lacks, to be captured after the request.
         missed_at: when the store was asked, by `time.monotonic`.
         is_slow: something is stored, and loading any of it takes longer than computing it.
@@ -48,6 +50,7 @@ class Found:
     plan: BlendPlan
     selector: Selector
     salt: bytes
+    named_by: Selector
     missed: list[CaptureJob] = field(default_factory=list)
     missed_at: float = 0.0
     is_slow: bool = False
@@ -93,6 +96,8 @@ class Tracked:
         request: vLLM's.
         floor_step: of the shadow check, when the request came.
         options: of this request.
+        adapter: that its chunks are named by; None: it has none, or the workers have not looked at it.
+        waits_for_adapter: its look-up begins when the workers have looked at its adapter.
         lookup: under way; None: it has ended, or there was none.
         found: what the workers may provide; None: vLLM computes the request.
         missed: chunks to be captured once the request has its first token, and when the store was asked for them.
@@ -104,13 +109,17 @@ class Tracked:
         held_by_vllm: leading tokens that vLLM's prefix cache held when it was scheduled.
         outcome: of its last job.
         tenant: what figures call its tenant, since everyone may read them; empty: it has none.
-        block_ids: that it was given with its last job.
+        block_ids: that it was given with its last job, for each group of KV cache.
         is_asked: whether its answer is compared has been decided.
+        token_ids: of its prompt, up to the first image; None: it is vLLM's alone.
+        cache_salt: of its tenant, when it came.
     """
 
     request: Any = None
     floor_step: int = 0
     options: RequestOptions = field(default_factory=RequestOptions)
+    adapter: Adapter | None = None
+    waits_for_adapter: bool = False
     lookup: LookUp[Found | None] | None = None
     found: Found | None = None
     missed: tuple[list[CaptureJob], float] | None = None
@@ -121,17 +130,21 @@ class Tracked:
     tried: int = -1
     held_by_vllm: int = 0
     outcome: BlendOutcome | None = None
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
     is_asked: bool = False
+    token_ids: TokenIds | None = None
     tenant: str = field(init=False)
+    cache_salt: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        salt = getattr(self.request, "cache_salt", None)  # later it may be another one, see `compat.salt_from`
+        salt = getattr(self.request, "cache_salt", None)  # later it may be another one, see `compat_prefix.salt_from`
+        self.cache_salt = salt
         self.tenant = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:8] if salt else ""
 
     def leave(self, reason: str, detail: str = "") -> None:
         """vLLM computes the request, for this reason; its blocks keep the names that they have."""
         self.lookup = self.found = self.waits_for = None
+        self.waits_for_adapter = False
         self.reason, self.detail = reason, detail
 
     def forget(self) -> None:
@@ -149,16 +162,27 @@ class Tracked:
         """What the answer's `kv_transfer_params` say of this request."""
         done = self.outcome if self.outcome is not None and not self.outcome.failure else None
         shared = done is None and self.reason == SHARED
+        chosen = self._chosen(done)
         return {
             KEY: {
                 "blended": done is not None or shared,
                 "reason": f"{self.why_not}: {self.detail}" if self.detail else self.why_not,
                 "hit_tokens": dict(done.hit_tokens) if done else ({"vllm": self.held_by_vllm} if shared else {}),
+                "selector": chosen.name if chosen else "",
+                "recompute_ratio": chosen.share if chosen else None,
                 "recomputed_tokens": done.recomputed_tokens if done else 0,
                 "row_layers": done.row_layers if done else 0,
                 "prefill_share": round(done.prefill_share, 4) if done else 0.0,
             }
         }
+
+    def _chosen(self, done: BlendOutcome | None) -> Selector | None:
+        """What chose the rows to recompute; None: nothing was blended for it, nor shared by it."""
+        if self.found is None:
+            return None
+        if done is not None:
+            return self.found.selector if self.found.is_blended else None
+        return self.found.named_by if self.reason == SHARED else None
 
     @property
     def why_not(self) -> str:

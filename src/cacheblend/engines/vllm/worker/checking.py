@@ -21,6 +21,7 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.plan.planner import Planner
 from cacheblend.engines.shadow import FAILED, MOST_WAITING, QUEUE_FULL, Compared, compare
 from cacheblend.engines.vllm.jobs import CheckJob, StepJobs
+from cacheblend.engines.vllm.worker.adapters import NO_SLOT, WorkerAdapters
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.opening import Opener
 from cacheblend.engines.vllm.worker.ranks import RankFailedError, Ranks
@@ -56,34 +57,45 @@ class AnswerChecks:
         planner: any tenant's.
         ranks: that compute together.
         device: of the model.
+        adapters: of the model.
     """
 
-    def __init__(self, opener: Opener, planner: Planner, ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self, opener: Opener, planner: Planner, ranks: Ranks, device: torch.device, adapters: WorkerAdapters
+    ) -> None:
         self._opener, self._planner, self._ranks, self._device = opener, planner, ranks, device
+        self._adapters = adapters
         self._waiting: deque[Answer] = deque()
         self._under_way: Answer | None = None
         self._ended: dict[int, Compared | str] = {}
         self._read: set[str] = set()
         self._seconds = 0.0
 
-    def step(self, jobs: StepJobs, *, has_time: bool) -> None:
+    def step(self, jobs: StepJobs, *, has_time: bool) -> int:
         """What is checked in an engine step. Raises nothing.
+
+        Beside requests a tile is computed whether they have left time or not: `may_check` comes as rarely as its share
+        of the time demands, and under a load that never leaves any nothing would be compared otherwise.
 
         Args:
             jobs: of the step.
             has_time: prompts and chunks have left some of the step's budget.
+
+        Returns:
+            Rows of a layer that were computed for a full prefill.
         """
         self._read.update(jobs.released)
-        goes_on = jobs.may_check and has_time
+        goes_on = jobs.may_check and (has_time or not jobs.is_check_free)
         if jobs.check is None and not (goes_on and self._has_work):
-            return
-        began = self._now()
+            return 0
+        began, rows = self._now(), 0
         if jobs.check is not None:
             self._take(jobs.check)
         if goes_on and self._has_work:
-            self._advance()
+            rows = self._advance()
         if not jobs.is_check_free:
             self._seconds += self._now() - began
+        return rows
 
     def take_read(self) -> set[str]:
         """Requests that have ended, and whose blocks are not needed any more, since the last call."""
@@ -110,8 +122,12 @@ class AnswerChecks:
         """Reads what the answer was drawn from: its rows once more, over the KV that they were computed with."""
         if job.is_held:
             self._read.add(job.request_id)
+        if self._adapters.admits([job.adapter]) != [True]:
+            self._ended[job.number] = NO_SLOT
+            return
         try:
             with self._ranks.section():
+                self._adapters.use(job.adapter)
                 logits = self._opener.read_answer(job)
                 answer = Answer(job, logits[:1].flatten().clone(), logits.argmax(-1) if len(logits) else logits)
         except Exception as error:
@@ -121,23 +137,29 @@ class AnswerChecks:
             self._end(self._waiting.popleft(), QUEUE_FULL)
         self._waiting.append(answer)
 
-    def _advance(self) -> None:
-        """Opens a full prefill, or computes a tile of a layer of it, and compares when it is done."""
+    def _advance(self) -> int:
+        """Opens a full prefill, or computes a tile of a layer of it, and compares when it is done; returns the tile's
+        rows."""
         if self._under_way is None:
             self._under_way = self._waiting.popleft()
         answer = self._under_way
+        if self._adapters.admits([answer.job.adapter]) != [True]:
+            return 0  # in a later step
         try:
             with self._ranks.section():
                 result = self._compute(answer)
+            rows = 0 if answer.steps is None else answer.steps.rows
         except Exception as error:
             self._fail(answer.job, error)
             self._close(answer)
-            return
+            return self._opener.tile_rows  # the same on all ranks, however far each of them came
         if answer.prefill is not None and answer.prefill.done:
             self._end(answer, result)
+        return rows
 
     def _compute(self, answer: Answer) -> Compared | None:
         """A part of the prefill; in the end the result, None on ranks that do not sample."""
+        self._adapters.use(answer.job.adapter)
         if answer.prefill is None or answer.steps is None:
             answer.prefill = self._opener.full(answer.job, self._planner)
             answer.steps = PrefillBatcher(1, self._opener.tile_rows, join, isolate=False)

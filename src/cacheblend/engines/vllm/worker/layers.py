@@ -1,6 +1,6 @@
 """Runs vLLM's own decoder layers on any subset of a prompt's rows (implements `core.layers.runner.LayerRunner`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -10,9 +10,7 @@ from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.float8 import Float8
 from cacheblend.core.layers.runner import Attend
-
-AttentionAnswer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(query, keys, values), [n, heads, head_dim] each, to the attention's output [n, heads, head_dim]."""
+from cacheblend.engines.vllm.compat_shim import AttentionAnswer
 
 
 class DecoderModel(Protocol):
@@ -20,7 +18,7 @@ class DecoderModel(Protocol):
 
     @property
     def layers(self) -> Sequence[Any]:
-        """vLLM's decoder layers, called with (positions, hidden, residual)."""
+        """The decoder layers, called with positions [n] and hidden state [n, width], see `calls.LayerCall`."""
         ...
 
     @property
@@ -30,6 +28,10 @@ class DecoderModel(Protocol):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n, width] input of the first layer."""
+        ...
+
+    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Further arguments of each layer, [n, ...] each; see `calls.LayerCall`."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -52,9 +54,9 @@ class _ProjectedError(Exception):
 class VllmLayerRunner:
     """The layer runner of one prompt: row i is the token `token_ids[i]` at `positions[i]`.
 
-    vLLM's layers pass on two tensors, a layer's output and the residual sum of all before it, since a kernel adds them
-    and normalises in one go. The hidden state here is their sum, half as large, which every layer takes as the first
-    one does: without a residual. In bf16 the norm then reads the rounded sum.
+    Many of vLLM's layers pass on two tensors, a layer's output and the residual sum of all before it, since a kernel
+    adds them and normalises in one go. The hidden state here is their sum, half as large, which every layer takes as
+    the first one does: without a residual. In bf16 the norm then reads the rounded sum. See `calls.HiddenForm`.
 
     Args:
         model: whose layers are run.
@@ -63,6 +65,7 @@ class VllmLayerRunner:
 
     def __init__(self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         self.model, self.token_ids, self.positions = model, token_ids, positions
+        self._row_inputs: Sequence[tuple[torch.Tensor, ...]] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -92,22 +95,18 @@ class VllmLayerRunner:
         def answer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             return attend(_heads_first(query), _heads_first(keys), _heads_first(values), spec)
 
-        out, residual = self._run(layer, hidden, rows, answer)
-        return residual.add_(out)
+        return self._run(layer, hidden, rows, answer)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Empty: vLLM computes the prompt's last token itself."""
         return hidden.new_empty(0)
 
-    def _run(
-        self,
-        layer: int,
-        hidden: torch.Tensor,
-        rows: torch.Tensor,
-        answer: AttentionAnswer,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, answer: AttentionAnswer) -> torch.Tensor:
+        if self._row_inputs is None:
+            self._row_inputs = self.model.row_inputs(self.token_ids, self.positions)
+        inputs = [each[rows] for each in self._row_inputs[layer]]
         with self.model.answering(layer, answer):
-            out: tuple[torch.Tensor, torch.Tensor] = self.model.layers[layer](self.positions[rows], hidden, None)
+            out: torch.Tensor = self.model.layers[layer](self.positions[rows], hidden, inputs)
         return out
 
 

@@ -3,22 +3,43 @@
 Does not know prompts, stores or the paged cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.core.kernels.attention_spec import HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
-from cacheblend.core.plan.blocks import KVLayout, LayerShape
-from cacheblend.engines.vllm import compat, compat_cache, compat_model
-from cacheblend.engines.vllm.worker.layers import AttentionAnswer, VllmLayerRunner
+from cacheblend.core.plan.blocks import KVLayout
+from cacheblend.engines.vllm import compat, compat_cache, compat_loading, compat_lora, compat_model
+from cacheblend.engines.vllm.calls import (
+    FORMS,
+    LayerCall,
+    RecordedCall,
+    hidden_after,
+    hidden_before,
+    learn_calls,
+)
+from cacheblend.engines.vllm.compat_shim import AttentionAnswer
+from cacheblend.engines.vllm.worker.attention import attention_of
+from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
 
-_PROBE_ROWS, _PROBE_SHIFT = 8, 37
+_PROBE_ROWS, _PROBE_SHIFT = 11, 37
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_QUANTISED_TOLERANCE = 5e-2
+"""Of models that may quantise activations: a sum in another order puts some on the other side of a step."""
+
+
+class _EmbeddedError(Exception):
+    """Leaves a forward in front of the first layer."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
 
 
 class BlendModel:
@@ -34,44 +55,91 @@ class BlendModel:
 
     def __init__(self, config: compat.VllmConfig) -> None:
         self._config = config
-        self.attention = list(compat_model.attention_layers(config).values())
-        model = compat_model.model_of(self.attention[0])
-        self._model = model
-        self.layers = compat_model.decoder_layers(model)
-        if len(self.layers) != len(self.attention):
-            raise ModelNotBlendableError(
-                f"{type(model).__name__} has {len(self.layers)} decoder layers and {len(self.attention)} attention "
-                "modules; blending needs one attention module in each layer"
-            )
+        attention = list(compat_model.attention_layers(config).values())
+        if not attention:
+            raise ModelNotBlendableError("the model has no attention module with a KV cache")
+        model = compat_loading.model_of(attention[0])
+        self._model, own = model, set(model.modules())
+        self._decoder = compat_model.text_decoder(model, config)
+        attention = [layer for layer in attention if layer in own]  # a drafter's are not blended
+        self._modules = compat_model.layers_with(model, attention)
+        self.attention = _in_order(self._modules, attention)
+        self.adapters = compat_lora.open_adapters(model, config)
         compat_cache.check_caches(self.attention)
-        self._shims = {layer.layer_name: compat_model.AttentionShim(layer) for layer in self.attention}
-        self.specs = [compat_model.attention_spec(layer) for layer in self.attention]
+        self.dtype = config.model_config.dtype
+        quantised = _QUANTISED_TOLERANCE if config.model_config.quantization else 0.0
+        self._tolerance = max(_TOLERANCE[self.dtype], quantised)
+        with torch.inference_mode():
+            kinds = [attention_of(layer, self._tolerance) for layer in self.attention]
+        self._shims = {kind.shim.layer_name: kind.shim for kind in kinds}
+        self.specs, self.head_shapes = [kind.spec for kind in kinds], [kind.heads for kind in kinds]
         self.device = next(model.parameters()).device
         on_cpu = self.device.type == "cpu"
-        self._kernels = [compat_model.cpu_kernels(layer) if on_cpu else [] for layer in self.layers]
-        self.dtype = config.model_config.dtype
-        shapes = [LayerShape(int(layer.num_kv_heads), int(layer.head_size)) for layer in self.attention]
-        self.layout = KVLayout(tuple(shapes), self.dtype)  # of this rank's heads
-        self.head_shapes = [
-            HeadShape(int(layer.num_heads), shape.kv_heads, shape.head_dim, spec.window)
-            for layer, shape, spec in zip(self.attention, shapes, self.specs, strict=True)
-        ]
+        self._kernels = [compat_model.cpu_kernels(layer) if on_cpu else [] for layer in self._modules]
+        self.layout = KVLayout(tuple(kind.kept for kind in kinds), self.dtype)  # of this rank's heads
         self.tp_size, self.tp_rank = compat.tp_size(), compat.tp_rank()
-        total = config.model_config.get_total_num_kv_heads()
-        self.total_kv_heads = int(total)
-        self.heads = self._heads_of_rank(shapes[0].kv_heads)
-        with torch.inference_mode():
-            self._check_layers()
+        self.total_kv_heads = compat.kv_layout(config).layers[0].kv_heads
+        self.heads = self._heads_of_rank(kinds[0].kept.kv_heads)
+        with torch.inference_mode(), compat_lora.without_adapters(self.adapters, _PROBE_ROWS):
+            self.layers = self._learn_layers()
             self.rotations = self._find_rotations()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[n, width] input of the first layer."""
-        return compat_model.embed(self._model, token_ids)
+        """[n, width] input of the first layer: the model's own forward up to there, whatever it does to embeddings."""
+        return self._embed(token_ids, torch.arange(len(token_ids), device=token_ids.device))
+
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        first = self.layers[0]
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            raise _EmbeddedError(first.state[0].take(pytree.tree_leaves((args, kwargs))))
+
+        try:
+            with compat_model.computed_by(self._modules[:1], [stop]):
+                self._forward(token_ids, positions)
+        except _EmbeddedError as embedded:
+            return embedded.hidden
+        raise RuntimeError("the model's forward did not call its first layer")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, vocab] of the last layer's output, [n, width]; empty on ranks that do not sample."""
-        found = compat_model.logits(self._model, hidden)
+        model: Any = self._model
+        found: torch.Tensor | None = model.compute_logits(self._tail(hidden))
         return hidden.new_empty(0) if found is None else found
+
+    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """What the model computes for each layer in front of all of them, [n, ...] each: its forward without layers."""
+        found: list[tuple[torch.Tensor, ...]] = []
+        if not any(layer.inputs for layer in self.layers):
+            return [() for _ in self.layers]
+
+        def taking(layer: LayerCall) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                leaves = pytree.tree_leaves((args, kwargs))
+                found.append(tuple(at.take(leaves) for at in layer.inputs))
+                return layer.returned(layer.state[0].take(leaves).clone())
+
+            return forward
+
+        with compat_model.computed_by(self._modules, [taking(layer) for layer in self.layers]):
+            self._forward(token_ids, positions)
+        return found
+
+    def _tail(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the model's forward makes of the last layer's output, [n, width]: it is run without its layers."""
+        rows = torch.arange(len(hidden), device=hidden.device)
+        functions = [_returning(layer, hidden) for layer in self.layers]
+        with compat_model.computed_by(self._modules, functions):
+            return self._forward(torch.zeros_like(rows), rows)
+
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with compat_model.shimmed(self._config, self._shims):
+            out: torch.Tensor = self._decoder(token_ids, positions, None, None)
+        return out
+
+    def _forward_as_served(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with compat_model.shimmed(self._config, self._shims):
+            return compat_model.forward_as_served(self._model, self._config, token_ids, positions)
 
     @contextmanager
     def answering(self, layer: int, answer: AttentionAnswer) -> Iterator[None]:
@@ -89,39 +157,102 @@ class BlendModel:
 
         A process that does not look them up keeps in memory only what it has read by heads (`TieredStore`).
         """
-        if self.tp_size == 1 and self._config.parallel_config.distributed_executor_backend in (None, "uni"):
+        if compat.is_one_process(self._config):
             return None
         first = self.tp_rank * self.total_kv_heads // self.tp_size
         return slice(first, first + kv_heads)
 
     # ---- checks -----------------------------------------------------------------------------------------
 
-    def _check_layers(self) -> None:
-        """Checks that each layer, called by itself with its input of the model's own forward, has the same keys and the
-        same output, but for rounding."""
+    def _learn_layers(self) -> list[LayerCall]:
+        """How the layers are called; checked.
+
+        Raises:
+            ModelNotBlendableError: see the class.
+        """
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
         positions = torch.arange(_PROBE_ROWS, device=self.device)
-        inputs, plain = self._own_forward(ids, positions)
-        runner = VllmLayerRunner(self, ids, positions)
-        inputs[0] = runner.embed()
-        for layer, hidden in enumerate(inputs):
-            keys, _ = runner.project(layer, hidden, positions)
-            self._check_same(layer, "keys", keys, plain[layer])
-            if layer + 1 < len(inputs):
-                out = runner.run(layer, hidden, positions, lambda q, k, v, spec: attend_rows(q, k, v, positions, spec))
-                self._check_same(layer, "hidden states", out, inputs[layer + 1])
-
-    def _check_same(self, layer: int, what: str, alone: torch.Tensor, plain: torch.Tensor) -> None:
-        error = (alone.float() - plain.float()).norm()
-        if not error <= _TOLERANCE[self.dtype] * plain.float().norm():
+        recorded, keys, out = self._checked_forward(ids, positions)
+        if len(recorded) != len(self._modules):
             raise ModelNotBlendableError(
-                f"layer {layer} of {type(self._model).__name__}, called by itself, computes other {what} than in the "
-                "model's own forward"
+                f"the forward of {self._name} calls {len(recorded)} layers one after the other, of {len(self._modules)}"
+            )
+        refused: list[ModelNotBlendableError] = []
+        for form in FORMS:
+            self.layers = learn_calls(self._modules, recorded, positions, form)
+            try:
+                self._check_layers(recorded, keys, out, ids, positions)
+            except ModelNotBlendableError as error:
+                refused.append(error)
+            else:
+                return self.layers
+        raise refused[0]
+
+    def _checked_forward(
+        self, ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[list[RecordedCall], list[torch.Tensor], torch.Tensor]:
+        """See `_own_forward`; of a language model inside another model it is compared with the whole model's."""
+        if self._decoder is self._model:
+            return self._own_forward(ids, positions)
+        try:
+            found = self._own_forward(ids, positions)
+            served = self._own_forward(ids, positions, self._forward_as_served)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelNotBlendableError(
+                f"the language model of {self._name} cannot be called with tokens and positions alone: {error}"
+            ) from error
+        self._check_same("the language model", "hidden states", found[2], served[2])
+        return found
+
+    @property
+    def _name(self) -> str:
+        return type(self._model).__name__
+
+    def _check_layers(
+        self,
+        recorded: list[RecordedCall],
+        plain_keys: list[torch.Tensor],
+        out: torch.Tensor,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Checks that each layer, called by itself with its input of the model's own forward, has the same keys and the
+        same output, but for rounding; and what stands in front of the layers and behind them."""
+        runner = VllmLayerRunner(self, ids, positions)
+        for layer, (call, learnt) in enumerate(zip(recorded, self.layers, strict=True)):
+            keys, _ = runner.project(layer, hidden_before(call, learnt), positions)
+            self._check_same(f"layer {layer}", "keys", keys, plain_keys[layer])
+            found = runner.run(
+                layer,
+                hidden_before(call, learnt),
+                positions,
+                lambda q, k, v, spec: attend_rows(q, k, v, positions, spec),
+            )
+            self._check_same(f"layer {layer}", "hidden states", found, hidden_after(call, learnt))
+        embedded = hidden_before(recorded[0], self.layers[0])
+        self._check_same("the embedding", "hidden states", runner.embed(), embedded)
+        self._check_same(
+            "the final norm", "hidden states", self._tail(hidden_after(recorded[-1], self.layers[-1])), out
+        )
+        moved = self._embed(ids, positions + _PROBE_SHIFT)
+        if not self._close(moved[None], embedded[None]):
+            raise ModelNotBlendableError(
+                f"{self._name} adds positions to its embeddings; keys with absolute positions cannot be re-positioned"
             )
 
-    def _own_forward(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """In the model's own forward: each layer's input [n, width], and its keys [kv_heads, n, head_dim]."""
+    def _check_same(self, where: str, what: str, alone: torch.Tensor, plain: torch.Tensor) -> None:
+        error = (alone.float() - plain.float()).norm()
+        if not error <= self._tolerance * plain.float().norm():
+            raise ModelNotBlendableError(
+                f"{where} of {self._name}, called by itself, computes other {what} than in the model's own forward"
+            )
+
+    def _own_forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, forward: Callable[..., torch.Tensor] | None = None
+    ) -> tuple[list[RecordedCall], list[torch.Tensor], torch.Tensor]:
+        """Of the model's own forward, or this one: each layer's call and keys [kv_heads, n, head_dim], and the result
+        [n, width]."""
         seen: list[torch.Tensor] = []
 
         def answer_of(index: int) -> AttentionAnswer:
@@ -135,17 +266,16 @@ class BlendModel:
         for index, layer in enumerate(self.attention):
             self._shims[layer.layer_name].answer = answer_of(index)
         try:
-            with compat_model.shimmed(self._config, self._shims), compat_model.recording_inputs(self.layers) as inputs:
-                model: Any = self._model
-                model(ids, positions, None, None)
+            with compat_model.recording_calls(self._modules) as recorded:
+                out = (forward or self._forward)(ids, positions)
         finally:
             for shim in self._shims.values():
                 shim.answer = None
-        return inputs, seen
+        return recorded, seen, out
 
     def _find_rotations(self) -> list[KeyRotation | None]:
         """The rotation of each layer's keys, found by shifting positions and trying the model's own frequencies."""
-        candidates = compat_model.candidate_rotations(self.layers)
+        candidates = compat_model.candidate_rotations(self._model)
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
         rows = torch.arange(_PROBE_ROWS, device=self.device)
@@ -177,4 +307,15 @@ class BlendModel:
 
     def _close(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         error = (one.float() - other.float()).norm(dim=(0, 1))
-        return bool((error <= _TOLERANCE[self.dtype] * other.float().norm(dim=(0, 1)).max() + 1e-9).all())
+        return bool((error <= self._tolerance * other.float().norm(dim=(0, 1)).max() + 1e-9).all())
+
+
+def _in_order(layers: Sequence[nn.Module], attention: Sequence[Any]) -> list[Any]:
+    """The attention module of each layer."""
+    by_id = {id(each): each for each in attention}
+    return [next(by_id[id(each)] for each in layer.modules() if id(each) in by_id) for layer in layers]
+
+
+def _returning(layer: LayerCall, hidden: torch.Tensor) -> Callable[..., Any]:
+    """A layer's `forward` that returns this hidden state [n, width], which is not written to."""
+    return lambda *args, **kwargs: layer.returned(hidden.clone())

@@ -6,13 +6,14 @@ Opening reads neither the store nor the paged cache.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, RowAttention
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_rows, serve
 from cacheblend.core.layers.runner import Attend
@@ -25,10 +26,12 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, CheckJob
-from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner
+from cacheblend.engines.vllm.worker.adapted import AdaptedModels
+from cacheblend.engines.vllm.worker.groups import GroupRows, LayerGroups, RequestRows
+from cacheblend.engines.vllm.worker.layers import CheckRunner, DecoderModel, VllmLayerRunner
 from cacheblend.engines.vllm.worker.loading import AgreedLoader
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.paged import NULL_BLOCK, PagedLayer, RequestBlocks
+from cacheblend.engines.vllm.worker.paged import PagedLayer
 from cacheblend.engines.vllm.worker.paged_attention import PagedAttention
 from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
 from cacheblend.engines.vllm.worker.ranks import Ranks
@@ -50,7 +53,7 @@ class Opener:
         block_size: of the paged cache, in tokens.
         options: of all prefills.
         sentence_end_ids: the ids of the tokens that end a sentence, for selectors that ask the question.
-        builder, in_pages: see `Worker`.
+        groups, builders, in_pages: see `Worker`.
         ranks: that compute together.
     """
 
@@ -63,14 +66,17 @@ class Opener:
         block_size: int,
         options: PrefillOptions,
         sentence_end_ids: SentenceEnds,
-        builder: Any,
+        groups: LayerGroups,
+        builders: Sequence[Any] | None,
         in_pages: bool | None,
         ranks: Ranks,
     ) -> None:
         self._model, self._store, self._codec, self._ranks = model, store, codec, ranks
-        self._block_size, self._builder, self._sentence_end_ids = block_size, builder, sentence_end_ids
+        self._block_size, self._groups, self._builders = block_size, groups, builders
+        self._sentence_end_ids = sentence_end_ids
         self._options = replace(options, over_ranks=ranks.combine if ranks.size > 1 else None)
         self.tile_rows = options.tile_rows
+        self._adapted = AdaptedModels(model, model.adapters, options.tile_rows)
         self._paged = [
             PagedLayer(layer, shape.kv_heads, shape.head_dim, block_size, model.layout.dtype)
             for layer, shape in zip(model.attention, model.layout.layers, strict=True)
@@ -87,57 +93,79 @@ class Opener:
 
     def blend(self, job: BlendJob) -> BlendedPrefill:
         """A prefill that writes to the job's blocks of the paged cache."""
-        plan, first = job.plan, job.local_tokens
-        # vLLM frees blocks that a sliding window has passed: their rows are computed again here, and not written.
-        resident = first > 0 and NULL_BLOCK not in job.block_ids[: first // self._block_size]
-        if resident:
-            plan = plan.with_resident(first)
-
+        rows = RequestRows(job, self._groups, self._block_size, self._model.device)
+        # Held rows that cannot be read any more are computed again here, and not written.
+        plan = job.plan.with_resident(job.local_tokens) if rows.is_held else job.plan
         ends = self._sentence_end_ids() if job.selector.question_rows else None
-        options = replace(self._options, sentence_end_ids=ends)
-        is_whole = resident == (first > 0) and NULL_BLOCK not in job.block_ids
-        blocks = RequestBlocks.of(job.block_ids, first, len(plan), self._block_size, self._model.device)
-        if self._pages is not None and is_whole:
-            return self._blend_in_pages(job, plan, blocks, options)
 
-        def held(layer: int) -> torch.Tensor:
-            return self._paged[layer].read(blocks.table, first)
+        def copy_to_pages(layer: int, kv: LayerCache) -> None:
+            own = rows.of(layer)
+            if self._is_in_place(own):
+                return
+            first = own.blocks.first
+            self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], own.blocks.slots[first:])
 
-        if self._builder is not None and is_whole:
-            attention = PagedAttention(self._paged, self._builder, blocks)
-            options = replace(options, on_layer=_nothing, attention=attention)
-            return self._open(plan, self._store, job.selector, options, resident=held)
+        options = replace(self._options, sentence_end_ids=ends, on_layer=copy_to_pages)
+        if self._pages is not None:
+            options = replace(options, stays=rows.is_whole)
+            return self._open(job, plan, self._store, job.selector, options, caches=self._caches_of(rows, plan))
+        if self._builders is not None:
+            options = replace(options, attention=self._attention_of(rows, self._builders))
+        held = partial(self._held, rows, job.local_tokens)
+        return self._open(job, plan, self._store, job.selector, options, resident=held)
 
-        def write(layer: int, kv: LayerCache) -> None:
-            self._paged[layer].write(kv.keys[:, first:], kv.values[:, first:], blocks.slots[first:])
+    def _is_in_place(self, rows: GroupRows) -> bool:
+        """Whether the layers of a group are written to the paged cache as they are computed."""
+        return rows.is_whole and (self._pages is not None or self._builders is not None)
 
-        return self._open(plan, self._store, job.selector, replace(options, on_layer=write), resident=held)
+    def _held(self, rows: RequestRows, stop: int, layer: int) -> torch.Tensor:
+        return rows.of(layer).read(self._paged[layer], stop)
 
-    def _blend_in_pages(
-        self, job: BlendJob, plan: BlendPlan, blocks: RequestBlocks, options: PrefillOptions
-    ) -> BlendedPrefill:
-        pages = self._pages
+    def _caches_of(self, rows: RequestRows, plan: BlendPlan) -> Callable[[int], LayerCache]:
+        """Each layer's place: the request's blocks, or buffers where they do not hold all that is seen."""
+        pages, layout = self._pages, self._model.layout
         assert pages is not None
 
-        def cache_of(layer: int) -> PagedKV:
-            return PagedKV(self._paged[layer], pages[layer], blocks)
+        def cache_of(layer: int) -> LayerCache:
+            own, shape = rows.of(layer), layout.layers[layer]
+            if own.is_whole:
+                return PagedKV(self._paged[layer], pages[layer], own.blocks)
+            size = (shape.kv_heads, len(plan), shape.head_dim)
+            kv = LayerKV(*(torch.zeros(size, dtype=layout.dtype, device=self._model.device) for _ in range(2)))
+            if rows.is_held:
+                LayerLoader.put_resident(kv, own.read(self._paged[layer], rows.held_tokens))
+            return kv
 
-        options = replace(options, on_layer=_nothing, stays=True)
-        return self._open(plan, self._store, job.selector, options, caches=cache_of)
+        return cache_of
+
+    def _attention_of(self, rows: RequestRows, builders: Sequence[Any]) -> RowAttention:
+        """By the backend's kernel, in the groups whose blocks hold all that is seen."""
+        found = [
+            PagedAttention(self._paged, builder, own.blocks) if own.is_whole else None
+            for own, builder in zip(rows.groups, builders, strict=True)
+        ]
+
+        def attend(
+            layer: int, query: torch.Tensor, kv: LayerCache, positions: torch.Tensor, spec: AttentionSpec
+        ) -> torch.Tensor:
+            own = found[self._groups.of_layer[layer]]
+            return kv.attend(query, positions, spec) if own is None else own(layer, query, kv, positions, spec)
+
+        return attend
 
     def capture(self, job: CaptureJob, kv: list[LayerKV]) -> BlendedPrefill:
         """A prefill of a chunk behind its anchor alone, which appends each layer to `kv`."""
         prompt = Prompt.of([text(part) for part in (*job.chunk.anchor, job.chunk.token_ids)])
         plan = job.planner.plan(prompt, EmptySource())
         options = replace(self._options, on_layer=lambda layer, found: kv.append(LayerKV(found.keys, found.values)))
-        return self._open(plan, EmptySource(), NoRows(), options)
+        return self._open(job, plan, EmptySource(), NoRows(), options)
 
     def full(self, job: CheckJob, planner: Planner) -> BlendedPrefill:
         """A prefill of a prompt and its answer in full, for the logits of the answer's rows; it leaves no KV."""
         prompt = Prompt.of([text(job.prompt_ids), text(job.token_ids[:-1])])
         options = replace(self._options, on_layer=_nothing, last_rows=len(job.token_ids))
         plan = planner.plan(prompt, EmptySource())
-        return self._open(plan, EmptySource(), NoRows(), options, self._check_runner)
+        return self._open(job, plan, EmptySource(), NoRows(), options, self._check_runner)
 
     def read_answer(self, job: CheckJob) -> torch.Tensor:
         """[n, vocab] logits that an answer's tokens were drawn from: its rows over the prompt's KV in the paged cache.
@@ -148,32 +176,38 @@ class Opener:
         first, model = len(job.prompt_ids) - 1, self._model
         ids = torch.tensor([int(job.prompt_ids[-1]), *job.token_ids[:-1]]).to(model.device)
         rows = torch.arange(len(ids), device=model.device)
-        table, positions = torch.tensor(job.block_ids).to(model.device), rows + first
-        runner = self._check_runner(model, ids, positions)
+        tables = [torch.tensor(table).to(model.device) for table in job.block_ids]
+        positions = rows + first
+        runner = self._check_runner(self._model_of(job), ids, positions)
         hidden = runner.embed()
         for layer, paged in enumerate(self._paged):
-            hidden = runner.run(layer, hidden, rows, _behind(paged.read(table, first), positions))
+            held = paged.read(tables[self._groups.of_layer[layer]], first)
+            hidden = runner.run(layer, hidden, rows, _behind(held, positions))
         return runner.logits(hidden)
 
-    def _check_runner(self, model: BlendModel, token_ids: torch.Tensor, positions: torch.Tensor) -> CheckRunner:
+    def _check_runner(self, model: DecoderModel, token_ids: torch.Tensor, positions: torch.Tensor) -> CheckRunner:
         return CheckRunner(model, token_ids, positions, self._float8)
+
+    def _model_of(self, job: BlendJob | CaptureJob | CheckJob) -> DecoderModel:
+        return self._adapted.of() if job.adapter is None else self._adapted.of(job.adapter.number)
 
     def _open(
         self,
+        job: BlendJob | CaptureJob | CheckJob,
         plan: BlendPlan,
         source: BlockSource,
         selector: Selector,
         options: PrefillOptions,
-        make_runner: Callable[[BlendModel, torch.Tensor, torch.Tensor], VllmLayerRunner] = VllmLayerRunner,
+        make_runner: Callable[[DecoderModel, torch.Tensor, torch.Tensor], VllmLayerRunner] = VllmLayerRunner,
         **where: Any,
     ) -> BlendedPrefill:
         """`where`: the loader's `resident` or `caches`."""
-        model = self._model
+        model, adapted = self._model, self._model_of(job)
 
         def open_runner(plan: BlendPlan) -> VllmLayerRunner:
             ids = torch.from_numpy(plan.prompt.token_ids.astype("i8"))[plan.prefix_length :]
             positions = torch.arange(plan.prefix_length, len(plan))
-            return make_runner(model, ids.to(model.device), positions.to(model.device))
+            return make_runner(adapted, ids.to(model.device), positions.to(model.device))
 
         def open_loader(plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
             what: Sequence[Any] = (plan, source, model.layout, model.rotations)

@@ -14,9 +14,8 @@ import torch
 from cacheblend.core.kernels.float8 import Float8
 from cacheblend.engines.vllm.compat import attend_paged, write_paged
 from cacheblend.engines.vllm.compat_cache import fp8_scales
-from cacheblend.engines.vllm.worker.cache_layout import NULL_BLOCK, CacheLayout, LayoutFinder
-
-__all__ = ["NO_SLOT", "NULL_BLOCK", "PagedLayer", "Pages", "RequestBlocks"]
+from cacheblend.engines.vllm.compat_prefix import NULL_BLOCK
+from cacheblend.engines.vllm.worker.cache_layout import CacheLayout, LayoutFinder
 
 NO_SLOT = -1
 """vLLM's slot of a row that must not be written."""
@@ -29,7 +28,8 @@ class RequestBlocks:
     Attributes:
         table: [n] int64 blocks, in the order of the prompt.
         slots: [rows] int64 of all rows, block * block size + place in the block; `NO_SLOT` in front of `first`.
-        first: the rows in front of it lie in blocks that other requests may share, and are never written.
+        first: the rows in front of it lie in blocks that other requests may share, or a sliding window has passed them,
+            and they are never written.
         block_size: of the cache, in tokens.
     """
 
@@ -42,9 +42,14 @@ class RequestBlocks:
     def of(
         cls, block_ids: Sequence[int], first: int, rows: int, block_size: int, device: torch.device | str = "cpu"
     ) -> "RequestBlocks":
-        """The blocks of a prompt of so many rows, the first of which the cache holds already."""
+        """The blocks of a prompt of so many rows, the first of which the cache holds already.
+
+        Rows whose block is the null block have none: it belongs to no request.
+        """
         table, positions = torch.tensor(block_ids, dtype=torch.int64), torch.arange(rows)
         slots = table[positions // block_size] * block_size + positions % block_size
+        passed = (table == NULL_BLOCK).nonzero().flatten()
+        first = max(first, min(rows, (int(passed[-1]) + 1) * block_size)) if len(passed) else first
         slots[:first] = NO_SLOT
         sent = torch.cat([table, slots]).to(device)
         return cls(sent[: len(table)], sent[len(table) :], first, block_size)

@@ -44,7 +44,7 @@ class PagedAttention:
 
     Args:
         layers: of the paged cache.
-        builder: see `compat.metadata_builder`.
+        builder: of the layers' group, see `compat.metadata_builders`.
         blocks: of the prompt, none of them the null block.
     """
 

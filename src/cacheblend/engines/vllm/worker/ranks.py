@@ -31,7 +31,13 @@ logger = logging.getLogger("cacheblend.vllm")
 
 
 class RankFailedError(CacheBlendError):
-    """Another rank failed in this section: all ranks give up what they computed in it."""
+    """Another rank failed in this section: all ranks give up what they computed in it.
+
+    Attributes:
+        reason: of figures and answers.
+    """
+
+    reason = "another rank failed"
 
     def __init__(self) -> None:
         super().__init__("another tensor-parallel rank failed; its log has the error")

@@ -22,7 +22,7 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.blocks import KVLayout
-from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob
+from cacheblend.engines.vllm.jobs import Adapter, BlendJob, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.worker.ranks import Ranks
 
 PATIENCE_S = 0.005
@@ -58,6 +58,11 @@ class Task:
     kv: list[LayerKV] = field(default_factory=list)
     ended: tuple[BlendOutcome, PrefillResult] | None = None
     waits_since: float | None = None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The LoRA adapter of its rows; None: none."""
+        return self.job.adapter
 
     @property
     def layer(self) -> int:

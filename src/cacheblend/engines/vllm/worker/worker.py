@@ -26,14 +26,16 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import CLOSED
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
-from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome, CaptureJob, StepJobs
+from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.worker.adapters import NO_SLOT, AdapterChangedError, WorkerAdapters
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.checking import AnswerChecks
+from cacheblend.engines.vllm.worker.groups import LayerGroups
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.opening import Opener, SentenceEnds, no_sentence_ends
-from cacheblend.engines.vllm.worker.paged import NULL_BLOCK
+from cacheblend.engines.vllm.worker.outbox import Outbox
 from cacheblend.engines.vllm.worker.ranks import Group, RankFailedError, Ranks
 from cacheblend.engines.vllm.worker.tasks import LATE, READY, WAITING, Readiness, Task, let_go, outcome_of
 from cacheblend.store import KVStore
@@ -41,11 +43,11 @@ from cacheblend.store import KVStore
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
 READ_TIMEOUT_S = 10.0
 WRITER_S = 0.01  # that an idle step waits for the chunk being written, so that an idle engine does not spin
-SLOW_STORE, OTHER_RANK, UNREADABLE, RESET = "slow store", "another rank failed", "store", "cache reset"
+SLOW_STORE, UNREADABLE, RESET = "slow store", "store", "cache reset"
 logger = logging.getLogger("cacheblend.vllm")
 
 
-class Worker:
+class Worker(Outbox):
     """The worker side of one rank.
 
     Args:
@@ -56,7 +58,9 @@ class Worker:
         block_size: of the paged cache, in tokens.
         budget: row-layers computed in an engine step, up to a tile more; `IDLE_TIMES` as many if vLLM computes nothing.
         tile_rows: rows that go through a layer at once.
-        builder: of attention metadata for the backend's own kernel (`PagedAttention`); None: attend by `core.kernels`.
+        groups: of the model's KV cache; None: there is one.
+        builders: of attention metadata for the backend's own kernel (`PagedAttention`), for each group; None: attend by
+            `core.kernels`.
         in_pages: see `ConnectorConfig.in_pages`.
         sentence_end_ids: see `PrefillOptions`; asked for when a selector needs them.
         name: of the model, for people.
@@ -74,14 +78,15 @@ class Worker:
         block_size: int,
         budget: int,
         tile_rows: int,
-        builder: Any = None,
+        groups: LayerGroups | None = None,
+        builders: Sequence[Any] | None = None,
         in_pages: bool | None = None,
         sentence_end_ids: SentenceEnds = no_sentence_ends,
         name: str = "",
         read_timeout_s: float = READ_TIMEOUT_S,
         group: Group | None = None,
     ) -> None:
-        self._model, self._budget, self._block_size = model, budget, block_size
+        self._model, self._store, self._budget = model, store, budget
         self._ranks = Ranks(TensorParallel() if group is None else group)
         self._opener = Opener(
             model,
@@ -90,7 +95,8 @@ class Worker:
             block_size=block_size,
             options=PrefillOptions(tile_rows=tile_rows),
             sentence_end_ids=sentence_end_ids,
-            builder=builder,
+            groups=groups or LayerGroups([0] * len(model.attention)),
+            builders=builders,
             in_pages=in_pages,
             ranks=self._ranks,
         )
@@ -98,16 +104,14 @@ class Worker:
         self._blends: PrefillBatcher[Task] = PrefillBatcher(last_check + 1, tile_rows, join, isolate=alone)
         self._captures: PrefillBatcher[Task] = PrefillBatcher(1, tile_rows, join, isolate=alone)
         self._readiness = Readiness(self._ranks, read_timeout_s)
-        self._is_idle = False
+        self.adapters = WorkerAdapters(model.adapters, self._ranks, read_timeout_s)
+        self._is_idle, self._owed = False, 0
         self._arrived: list[BlendJob] = []
-        self._provided: set[str] = set()
-        self._outcomes: dict[str, BlendOutcome] = {}
-        self._failed_blocks: set[int] = set()
-        self._failed_requests: set[str] = set()
+        super().__init__(block_size)
         self._chunks = 0
         self.counts = Counts()
         self._capture_writer = CaptureWriter(model, store, self.counts, name, self._ranks)
-        self.checks = AnswerChecks(self._opener, planner, self._ranks, model.device)
+        self.checks = AnswerChecks(self._opener, planner, self._ranks, model.device, self.adapters)
 
     # ---- an engine step ---------------------------------------------------------------------------------
 
@@ -116,18 +120,22 @@ class Worker:
         """Takes new jobs and computes layers until the step's budget is used or all jobs wait for the store.
 
         New prompts are begun in the next step, see `StepJobs.blend`. Computes at least one tile of a layer if one is
-        there; a layer that the budget does not cover goes on in the next step.
+        there; a layer that the budget does not cover goes on in the next step. By as many rows as the shadow check
+        computes beyond the budget, the next step's is smaller.
         """
-        self._take(jobs)
         self._is_idle = jobs.is_idle
+        self.adapters.begin_step(jobs.adapters, is_idle=jobs.is_idle)
+        self._take(jobs)
+        self._give_up_without_slots()
         self._readiness.begin_step(is_idle=jobs.is_idle and not self._captures)
-        left = budget = self._budget * (IDLE_TIMES if jobs.is_idle else 1)
+        left = budget = max(1, self._budget * (IDLE_TIMES if jobs.is_idle else 1) - self._owed)
         while left > 0:
             tasks = self._choose()
             if not tasks:
                 break
             left -= self._advance(tasks, left)
-        self.checks.step(jobs, has_time=left > 0)
+        checked = self.checks.step(jobs, has_time=left > 0)
+        self._owed = max(0, checked - max(0, left))
         if jobs.is_idle and left == budget and not jobs.may_check:
             self._capture_writer.wait(WRITER_S)
 
@@ -138,26 +146,6 @@ class Worker:
             self.step(StepJobs(is_idle=True))
         while self.captured < self._chunks:
             self._capture_writer.wait(1.0)  # the last ones are being written
-
-    def take_provided(self) -> set[str]:
-        """Requests whose prompts were completed in the paged cache since the last call."""
-        provided, self._provided = self._provided, set()
-        return provided
-
-    def take_failed_blocks(self) -> set[int]:
-        """Blocks of the paged cache that could not be filled since the last call: vLLM recomputes them."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
-    def take_failed_requests(self) -> set[str]:
-        """Requests of which vLLM recomputes everything, since the last call; they are among those provided."""
-        failed, self._failed_requests = self._failed_requests, set()
-        return failed
-
-    def take_outcomes(self) -> dict[str, BlendOutcome]:
-        """How the prompts ended that were provided or given up since the last call."""
-        outcomes, self._outcomes = self._outcomes, {}
-        return outcomes
 
     @property
     def is_follower(self) -> bool:
@@ -211,6 +199,12 @@ class Worker:
         self._arrived.clear()
         self._capture_writer.drop()
         self.checks.drop_all(RESET)
+        self._store.drop_copies()  # nobody asks for their names any more
+
+    def _give_up_without_slots(self) -> None:
+        tasks = [*self._blends, *self._captures]
+        for late in self.adapters.overdue([task.adapter for task in tasks]):
+            self._give_up(tasks[late], NO_SLOT)
 
     def _choose(self) -> list[Task]:
         """The tasks to advance: prompts that need not wait for the store, then captures."""
@@ -219,8 +213,16 @@ class Worker:
             if state not in (READY, WAITING):
                 logger.warning("the store does not give a layer; vLLM computes this request")
                 self._give_up(task, SLOW_STORE if state == LATE else UNREADABLE)
-        tasks = self._blends.next(lambda task: states.get(task, READY) == READY) if self._blends else []
-        return tasks or (self._captures.next() if self._captures else [])
+        unfinished = [*self._blends, *self._captures]
+        admitted = dict(zip(unfinished, self.adapters.admits([task.adapter for task in unfinished]), strict=True))
+        for batcher in (self._blends, self._captures):
+            while batcher:
+                tasks = batcher.next(lambda task: admitted[task] and states.get(task, READY) == READY)
+                if not tasks:
+                    break
+                if admitted[tasks[0]]:  # it was not asked about one that has not begun, and passes it over from now on
+                    return [task for task in tasks if task.adapter == tasks[0].adapter]
+        return []
 
     def _advance(self, tasks: Sequence[Task], left: int) -> int:
         """Opens the task, or computes the next layer of the batch as far as the budget lasts; returns what it took."""
@@ -241,7 +243,9 @@ class Worker:
         batcher = self._batcher_of(tasks[0])
         try:
             with self._ranks.section():
-                ended = batcher.advance(tasks, most_rows)
+                self.adapters.use(tasks[0].adapter)
+                # In the next step its slot may be another one's: no layer is left half done.
+                ended = batcher.advance(tasks, most_rows if tasks[0].adapter is None else None)
             rows = batcher.rows
         except Exception as error:
             ended = [(task, error) for task in tasks]
@@ -266,6 +270,7 @@ class Worker:
             torch.cuda.synchronize(self._model.device)  # the step before may go on there: its time is not this task's
         task.started = time.perf_counter()
         job = task.job
+        self.adapters.use(job.adapter)
         task.prefill = self._opener.blend(job) if isinstance(job, BlendJob) else self._opener.capture(job, task.kv)
 
     def _finish(self, task: Task) -> None:
@@ -295,11 +300,12 @@ class Worker:
 
     def _fail(self, task: Task, error: Exception) -> None:
         """Disables blending for this request only: vLLM computes it, whatever the error was."""
-        if isinstance(error, RankFailedError):
+        if isinstance(error, RankFailedError | AdapterChangedError):
             logger.warning("blending failed; vLLM computes this request: %s", error)
+            self._give_up(task, error.reason)
         else:
             logger.error("blending failed; vLLM computes this request", exc_info=error)
-        self._give_up(task, OTHER_RANK if isinstance(error, RankFailedError) else type(error).__name__)
+            self._give_up(task, type(error).__name__)
         let_go(error, self._model.device)
 
     def _give_up(self, task: Task, reason: str) -> None:
@@ -308,15 +314,7 @@ class Worker:
         if isinstance(task.job, CaptureJob):
             self._capture_writer.count_done()
         else:
-            if NULL_BLOCK in task.job.block_ids:  # a window has passed them: blocks do not tell what is missing
-                self._failed_requests.add(task.job.request_id)
-            else:
-                self._failed_blocks.update(task.job.block_ids[task.job.local_tokens // self._block_size :])
-            self._end(task.job.request_id, BlendOutcome(failure=reason))
-
-    def _end(self, request_id: str, outcome: BlendOutcome) -> None:
-        self._provided.add(request_id)
-        self._outcomes[request_id] = outcome
+            self._end_unfilled(task.job, reason)
 
     def _batcher_of(self, task: Task) -> PrefillBatcher[Task]:
         return self._captures if isinstance(task.job, CaptureJob) else self._blends

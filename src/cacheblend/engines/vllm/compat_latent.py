@@ -1,0 +1,158 @@
+"""Every use of vLLM's internals that concerns latent attention (MLA); the rest of them is in `compat`.
+
+    MLAAttention(q, latent, rotated)   [n, heads, key_dim + rotary_dim], [n, rank], [n, 1, rotary_dim]
+    its cache on CPUs                  [blocks, block size, rank + rotary_dim]: latent, then rotated part
+    W_UK_T, W_UV                       [heads, key_dim, rank], [heads, rank, value_dim]: what `kv_b_proj` does
+
+The model has turned the rotated part, and multiplied queries with everything that it multiplies them with, before its
+attention module is called; what gates the result comes after it.
+"""
+
+from typing import Any
+
+import torch
+
+from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.latent import UpProjection, attend_absorbed, parts
+from cacheblend.engines.vllm.compat_cache import is_fp8
+from cacheblend.engines.vllm.compat_shim import AttentionShim
+
+_CHECKED_ROWS = 8
+
+
+def is_latent(layer: Any) -> bool:
+    """Whether an attention module keeps latents."""
+    return type(layer).__name__ == "MLAAttention"
+
+
+def sparse_by_indexer(text_config: Any) -> str:
+    """What is refused of a model whose rows attend to those that an indexer selects (DeepSeek-V3.2); or ""."""
+    most = getattr(text_config, "index_topk", None)
+    if not most:
+        return ""
+    return (
+        f"{getattr(text_config, 'model_type', 'a model')} with sparse attention to the {most} tokens that an indexer "
+        "selects (index_topk): the indexer's own keys are not in the store"
+    )
+
+
+def refused_latents(config: Any) -> str:
+    """What is refused of a configuration with latent attention that is served without it; or ""."""
+    if not config.model_config.use_mla:
+        return ""
+    found = [
+        (getattr(config, "lora_config", None) is not None, "LoRA (leave --enable-lora out)"),
+        (is_fp8(config.cache_config, config.model_config.hf_config), "an FP8 cache (use --kv-cache-dtype auto)"),
+        (config.speculative_config is not None, "speculative decoding (leave it out)"),
+    ]
+    named = ", ".join(name for wrong, name in found if wrong)
+    return f"MLA attention beside {named}" if named else ""
+
+
+def kept_width(layer: Any) -> int:
+    """Numbers that a module keeps of a token, an even number.
+
+    Raises:
+        ModelNotBlendableError: it is odd.
+    """
+    rank, rotary_dim = int(layer.kv_lora_rank), int(layer.qk_rope_head_dim)
+    if (rank + rotary_dim) % 2:
+        raise ModelNotBlendableError(
+            f"{layer.layer_name} keeps {rank} + {rotary_dim} numbers of a token; an even number can be blended"
+        )
+    return rank + rotary_dim
+
+
+def latent_spec(layer: Any) -> AttentionSpec:
+    """How a module attends.
+
+    Raises:
+        ModelNotBlendableError: in a way that is not blended.
+    """
+    if getattr(layer, "use_sparse", False) or getattr(layer, "indexer", None) is not None:
+        raise ModelNotBlendableError(
+            f"{layer.layer_name} attends sparsely, to tokens that an indexer selects; the indexer's own keys are not "
+            "in the store"
+        )
+    if not hasattr(layer, "update_kv_cache"):
+        raise ModelNotBlendableError(f"{layer.layer_name}: latent attention is blended from vLLM 0.32 on")
+    return AttentionSpec(scaling=float(layer.scale), window=getattr(layer, "sliding_window", None), is_latent=True)
+
+
+def up_projection(layer: Any) -> UpProjection:
+    """The matrices by which a module expands latents, as vLLM keeps them for decoding: views, renewed with weights.
+
+    Raises:
+        ModelNotBlendableError: its backend keeps them in a form of its own.
+    """
+    keys, values = getattr(layer, "W_UK_T", None), getattr(layer, "W_UV", None)
+    if keys is None or values is None:
+        raise ModelNotBlendableError(
+            f"{layer.layer_name}: the attention backend {layer.attn_backend.get_name()} packs the up-projection; "
+            "choose another one (--attention-backend CPU_MLA on CPUs)"
+        )
+    return UpProjection(keys, values.transpose(1, 2))
+
+
+def check_expansion(layer: Any, tolerance: float) -> None:
+    """Checks that a module's `kv_b_proj`, by which vLLM's prefill expands latents, is `up_projection` and nothing else.
+
+    Args:
+        layer: vLLM's attention module.
+        tolerance: of the difference, as a share.
+
+    Raises:
+        ModelNotBlendableError: it is not.
+    """
+    up = up_projection(layer)
+    drawn = torch.randn(_CHECKED_ROWS, int(layer.kv_lora_rank), generator=torch.Generator().manual_seed(0))
+    latent = drawn.to(up.keys)
+    own = layer.kv_b_proj(latent)[0].view(_CHECKED_ROWS, up.keys.shape[0], -1).transpose(0, 1).float()
+    mine = torch.cat(up.expand(latent), dim=-1).float()
+    if mine.shape != own.shape or not (mine - own).norm() <= tolerance * own.norm():
+        raise ModelNotBlendableError(
+            f"{layer.layer_name} expands its latents in another way than by one matrix for each head"
+        )
+
+
+def write_latents(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes rows to a module's paged cache, in its backend's layout; see `compat.write_paged`.
+
+    Args:
+        layer: vLLM's attention module.
+        keys, values: [n, 1, width], the halves of what is kept (`core.kernels.latent`).
+        slots: [n] int64.
+    """
+    turned, latent = parts(keys.transpose(0, 1), values.transpose(0, 1), int(layer.qk_rope_head_dim))
+    rows = latent[0].contiguous(), turned.transpose(0, 1).contiguous()
+    layer.impl.do_kv_cache_update(*rows, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
+
+
+class LatentShim(AttentionShim):
+    """Replaces a module with latent attention: attends in the absorbed form, over what `answer` attends to."""
+
+    hisparse_cache = None
+
+    def __init__(self, real: Any) -> None:
+        super().__init__(real)
+        self._spec = latent_spec(real)
+
+    def prepare_kv_cache_update(self, *_: Any) -> None:
+        """Does nothing, see `do_kv_cache_update`."""
+
+    def update_kv_cache(self, *_: Any) -> None:
+        """Does nothing, see `do_kv_cache_update`."""
+
+    def forward_impl(
+        self, query: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, *_: Any, **options: Any
+    ) -> torch.Tensor:
+        """Attention of queries [n, heads, key_dim + rotary_dim], see the module; writes to `output`."""
+        answer, output = self.opened(query, options["output"])
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+            return answer(*(part.transpose(0, 1) for part in (q, k, v)))
+
+        turned, kept, up = rotated.transpose(0, 1), latent[None], up_projection(self.real)
+        found = attend_absorbed(query.transpose(0, 1), turned, kept, up, attend, self._spec)
+        return output.copy_(found.reshape(output.shape))

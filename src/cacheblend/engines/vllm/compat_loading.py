@@ -1,0 +1,105 @@
+"""Finds the model that vLLM loads, which vLLM does not pass to a connector, and takes memory for blending meanwhile.
+
+PyTorch tells whenever a module becomes part of another one. So nothing of vLLM's is replaced, and no model is named.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+
+from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
+from cacheblend.engines.vllm import stores
+from cacheblend.engines.vllm.compat_model import attention_layers, connector_settings, model_sizes
+from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.workspace import gib, workspace_of
+
+_parents: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
+_reserved: "weakref.WeakKeyDictionary[nn.Module, torch.Tensor]" = weakref.WeakKeyDictionary()
+_watching: list[Any] = []
+
+
+def watch_loading() -> None:
+    """From now on, remembers which module holds which. Idempotent."""
+    if not _watching:
+        _watching.append(register_module_module_registration_hook(_remember))
+
+
+def model_of(attention: nn.Module) -> nn.Module:
+    """The loaded model that holds this attention module.
+
+    Raises:
+        ModelNotBlendableError: it was loaded before `watch_loading`.
+    """
+    found: nn.Module | None = attention
+    top = attention
+    while found is not None:
+        top = found
+        parent = _parents.get(found)
+        found = None if parent is None else parent()
+    if top is attention:
+        raise ModelNotBlendableError(
+            "vLLM did not load the plug-in 'cacheblend' before the model (is VLLM_PLUGINS set, and does it leave it "
+            "out?)"
+        )
+    return top
+
+
+def release_reserved(*, to_device: bool = False) -> int:
+    """Frees what was taken when models were loaded; bytes. PyTorch keeps them for this process.
+
+    Args:
+        to_device: PyTorch keeps nothing of it, but takes it from the device again when it needs some. It lends what it
+            keeps neither to other streams nor, in large pieces, to small tensors, and a store's records are both.
+    """
+    freed = sum(taken.numel() for taken in _reserved.values())
+    _reserved.clear()
+    if to_device and freed:
+        torch.cuda.empty_cache()
+    return freed
+
+
+def _is_drafter(config: VllmConfig) -> bool:
+    """Whether the model of this configuration drafts for another one, whose memory was taken with that one."""
+    speculative = config.speculative_config
+    return speculative is not None and config.model_config is speculative.draft_model_config
+
+
+def _remember(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is None:
+        return
+    _parents[child] = weakref.ref(parent)
+    if hasattr(child, "impl") and hasattr(child, "kv_cache"):
+        config = get_current_vllm_config_or_none()
+        if config is not None and len(attention_layers(config)) == 1:
+            _reserve(child, config, torch.device(config.device_config.device))
+
+
+def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> None:
+    """Takes the memory that blending will need: vLLM counts it as weights, and makes its KV cache smaller by it.
+
+    Done at the model's first attention module, before vLLM measures what is left.
+
+    Raises:
+        InvalidInputError: the GPU has less, or there is none for the store's tier.
+    """
+    extra = connector_settings(config)
+    if extra is None or _is_drafter(config):
+        return
+    settings = read_config(extra)
+    stores.check_device(settings.store, device.type)
+    if device.type == "cpu":
+        return
+    needed = workspace_of(model_sizes(config, device, extra))
+    wanted = needed.total if settings.workspace_bytes is None else settings.workspace_bytes + needed.tier
+    try:
+        _reserved[attention] = torch.empty(wanted, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        of_tier = f", {gib(needed.tier)} of it for stored records (cuda://)" if needed.tier else ""
+        raise InvalidInputError(
+            f"the GPU has no {gib(wanted)} for blending beside the weights{of_tier}; set workspace_bytes, "
+            f"max_model_len{', max_bytes of cuda://' if of_tier else ''} or max_num_batched_tokens lower"
+        ) from error

@@ -1,0 +1,179 @@
+"""Every use of vLLM's internals that concerns groups of KV cache and vLLM's own prefix cache; the rest is in `compat`.
+
+    group 0, all rows       | 7 | 2 | 9 | 4 | 1 | 11 |      blocks of the prompt, from one pool
+    group 1, window of 40   | 0 | 0 | 0 | 3 | 8 | 5  |      0: the null block, for rows that the window has passed
+
+A group's layers share a table of blocks. vLLM's hybrid manager gives a group of window layers only the blocks that the
+next token still sees, and a hit of its prefix cache needs only those that the token behind the hit sees.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from cacheblend.engines.vllm.compat import has_images
+
+NULL_BLOCK = 0
+"""vLLM's block that belongs to no request, and stands in tables for rows that a window has passed."""
+
+HAS_GROUPS = hasattr(base.KVConnectorBase_V1, "bind_kv_cache_manager")
+"""vLLM tells a connector what its groups hold (since 0.32). Before, its hybrid manager stays off."""
+
+_KINDS = {"FullAttentionSpec": False, "SlidingWindowSpec": True}
+"""Kinds of groups that may stand side by side, and whether they have a window."""
+
+
+class NoGroups:
+    """In place of `SupportsHMA`: vLLM then turns its hybrid manager off by itself."""
+
+
+SupportsHMA: Any = base.SupportsHMA if HAS_GROUPS else NoGroups
+"""What tells vLLM that a connector serves several groups of KV cache."""
+
+
+def windows_of(kv_cache_config: Any) -> list[int | None]:
+    """Of each group of KV cache, the rows that a row attends to at most, its own among them; None: any."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", None) or []
+    return [_window(_specs(group.kv_cache_spec)[0]) for group in groups] or [None]
+
+
+def groups_of(kv_cache_config: Any, layer_names: Sequence[str]) -> list[int]:
+    """The group of each of these attention modules."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    found = {name: number for number, group in groups for name in group.layer_names}
+    return [found[name] for name in layer_names]
+
+
+def refused_groups(kv_cache_config: Any) -> str:
+    """What is refused about a model's groups of KV cache; or ""."""
+    groups = getattr(kv_cache_config, "kv_cache_groups", None) or []
+    if len(groups) < 2:
+        return ""
+    way_out = "--disable-hybrid-kv-cache-manager makes one of them"
+    if not HAS_GROUPS:
+        return f"{len(groups)} groups of KV cache on this version of vLLM ({way_out})"
+    names = {type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)}
+    if others := sorted(names - _KINDS.keys()):
+        return f"groups of KV cache of the kind {', '.join(others)} beside others ({way_out})"
+    sizes = sorted({int(group.kv_cache_spec.block_size) for group in groups})
+    return f"groups of KV cache with blocks of {' and '.join(map(str, sizes))} tokens ({way_out})" if sizes[1:] else ""
+
+
+def first_seen(row: int, window: int | None) -> int:
+    """The first row that the rows from this one on attend to."""
+    return 0 if window is None else max(0, row - window + 1)
+
+
+def salt_from(request: Any, first_token: int, block_size: int, salt: bytes) -> int:
+    """Renames a request's blocks from that of `first_token` on, so that no plain request finds them.
+
+    Returns:
+        Leading tokens whose blocks keep their names, and are shared with plain requests.
+    """
+    hashes = request.block_hashes
+    kept = first_token // block_size
+    if kept < len(hashes) == request.num_tokens // block_size:
+        # Of images each name is salted by itself: those that vLLM makes from the middle of a prompt may lack one.
+        plain = hashes[kept:] if has_images(request) else hashes[kept : kept + 1]
+        hashes[kept:] = [_salted(name, salt) for name in plain]
+    else:  # that block is not full yet, or a hash covers another span than a block: salt all of them
+        kept = 0
+        request.cache_salt = f"{request.cache_salt or ''}{salt.hex()}"
+        hashes.clear()
+    request.update_block_hashes()
+    return kept * block_size
+
+
+class PrefixCache:
+    """vLLM's own prefix cache, as its scheduler's process sees it; empty until it is bound.
+
+    Args:
+        block_size: of all groups, in tokens.
+        windows: see `windows_of`.
+    """
+
+    def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
+        self._block_size, self._windows = block_size, windows
+        self._pool: Any = None
+        self._manager: Any = None
+        self._kept: dict[str, list[Any]] = {}
+
+    def bind(self, pool: Any, manager: Any = None) -> None:
+        """Receives vLLM's block pool, and its KV cache manager where vLLM gives it."""
+        self._pool, self._manager = pool, manager
+
+    def tokens(self, request: Any) -> int:
+        """Leading tokens of a request's prompt that vLLM will find under its blocks' present names.
+
+        vLLM computes at least the last token, so that a block which holds it does not count.
+        """
+        most = request.num_tokens - 1
+        if self._manager is not None:
+            if not self._manager.enable_caching:
+                return 0
+            found = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
+            return int(found[1]) // self._block_size * self._block_size
+        blocks = 0
+        for name in request.block_hashes[: most // self._block_size] if self._pool is not None else ():
+            if not self._find(name, 0):
+                break
+            blocks += 1
+        return blocks * self._block_size
+
+    def holds_salted(self, request: Any, first_token: int, salt: bytes) -> bool:
+        """Whether it holds, for some group, the first block that `salt_from` would rename."""
+        kept = first_token // self._block_size
+        if self._pool is None or not kept < len(request.block_hashes) == request.num_tokens // self._block_size:
+            return False
+        name = _salted(request.block_hashes[kept], salt)
+        return any(self._find(name, group) for group in range(len(self._windows)))
+
+    def keep(self, request: Any, stop: int, tables: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The blocks that vLLM holds of the rows in front of `stop`, as far as later rows see them, for each group.
+
+        A window that ends far behind `stop` has passed the blocks that rows right behind it need: they are not in the
+        request's own table. They are then kept from being used otherwise, until `let_go`. The null block stands for
+        those that no later row sees, and for those that are gone already.
+
+        Args:
+            request: vLLM's, with its blocks' present names.
+            stop: of the prefix that vLLM holds; a multiple of the block size.
+            tables: of each group, the request's blocks.
+        """
+        count = -(-stop // self._block_size)
+        found, kept = [], []
+        for group, (window, table) in enumerate(zip(self._windows, tables, strict=True)):
+            own = list(table[:count])
+            first = first_seen(stop, window) // self._block_size
+            for at in range(first, count if self._manager is not None else 0):
+                if own[at] == NULL_BLOCK and (block := self._find(request.block_hashes[at], group)):
+                    own[at] = block[0].block_id
+                    kept.append(block[0])
+            found.append([NULL_BLOCK] * min(first, count) + own[first:])
+        if kept:
+            self._pool.touch(kept)
+            self._kept[request.request_id] = kept
+        return found
+
+    def let_go(self, request_id: str) -> None:
+        """What was kept for a request need not be kept any longer; no error if nothing was."""
+        if kept := self._kept.pop(request_id, None):
+            self._pool.free_blocks(reversed(kept))
+
+    def _find(self, name: bytes, group: int) -> Any:
+        return self._pool.get_cached_block(name, [group])
+
+
+def _salted(name: bytes, salt: bytes) -> bytes:
+    return type(name)(hashlib.sha256(salt + bytes(name)).digest()[: len(name)])
+
+
+def _specs(spec: Any) -> list[Any]:
+    """The layers' own specs of a group whose layers differ in their heads; else the group's."""
+    return list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())
+
+
+def _window(spec: Any) -> int | None:
+    return int(spec.sliding_window) if _KINDS.get(type(spec).__name__) else None

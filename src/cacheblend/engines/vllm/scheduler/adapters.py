@@ -1,0 +1,117 @@
+"""The LoRA adapters of requests, known by what the workers hold: their weights' digest is part of the names of chunks.
+
+    first request of an adapter ─> take: the workers load it and look ─> seen: its digest ─> look-up of its chunks
+
+What a file has today says nothing of the weights that a worker loaded yesterday, and vLLM replaces weights under the
+same name and number. Where that shows only while a job is computed, the job fails, and its report corrects the digest.
+
+Knows vLLM's `LoRARequest`s. Does not know the store, nor slots.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cacheblend.core.errors import CacheBlendError
+from cacheblend.engines.vllm.jobs import Adapter, AdapterSeen
+
+UNUSABLE = "LoRA not loaded"
+SLOW = "LoRA not loaded in time"
+
+
+class AdapterUnusableError(CacheBlendError):
+    """The workers cannot use an adapter.
+
+    Attributes:
+        reason: of figures and answers.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class _Known:
+    """What is known of a number.
+
+    Attributes:
+        request: the last one of it.
+        adapter: as it was seen; None: the workers have not said.
+        error: why the workers cannot use it.
+        generation: see `Adapter`.
+        last: the digest that was seen last.
+    """
+
+    request: Any
+    adapter: Adapter | None = None
+    error: str = ""
+    generation: int = 0
+    last: str = ""
+
+
+class RequestAdapters:
+    """The adapters of one engine's requests.
+
+    Args:
+        timeout_s: how long a request waits for what the workers say of its adapter.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._known: dict[int, _Known] = {}
+        self._wanted: dict[int, Any] = {}
+        self._came: dict[str, float] = {}
+
+    def of(self, request: Any) -> Adapter | None:
+        """The adapter of a request that has one; None: the workers have not said yet.
+
+        Raises:
+            AdapterUnusableError: they cannot load it, or have not in time.
+        """
+        if request.request_id not in self._came:
+            self._ask(request)
+        known = self._known[int(request.lora_request.lora_int_id)]
+        if known.error:
+            raise AdapterUnusableError(UNUSABLE, known.error)
+        if known.adapter is None and time.monotonic() - self._came[request.request_id] > self._timeout_s:
+            raise AdapterUnusableError(SLOW, f"the workers have not loaded it in {self._timeout_s} s")
+        return known.adapter and replace(known.adapter, request=request.lora_request)
+
+    def forget(self, request: Any) -> None:
+        """A request has ended."""
+        self._came.pop(request.request_id, None)
+
+    def take(self) -> list[Any]:
+        """The `LoRARequest`s that the workers have to look at, since the last call."""
+        wanted, self._wanted = self._wanted, {}
+        return list(wanted.values())
+
+    def seen(self, found: Mapping[int, AdapterSeen]) -> None:
+        """The workers have looked at adapters; `found`: what they say, by number."""
+        for number, each in found.items():
+            known = self._known.get(number)
+            if known is None:
+                continue
+            known.error, known.adapter = each.error, None
+            if not each.error:
+                known.generation += known.last not in ("", each.digest)
+                known.last = each.digest
+                known.adapter = Adapter(number, each.digest, known.request, known.generation)
+
+    def _ask(self, request: Any) -> None:
+        """A request came: has the workers asked about its adapter, where they may say something new."""
+        lora = request.lora_request
+        number = int(lora.lora_int_id)
+        known = self._known.setdefault(number, _Known(lora))
+        is_same = (known.request.lora_name, known.request.lora_path) == (lora.lora_name, lora.lora_path)
+        if not is_same or known.adapter is None or lora.load_inplace:
+            known.request, known.adapter, known.error = lora, None, ""
+            self._wanted[number] = lora
+        self._came[request.request_id] = time.monotonic()
+
+
+def named(adapter: Adapter | None) -> str:
+    """What an adapter adds to the root of chunks: its name and its weights; empty: none."""
+    return "" if adapter is None else f"lora {adapter.request.lora_name!r} {adapter.digest}"
