@@ -12,10 +12,12 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.serve.bodies import VALUES
 from cacheblend.serve.errors import add_error_handlers
+from cacheblend.serve.guard import Guard
 from cacheblend.serve.memory import trim_heap_periodically
 from cacheblend.serve.middleware import BodyLimit, RequestLog
-from cacheblend.serve.routes import chunks, health, openai, playground
+from cacheblend.serve.routes import chunks, documents, health, openai, playground, responses, tokens
 from cacheblend.serve.schemas import ErrorAnswer
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.state import ServerState
@@ -36,17 +38,31 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
         trimming = asyncio.create_task(trim_heap_periodically())
         yield
         trimming.cancel()
+        state.close()
         await run_in_threadpool(state.scheduler.close, settings.drain_s)
         await run_in_threadpool(engine.flush, settings.drain_s)
+        state.tenants.close()
 
     errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorAnswer} for code in ("4XX", 503)}
     app = FastAPI(title="CacheBlend", lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_s, check=state.key_of_header)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        seconds=settings.body_s,
+        check=state.key_of_header,
+        limit_of=state.body_bytes,
+        values=max(VALUES, 2 * (engine.survey.max_length or 0)),
+    )
+    app.state.server = state
+    app.add_middleware(Guard, hosts=None if settings.keys.keys else settings.hosts)
     app.add_middleware(RequestLog, metrics=state.metrics)
     add_error_handlers(app)
     openai.add_routes(app, state)
+    responses.add_routes(app, state)
+    tokens.add_routes(app, state)
     health.add_routes(app, state)
     chunks.add_routes(app, state)
+    documents.add_routes(app, state)
     if settings.playground:
         playground.add_routes(app, state)
     return app

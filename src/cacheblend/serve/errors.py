@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelChangedError, StoreError
 from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
+from cacheblend.serve.log_lines import request_id
 
 logger = logging.getLogger("cacheblend.serve")
 _TYPES = {
@@ -67,7 +68,7 @@ def log_internal(error: Exception) -> ApiError:
     """As `api_error`; logs an error whose cause the client is not told."""
     converted = api_error(error)
     if converted.code == "internal":
-        logger.error("a request failed", exc_info=error)
+        logger.error("a request failed", exc_info=error, extra={"request_id": request_id.get()})
     return converted
 
 

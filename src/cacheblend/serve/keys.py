@@ -9,8 +9,10 @@ of all blocks stored with its key: no other key can find them, neither from answ
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from cacheblend.core.errors import InvalidInputError
 
 FORMAT = 1
 PREFIX = "cb-"
+LOOK_S = 1.0
+"""Seconds between two looks at a file of keys."""
+logger = logging.getLogger("cacheblend.serve")
 
 
 @dataclass(frozen=True)
@@ -49,22 +54,56 @@ class KeyRing:
 
     Args:
         keys: the keys; empty: the server needs no key.
+        file: they are read again when it changes; None: they stay as they are.
     """
 
-    def __init__(self, keys: tuple[ApiKey, ...] = ()) -> None:
-        self.keys = keys
+    def __init__(self, keys: tuple[ApiKey, ...] = (), file: Path | None = None) -> None:
+        self._needs_key, self._file = bool(keys), file
+        self._keys, self._looked_at, self._stamp = keys, time.monotonic(), _stamp(file)
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """The keys now; looks at the file once a second."""
+        if self._file is not None and time.monotonic() > self._looked_at + LOOK_S:
+            self._looked_at = time.monotonic()
+            if _stamp(self._file) != self._stamp:
+                self.reload()
+        return self._keys
+
+    def reload(self) -> None:
+        """Reads the file. Keys stay as they are if it cannot be read; without any left, nobody is let in."""
+        if self._file is None:
+            return
+        stamp = _stamp(self._file)
+        try:
+            self._keys = read_keys(self._file)
+        except InvalidInputError as error:
+            logger.error("the keys stay as they are: %s", error)
+        else:
+            logger.warning("%d keys were read from %s", len(self._keys), self._file)
+        self._stamp = stamp
 
     def find(self, authorization: str | None) -> ApiKey | None:
         """The key in an ``Authorization`` header, None if unknown; takes the same time for wrong and right keys."""
-        if not self.keys:
+        keys = self.keys
+        if not self._needs_key:
             return ANYONE
         scheme, _, given = (authorization or "").partition(" ")
         digest = hashlib.sha256(given.strip().encode()).hexdigest()
         found = None
-        for key in self.keys:
+        for key in keys:
             if hmac.compare_digest(key.sha256, digest):
                 found = key
         return found if scheme.lower() == "bearer" else None
+
+
+def _stamp(file: Path | None) -> tuple[int, ...]:
+    """Changes whenever a file does; empty if there is none."""
+    try:
+        status = None if file is None else file.stat()
+    except OSError:
+        status = None
+    return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:

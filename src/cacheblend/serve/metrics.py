@@ -1,42 +1,23 @@
 """Figures of a running server, for Prometheus. The metrics' names are part of the interface: do not rename them."""
 
+import platform
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cacheblend.core.report import BlendReport
+from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadowing import ShadowCheck
 from cacheblend.serve.shadow_metrics import ShadowCollector
-from cacheblend.store import KVStore, StoreStats
+from cacheblend.serve.store_metrics import StoreWatch
+from cacheblend.store import KVStore
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAPS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-
-
-class _StoreBytes(Collector):  # type: ignore[misc, unused-ignore]
-    """Bytes and blocks of each tier; asks the store when Prometheus does."""
-
-    def __init__(self, store: KVStore) -> None:
-        self._store = store
-
-    def collect(self) -> Iterable[Metric]:
-        found = GaugeMetricFamily("cacheblend_store_bytes", "Bytes of stored blocks.", labels=["tier"])
-        blocks = GaugeMetricFamily("cacheblend_store_blocks", "Stored blocks.", labels=["tier"])
-        for stats in _stats(self._store):
-            found.add_metric([stats.tier], stats.bytes)
-            blocks.add_metric([stats.tier], stats.blocks)
-        return [found, blocks]
-
-
-def _stats(store: KVStore) -> list[StoreStats]:
-    try:
-        stats = store.stats()
-    except Exception:  # a store that does not answer has no figures
-        return []
-    return list(stats.tiers) or [stats]
 
 
 class _GivenUp(Collector):  # type: ignore[misc, unused-ignore]
@@ -54,6 +35,37 @@ class _GivenUp(Collector):  # type: ignore[misc, unused-ignore]
         return [found]
 
 
+class _Discovered(Collector):  # type: ignore[misc, unused-ignore]
+    """What discovery has found, stored and reused."""
+
+    def __init__(self, figures: Callable[[], DiscoveryFigures]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterable[Metric]:
+        figures = self._figures()
+        counted = {
+            "runs": ("Runs of text that were learnt from requests.", figures.runs),
+            "stored_tokens": ("Tokens of learnt runs that were stored.", figures.stored_tokens),
+            "hit_tokens": ("Tokens of prompts loaded from learnt runs.", figures.hit_tokens),
+            "unwatched": ("Requests that came too fast to be learnt from.", figures.unwatched),
+        }
+        for name, (what, value) in counted.items():
+            yield CounterMetricFamily(f"cacheblend_discovered_{name}", what, value=value)
+        wasted = "Tokens of learnt runs that were stored and that no prompt has used."
+        yield GaugeMetricFamily("cacheblend_discovered_wasted_tokens", wasted, value=figures.wasted_tokens)
+        yield GaugeMetricFamily(
+            "cacheblend_watched_tokens", "Recent tokens kept to learn from.", figures.watched_tokens
+        )
+
+
+def _build_info(registry: CollectorRegistry) -> None:
+    """``cacheblend_build_info``: versions, as labels of a constant."""
+    versions = {name: version(name) for name in ("cacheblend", "torch", "transformers")}
+    Info("cacheblend_build", "Versions.", registry=registry).info(
+        {"version": versions.pop("cacheblend"), "python": platform.python_version(), **versions}
+    )
+
+
 class Metrics:
     """The metrics of one server; safe to call from several threads.
 
@@ -62,6 +74,10 @@ class Metrics:
         waiting, active: return the present number of such requests.
         given_up: see `Background.given_up`.
         shadow: the engine's shadow check; None: it has none.
+        discovered: figures of the engine's discovery; None: it has none.
+
+    Attributes:
+        store: whether its tiers answer.
     """
 
     def __init__(
@@ -71,12 +87,18 @@ class Metrics:
         active: Callable[[], int],
         given_up: Callable[[], Mapping[str, int]] = dict,
         shadow: ShadowCheck | None = None,
+        discovered: Callable[[], DiscoveryFigures] | None = None,
     ) -> None:
         self._registry = registry = CollectorRegistry()
-        registry.register(_StoreBytes(store))
+        self.store = StoreWatch(store)
+        registry.register(self.store)
+        ProcessCollector(registry=registry)
+        _build_info(registry)
         registry.register(_GivenUp(given_up))
         if shadow is not None:
             registry.register(ShadowCollector(shadow.watch.figures, lambda: shadow.waiting))
+        if discovered is not None:
+            registry.register(_Discovered(discovered))
         self._ttft = Histogram(
             "cacheblend_ttft_seconds",
             "Time to first token, including the time in the queue.",

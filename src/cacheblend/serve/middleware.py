@@ -7,12 +7,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend.serve.bodies import LARGE, VALUES, BodyBudget, BodyShare, check_shape
 from cacheblend.serve.errors import ApiError, log_internal
+from cacheblend.serve.log_lines import new_request_id, request_id
 from cacheblend.serve.metrics import Metrics
 
+BODIES = 4
+"""Bodies of the longest kind that are in memory at a time."""
 requests_log = logging.getLogger("cacheblend.serve.requests")
 
 
@@ -33,11 +38,14 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
+        asked = new_request_id()
+        request_id.set(asked)  # each request is a task of its own
 
         async def noting_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = asked
             await send(message)
 
         try:
@@ -48,8 +56,9 @@ class RequestLog:
                 await converted.response()(scope, receive, noting_status)
         finally:
             self._metrics.request(status or 499)
-            if scope["path"].startswith("/v1/"):
-                requests_log.info(json.dumps(_line(scope, status, time.perf_counter() - started)))
+            if scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
+                line = _line(scope, status, time.perf_counter() - started)
+                requests_log.info(json.dumps(line), extra={"fields": line, "request_id": asked})
 
 
 def _line(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
@@ -83,10 +92,23 @@ class BodyLimit:
         seconds: time from a body's first to its last byte.
         check: called with the header ``authorization`` (None: missing) before a body is read; raises `ApiError` if it
             has no valid key.
+        limit_of: bytes of a body to this path; at most `max_bytes`. What is longer is read and not kept, so that
+            the client reads the refusal.
+        values: see `check_shape`.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, check: Callable[[str | None], Any]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        seconds: float,
+        check: Callable[[str | None], Any],
+        limit_of: Callable[[str], int],
+        values: int = VALUES,
+    ) -> None:
         self._app, self._max_bytes, self._seconds, self._check = app, max_bytes, seconds, check
+        self._limit_of, self._values = limit_of, values
+        self._budget = BodyBudget(BODIES * max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
@@ -97,25 +119,38 @@ class BodyLimit:
         announced = headers.get("content-length", "0")
         try:
             if not announced.isdecimal() or int(announced) > self._max_bytes:
-                raise self._refusal()
+                raise _refusal(self._max_bytes)
             if announced != "0" or "transfer-encoding" in headers:
                 self._check(headers.get("authorization"))
-            whole = await asyncio.wait_for(self._read(receive), self._seconds)
+            limit = min(self._max_bytes, self._limit_of(scope["path"]))
+            with self._budget.open() as share:
+                await self._serve(limit, share, scope, receive, send)
         except TimeoutError:
-            refusal = ApiError(408, f"a request must be sent within {self._seconds:g} s", code="timeout")
+            refusal = ApiError(
+                408, f"a request must be sent within {self._seconds:g} s (--body-timeout)", code="timeout"
+            )
         except ApiError as error:
             refusal = error
         else:
-            if whole is not None:
-                await self._app(scope, _replaying(whole, receive), send)
             return
         await refusal.response()(scope, receive, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _serve(self, limit: int, share: BodyShare, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on whose body is read and looked at; errors are raised before any of it is passed on."""
+        whole = await asyncio.wait_for(self._read(receive, limit, share), self._seconds)
+        if whole is None:
+            return
+        if len(whole) > LARGE:
+            await run_in_threadpool(check_shape, whole, self._values)
+        given = _replaying(whole, receive)
+        del whole  # the app's own parts keep it, as long as they need it
+        await self._app(scope, given, send)
+
+    async def _read(self, receive: Receive, limit: int, share: BodyShare) -> bytes | None:
         """The whole body, since a chunked one announces no length; None: the client has disconnected.
 
         Raises:
-            ApiError: the body is too long.
+            ApiError: the body is too long, or the server is reading too many.
         """
         parts: list[bytes] = []
         read = 0
@@ -123,15 +158,23 @@ class BodyLimit:
             message = await receive()
             if message["type"] != "http.request":
                 return None
-            parts.append(message.get("body", b""))
-            read += len(parts[-1])
+            part = message.get("body", b"")
+            read += len(part)
             if read > self._max_bytes:
-                raise self._refusal()
+                raise _refusal(self._max_bytes)
+            if read > limit:
+                parts.clear()
+            else:
+                share.take(len(part))
+                parts.append(part)
             if not message.get("more_body"):
+                if read > limit:
+                    raise _refusal(limit, ", which is more than any text that fits the model's context")
                 return b"".join(parts)
 
-    def _refusal(self) -> ApiError:
-        return ApiError(413, f"a request may have at most {self._max_bytes} bytes", code="too_long")
+
+def _refusal(limit: int, why: str = "") -> ApiError:
+    return ApiError(413, f"a request may have at most {limit:,} bytes{why}", code="too_long")
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

@@ -46,6 +46,8 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
     unknown = sorted(set(options) - _TEMPLATE_OPTIONS)
     if unknown:
         raise ApiError(400, f"chat_template_kwargs has {unknown[0]!r}; allowed are {sorted(_TEMPLATE_OPTIONS)}")
+    if request.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", request.reasoning_effort)
     if request.tools:
         options["tools"] = request.tools
     is_last = bool(documents) or any(_has_chunk(message) for message in messages[: question + 1])
@@ -61,8 +63,8 @@ def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> Parsed
     """
     spans = request.cacheblend.chunks if request.cacheblend and request.cacheblend.chunks else []
     given = request.prompt
-    if isinstance(given, list) and given and isinstance(given[0], str):
-        given = str(given[0])
+    if isinstance(given, list) and given and isinstance(given[0], str | list):
+        given = given[0]
     if isinstance(given, str):
         if spans:
             raise ApiError(400, "chunks are spans of token ids: give the prompt as token ids", param="cacheblend")
@@ -118,7 +120,10 @@ def _part(content: str, *, is_chunk: bool) -> dict[str, str]:
 
 
 def _is_long(engine: BlendEngine, content: str, tokens: int) -> bool:
-    """Whether a text has at least so many tokens. A token has at least one byte, so short texts are not tokenised."""
+    """Whether a text has at least so many tokens. A token has at least one byte and at most the characters of the
+    longest one, so that few texts are tokenised for this."""
     if engine.builder is None or len(content.encode()) < tokens:
         return False
+    if len(content) >= tokens * (engine.builder.longest_token + 1):
+        return True
     return len(engine.builder.encode(content)) >= tokens

@@ -153,18 +153,19 @@ async def whole_response(running: RunningRequest, form: ResponseFormat, model: s
     return {
         **_head(form.kind, form.objects[0], model),
         "choices": [form.choice(number, choice) for number, choice in enumerate(choices)],
-        "usage": _usage(running.ask, running.report, sum(len(choice.token_ids) for choice in choices)),
-        "cacheblend": _report(running.report),
+        "usage": usage_of(running.ask, running.report, sum(len(choice.token_ids) for choice in choices)),
+        "cacheblend": report_of(running.report),
     }
 
 
 async def streamed_response(
-    running: RunningRequest, form: ResponseFormat, model: str, *, with_usage: bool
+    running: RunningRequest, form: ResponseFormat, model: str, *, with_usage: bool, in_each: bool = False
 ) -> AsyncIterator[str]:
     """The response as server-sent events; an error becomes an event, too.
 
     The last event carries the report. By default that is the event of the last token, so that clients may read
-    ``choices[0]`` of every event; with `with_usage` it is one without a choice, as OpenAI specifies.
+    ``choices[0]`` of every event; with `with_usage` it is one without a choice, as OpenAI specifies. With
+    `in_each` every event has the usage so far.
     """
     head = _head(form.kind, form.objects[1], model)
     generated, lengths, last = 0, [0] * running.ask.choices, None
@@ -178,6 +179,8 @@ async def streamed_response(
                 yield _sse(last)
             generated += event.token_id is not None
             piece, last = {**head, "choices": [form.piece(event, lengths[event.choice])]}, None
+            if in_each:
+                piece["usage"] = usage_of(running.ask, running.report, generated)
             lengths[event.choice] += len(event.text)
             if event.finish_reason is None:
                 yield _sse(piece)
@@ -190,8 +193,8 @@ async def streamed_response(
     if with_usage:
         if last is not None:
             yield _sse(last)
-        last = {**head, "choices": [], "usage": _usage(running.ask, running.report, generated)}
-    yield _sse({**(last or head), "cacheblend": _report(running.report)})
+        last = {**head, "choices": [], "usage": usage_of(running.ask, running.report, generated)}
+    yield _sse({**(last or head), "cacheblend": report_of(running.report)})
     yield DONE
 
 
@@ -200,7 +203,7 @@ def _head(kind: str, object_name: str, model: str) -> dict[str, Any]:
     return {"id": f"{kind}-{uuid.uuid4().hex}", "object": object_name, "created": int(time.time()), "model": model}
 
 
-def _usage(ask: Ask, report: BlendReport | None, generated: int) -> dict[str, Any]:
+def usage_of(ask: Ask, report: BlendReport | None, generated: int) -> dict[str, Any]:
     """OpenAI's usage; tokens count as cached if they were loaded and not recomputed."""
     cached = 0 if report is None else max(0, sum(report.hit_tokens.values()) - report.recomputed_tokens)
     return {
@@ -211,7 +214,7 @@ def _usage(ask: Ask, report: BlendReport | None, generated: int) -> dict[str, An
     }
 
 
-def _report(report: BlendReport | None) -> dict[str, Any] | None:
+def report_of(report: BlendReport | None) -> dict[str, Any] | None:
     """The field ``cacheblend`` of a response: how the request was prefilled."""
     return None if report is None else asdict(report)
 

@@ -1,11 +1,14 @@
-"""Schemas of requests. Unknown fields are ignored, as OpenAI's clients expect; wrong values are refused."""
+"""Schemas of requests. Wrong values are refused, and so are fields that nothing would come of (`fields`)."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
+from cacheblend.engines.documents import COLLECTION, LONGEST_ID
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.serve.errors import ApiError
+from cacheblend.serve.fields import REFUSED, REFUSED_RESPONSES, Refused, check_fields
 
 SEED_MAX = 2**63 - 1
 Name = Annotated[str, StringConstraints(max_length=256)]
@@ -77,6 +80,7 @@ class Extras(BaseModel):
 class Document(BaseModel):
     """A passage that is passed to the chat template."""
 
+    model_config = ConfigDict(extra="forbid")
     title: Name = ""
     text: str
 
@@ -98,15 +102,36 @@ class Message(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
+    """Options of a stream.
 
+    Attributes:
+        include_usage: the last event has the usage, and no choice.
+        continuous_usage_stats: with it, each event has the usage so far, as vLLM has it.
+        include_obfuscation: events are not padded.
+    """
+
+    model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class Sampling(Body):
-    """Fields that both kinds of request have."""
+    """Fields that all kinds of request have.
+
+    Attributes:
+        refused: fields that nothing would come of.
+    """
 
     model_config = ConfigDict(extra="ignore")
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        check_fields(data, cls.model_fields, cls.refused)
+        return data
+
     model: Name = ""
     max_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -114,13 +139,29 @@ class Sampling(Body):
     top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=256, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     ignore_eos: bool = False
+    cache_salt: Name | None = None
     n: Annotated[int, Field(ge=1)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     cacheblend: Extras | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Tokens of an answer, at most; None: not said."""
+        return self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """Number of most likely tokens to report with each token; None: no log-probabilities. Raises `ApiError`."""
+        return None
 
 
 class ChatRequest(Sampling):
@@ -132,20 +173,121 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
     tools: list[dict[str, Any]] | None = None
+    reasoning_effort: Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """See `Sampling`."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        """See `Sampling`."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(Sampling):
-    """``/v1/completions``; one prompt, as text or token ids."""
+    """``/v1/completions``; one prompt, as text or token ids, or a list of one."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=1)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] = False
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_one(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+            message = f"prompt has {len(prompt):,} prompts; one is answered in a request: send several"
+            raise ApiError(400, message, param="prompt")
+        return prompt
+
+    def wanted_logprobs(self) -> int | None:
+        """See `Sampling`."""
+        return self.logprobs
+
+
+class InputPart(BaseModel):
+    """A part of an `InputMessage`."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputMessage(BaseModel):
+    """A message of ``/v1/responses``; those that the server answered with have further fields."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputPart], Field(max_length=4096, fail_fast=True)]
+
+
+class ResponsesRequest(Sampling):
+    """``/v1/responses``: text in, text out."""
+
+    refused: ClassVar[Mapping[str, Refused]] = REFUSED_RESPONSES
+    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """See `Sampling`."""
+        return self.max_output_tokens
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``, as vLLM has it: a text or a chat."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        known = cls.model_fields
+        check_fields(data, known, {name: refused for name, refused in REFUSED.items() if name not in known}, {})
+        return data
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+    model: Name = ""
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
+    documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``, as vLLM has it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        check_fields(data, cls.model_fields, {}, {})
+        return data
+
+    model: Name = ""
+    tokens: TokenIds
 
 
 class ChunkText(BaseModel):
     """A chunk to store: a text, or token ids exactly as they will occur in prompts."""
 
+    model_config = ConfigDict(extra="forbid")
     text: Annotated[str, StringConstraints(min_length=1)] | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     title: Name = ""
@@ -160,9 +302,29 @@ class ChunkText(BaseModel):
 class WarmRequest(Body):
     """``POST /v1/chunks``."""
 
+    model_config = ConfigDict(extra="forbid")
     chunks: Annotated[list[ChunkText], Field(min_length=1, max_length=4096, fail_fast=True)]
     pin: bool = False
     salt: Name = ""
+
+
+class DocumentText(BaseModel):
+    """A document to store: with the same id it is the same document."""
+
+    model_config = ConfigDict(extra="forbid")
+    id: Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_ID)]
+    text: str
+    title: Name = ""
+
+
+class DocumentsRequest(Body):
+    """``POST /v1/documents``."""
+
+    model_config = ConfigDict(extra="forbid")
+    documents: Annotated[list[DocumentText], Field(min_length=1, max_length=4096, fail_fast=True)]
+    collection: Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_ID)] = COLLECTION
+    salt: Name = ""
+    chunk_tokens: Annotated[int, Field(ge=2, le=1 << 20)] = 512
 
 
 class ErrorDetail(BaseModel):

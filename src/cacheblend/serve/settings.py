@@ -18,7 +18,8 @@ class ServeSettings:
         chunk_tokens: smallest number of tokens of a text that becomes a chunk of its own.
         limits: numbers of active and waiting requests.
         max_body_bytes: bytes of a request's body.
-        body_s: seconds that a client may take to send a request.
+        headers_s: seconds that a connection may be open without a request, half-sent ones included.
+        body_s: seconds that a client may take to send a request's body, or to go on reading its answer.
         max_prompt_tokens: tokens of a prompt; None: the model's context.
         max_chunks: chunks of a prompt.
         max_choices: largest ``n``.
@@ -28,6 +29,9 @@ class ServeSettings:
         store_bytes: bytes that a key's chunks may take; None: no bound but the store's.
         pin_bytes: bytes that a key may pin; None: no bound but the store's.
         playground: whether the page is served; it shows no client's stored chunks.
+        hosts: names of the server, where no key is needed; None: the header ``Host`` is not checked.
+        ready_needs_store: whether the server is ready only while every tier of its store answers.
+        metrics_keys: the keys that may read /metrics, and nothing else; empty: those of `keys`.
         shadow: share of the blended requests that is computed once more in full, and compared; 0: none.
         shadow_floor: least agreement with full prefill, to which the recompute ratio is raised; None: it is not.
 
@@ -39,6 +43,7 @@ class ServeSettings:
     chunk_tokens: int = 64
     limits: Limits = field(default_factory=Limits)
     max_body_bytes: int = 16 << 20
+    headers_s: float = 30.0
     body_s: float = 60.0
     max_prompt_tokens: int | None = None
     max_chunks: int = 512
@@ -49,6 +54,9 @@ class ServeSettings:
     store_bytes: int | None = None
     pin_bytes: int | None = None
     playground: bool = True
+    hosts: tuple[str, ...] | None = None
+    ready_needs_store: bool = False
+    metrics_keys: KeyRing = field(default_factory=KeyRing)
     shadow: float = 0.0
     shadow_floor: float | None = None
 
@@ -60,7 +68,7 @@ class ServeSettings:
             value = getattr(self, name)
             if value is not None and not bound <= value < math.inf:
                 raise InvalidInputError(f"{name} must be {bound} or more, got {value}")
-        for name in ("body_s", "timeout_s"):
+        for name in ("headers_s", "body_s", "timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidInputError(f"{name} must be a number of seconds above 0, got {getattr(self, name)}")
         if self.limits.active < 1 or self.limits.waiting < 0:

@@ -3,25 +3,29 @@
 Knows no route: routes and the app import it.
 """
 
-import asyncio
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import Request
-from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.background import run_apart
 from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import QueueFullError
 from cacheblend.engines.hf.watching import watch
 from cacheblend.serve.errors import ApiError
+from cacheblend.serve.fair_queue import FairQueue, Work
 from cacheblend.serve.keys import ApiKey
+from cacheblend.serve.lengths import TextLimit
 from cacheblend.serve.metrics import Metrics
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.tenants import Tenants
 
 T = TypeVar("T")
+PARSERS = 4
+"""Requests that are tokenised at a time."""
 
 
 class ServerState:
@@ -45,31 +49,57 @@ class ServerState:
         self.scheduler = Scheduler(engine, settings.limits)
         self.metrics = Metrics(
             engine.store,
-            lambda: self.scheduler.waiting,
+            lambda: self.waiting,
             lambda: self.scheduler.active,
             lambda: engine.background.given_up,
             engine.shadow,
+            None if (discovery := engine.discovery) is None else lambda: discovery.figures,
         )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
-        self._serial = asyncio.Lock()
-        self._serial_waiting = 0
+        self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
+        self._side = FairQueue(1, settings.limits.waiting, run_apart)
+        self._parsing = FairQueue(PARSERS, settings.limits.waiting)
 
-    async def run_serially(self, request: Request, work: Callable[[], T]) -> T:
-        """Runs work that does not go through the scheduler (storing, explaining), one such request at a time.
+    @property
+    def waiting(self) -> int:
+        """Requests that wait to be read or to be run."""
+        return self._parsing.waiting + self.scheduler.waiting
+
+    def body_bytes(self, path: str) -> int:
+        """Bytes of a body to a path: of one prompt, or of many chunks."""
+        most = self.settings.max_body_bytes
+        if path.startswith(("/v1/chunks", "/v1/documents")):
+            return most
+        return min(most, self.text_limit.body_bytes or most)
+
+    async def parse(self, request: Request, work: Callable[[], T]) -> T:
+        """Runs what makes a request's prompt, which takes a place in the queue of requests.
 
         Raises:
-            ApiError: the queue is full, or the client has disconnected while it waited.
+            QueueFullError, TooLateError, ApiError: see `FairQueue.run`.
         """
-        if self._serial_waiting >= self.settings.limits.waiting:
-            raise ApiError(429, f"{self._serial_waiting} requests wait", code="queue_full", retry_after_s=5)
-        self._serial_waiting += 1
-        try:
-            async with self._serial:  # waits here, so as not to occupy one of the few threads that requests share
-                if await request.is_disconnected():
-                    raise ApiError(499, "the client has disconnected")
-                return await run_in_threadpool(run_apart, work)
-        finally:
-            self._serial_waiting -= 1
+        if self.waiting >= self.settings.limits.waiting:
+            raise QueueFullError(self.waiting, 1)
+        deadline = time.monotonic() + self.settings.timeout_s
+        return await self._parsing.run(request.state.key, work, deadline, request.is_disconnected)
+
+    async def run_serially(self, request: Request, work: Work[T]) -> T:
+        """Runs work that does not go through the scheduler (storing, explaining), a slice of it at a time.
+
+        Args:
+            request: whose key takes turns with the others.
+            work: a function, or one that returns a generator whose ``yield`` lets others go first.
+
+        Raises:
+            QueueFullError, TooLateError, ApiError: see `FairQueue.run`.
+        """
+        deadline = time.monotonic() + self.settings.timeout_s
+        return await self._side.run(request.state.key, work, deadline, request.is_disconnected)
+
+    def close(self) -> None:
+        """Ends the queues, as far as they have not begun."""
+        self._side.close()
+        self._parsing.close()
 
     async def authenticate(self, request: Request) -> ApiKey:
         """The key that a request is made with; noted for the log.
@@ -80,6 +110,14 @@ class ServerState:
         key = self.key_of_header(request.headers.get("authorization"))
         request.state.key = key.name
         return key
+
+    async def authenticate_for_metrics(self, request: Request) -> None:
+        """Lets in who may read the figures: with a key for them, if there are any, else with any key."""
+        keys = self.settings.metrics_keys
+        if not keys.keys:
+            await self.authenticate(request)
+        elif keys.find(request.headers.get("authorization")) is None:
+            raise ApiError(401, "/metrics has keys of its own: Authorization: Bearer KEY", code="invalid_api_key")
 
     def key_of_header(self, authorization: str | None) -> ApiKey:
         """The key in an ``Authorization`` header; raises as `authenticate`."""

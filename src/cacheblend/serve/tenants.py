@@ -2,13 +2,19 @@
 
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.listing import ChunkListing
 from cacheblend.serve.keys import ApiKey
+from cacheblend.store.base import SMALL_FILE_BYTES
+
+LIST_REFRESH_S = 5.0
+"""Seconds after which the store's list is read again, in a thread: other processes may store and drop chunks."""
 
 _MAX_SALTS = 4096  # remembered per key
 _COUNT_VALID_S = 2.0  # for which a count of a key's stored bytes is used
@@ -38,6 +44,9 @@ class Tenants:
     def __init__(self, engine: BlendEngine, store_bytes: int | None, pin_bytes: int | None) -> None:
         self._engine, self.store_bytes, self.pin_bytes = engine, store_bytes, pin_bytes
         self._lock, self._pinning = threading.Lock(), threading.Lock()
+        # Every chunk by its root: what one key asks for takes the same time whatever the others have stored.
+        self._listing = ChunkListing(engine.store, None, 1, LIST_REFRESH_S)
+        engine.listen(lambda manifest: self._listing.add([manifest]))
         self._salts: dict[str, dict[str, None]] = {}
         self._counted: dict[str, _Counted] = {}
 
@@ -56,12 +65,26 @@ class Tenants:
             return salt in salts
 
     def manifests(self, key: ApiKey) -> list[ChunkManifest]:
-        """Chunks of a key, under any of its remembered salts. Raises `StoreError`."""
+        """Chunks of a key, under any of its remembered salts, ordered by id.
+
+        Those that another process stored or dropped are known some seconds later. Raises `StoreError`.
+        """
+        self._listing.refresh()
+        if not self._listing.has_read:
+            self._listing.update()
+        found = [manifest for root in self.roots(key) for manifest in self._listing.chunks(root)]
+        return sorted(found, key=lambda manifest: manifest.chunk_id)
+
+    def roots(self, key: ApiKey) -> set[BlockName]:
+        """The roots of a key's chunks, under any of its remembered salts."""
         with self._lock:
             salts = list(self._salts.get(key.name, {"": None}))
         model = self._engine.follow()
-        roots = {model.planner_of(tenant_of(key, salt)).root for salt in salts}
-        return [manifest for manifest in self._engine.store.manifests() if manifest.root in roots]
+        return {model.planner_of(tenant_of(key, salt)).root for salt in salts}
+
+    def forget_chunks(self, chunk_ids: Iterable[BlockName]) -> None:
+        """Takes chunks off the list that were dropped."""
+        self._listing.forget(chunk_ids)
 
     def manifest(self, key: ApiKey, chunk_id: BlockName) -> ChunkManifest | None:
         """The key's chunk of this id, None if it has none. Raises `StoreError`."""
@@ -85,21 +108,30 @@ class Tenants:
         if counted is not None and now - counted.at < _COUNT_VALID_S:
             return
         try:
-            held = self.bytes_of(self.manifests(key))
+            manifests = self.manifests(key)
+            records = sum(len(self._engine.store.documents.names(root)) for root in self.roots(key))
+            held = self.bytes_of(manifests) + (len(manifests) + records) * SMALL_FILE_BYTES
         except StoreError:
             held = self.store_bytes  # the quota cannot be checked, so nothing more is stored
         with self._lock:
             self._counted[key.name] = _Counted(held, now)
 
-    def reserve(self, key: ApiKey, tokens: int) -> bool:
-        """Reserves part of a key's quota for chunks of so many tokens; False if the last count leaves too little."""
+    def reserve(self, key: ApiKey, tokens: int, files: int = 1) -> bool:
+        """Reserves part of a key's quota; False if the last count leaves too little.
+
+        Args:
+            key: whose.
+            tokens: of the chunks.
+            files: manifests and documents' records, at least.
+        """
+        need = self.size_of(tokens) + files * SMALL_FILE_BYTES
         if self.store_bytes is None:
             return True
         with self._lock:
             counted = self._counted.get(key.name)
-            if counted is None or counted.bytes + self.size_of(tokens) > self.store_bytes:
+            if counted is None or counted.bytes + need > self.store_bytes:
                 return False
-            counted.bytes += self.size_of(tokens)
+            counted.bytes += need
             return True
 
     def forget_count(self, key: ApiKey) -> None:
@@ -123,8 +155,13 @@ class Tenants:
             self._engine.store.unpin([name for name in manifest.block_names if name not in shared])
 
     def _pinned(self, key: ApiKey) -> list[ChunkManifest]:
-        pinned = self._engine.store.pinned()
-        return [each for each in self.manifests(key) if each.chunk_id in pinned]
+        manifests = self.manifests(key)
+        pinned = self._engine.store.are_pinned([each.chunk_id for each in manifests])
+        return [each for each, is_pinned in zip(manifests, pinned, strict=True) if is_pinned]
+
+    def close(self) -> None:
+        """Ends the reading of the store's list."""
+        self._listing.close()
 
     def size_of(self, tokens: int) -> int:
         """Bytes of the stored KV of so many tokens."""

@@ -3,19 +3,24 @@
 POST, GET /v1/chunks   DELETE /v1/chunks/{id}   POST, DELETE /v1/chunks/{id}/pin
 """
 
+from collections.abc import Generator
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.naming import BlockName
+from cacheblend.core.naming import BlockName, state_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
+from cacheblend.engines.documents import referring
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.syncing import slices
 from cacheblend.serve.errors import ApiError
+from cacheblend.serve.fair_queue import SLICE_CHARACTERS, SLICE_TOKENS
 from cacheblend.serve.keys import ApiKey
+from cacheblend.serve.pages import After, Limit, page_of
 from cacheblend.serve.schemas import WarmRequest
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
@@ -30,8 +35,8 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         return await state.run_serially(request, lambda: _warm(state, asked, key))
 
     @app.get("/v1/chunks")
-    async def listed(key: Key) -> dict[str, Any]:
-        return await run_in_threadpool(lambda: _as_list(state, state.tenants.manifests(key)))
+    async def listed(key: Key, limit: Limit = 100, after: After = "") -> dict[str, Any]:
+        return await run_in_threadpool(_list, state, key, limit, after)
 
     @app.delete("/v1/chunks/{chunk_id}")
     async def delete(chunk_id: str, key: Key) -> dict[str, Any]:
@@ -46,26 +51,35 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
         return await run_in_threadpool(_unpin, state, key, chunk_id)
 
 
-def _warm(state: ServerState, asked: WarmRequest, key: ApiKey) -> dict[str, Any]:
+def _warm(state: ServerState, asked: WarmRequest, key: ApiKey) -> Generator[None, None, dict[str, Any]]:
     engine, tenants = state.engine, state.tenants
     builder = engine.builder
     if builder is None:
         raise ApiError(400, "this server has no tokenizer")
     if not tenants.remember_salt(key, asked.salt):
         raise ApiError(403, "this key has used too many salts; nothing is stored under a new one", code="quota")
-    segments = [chunk(each.token_ids or builder.encode(each.text or ""), each.title) for each in asked.chunks]
+    segments, characters = list[Segment](), 0
+    for number, each in enumerate(asked.chunks):
+        characters += len(each.text or "")
+        if characters > SLICE_CHARACTERS:
+            characters = 0
+            yield
+        state.text_limit.check([each.text or ""], f"chunks.{number}")
+        segments.append(chunk(each.token_ids or builder.encode(each.text or ""), each.title))
     if any(len(segment) == 0 for segment in segments):
         raise ApiError(400, "a chunk without a token cannot be stored", param="chunks")
     tenant, model = tenant_of(key, asked.salt), engine.follow()
     manifests = [_manifest(engine, model.planner_of(tenant), segment) for segment in segments]
     missing = {each.chunk_id: len(each.token_ids) for each in manifests if not all(engine.store.held(each.block_names))}
     tenants.count(key)
-    if not tenants.reserve(key, sum(missing.values())):
+    if not tenants.reserve(key, sum(missing.values()), len(missing)):
         raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
-    engine.warm(segments, tenant=tenant, state=model)
+    for some in slices(segments, SLICE_TOKENS):
+        yield
+        engine.warm(some, tenant=tenant, state=model)
     if asked.pin:
         _pin_all(state, key, manifests)
-    return _as_list(state, manifests)
+    return {"object": "list", "data": _shown(state, manifests)}
 
 
 def _manifest(engine: BlendEngine, planner: Planner, segment: Segment) -> ChunkManifest:
@@ -74,12 +88,25 @@ def _manifest(engine: BlendEngine, planner: Planner, segment: Segment) -> ChunkM
     return manifest_of(ChunkJob(anchor, segment.token_ids, segment.label), planner, engine.name)
 
 
-def _as_list(state: ServerState, manifests: list[ChunkManifest]) -> dict[str, Any]:
-    pinned = state.engine.store.pinned()
-    return {"object": "list", "data": [_as_object(state, manifest, pinned) for manifest in manifests]}
+def _list(state: ServerState, key: ApiKey, limit: int, after: str) -> dict[str, Any]:
+    """A page of the key's chunks. How long it takes says nothing of what other keys have stored."""
+    manifests = state.tenants.manifests(key)
+    documents = [referring(state.engine.store, root) for root in state.tenants.roots(key)]
+    of_chunk = {chunk_id: found for each in documents for chunk_id, found in each.items()}
+
+    def show(page: list[ChunkManifest]) -> list[dict[str, Any]]:
+        having = [sorted(record.id for record in of_chunk.get(manifest.chunk_id, ())) for manifest in page]
+        return [shown | {"documents": ids} for shown, ids in zip(_shown(state, page), having, strict=True)]
+
+    return page_of(manifests, limit, after, lambda manifest: manifest.chunk_id, show)
 
 
-def _as_object(state: ServerState, manifest: ChunkManifest, pinned: set[BlockName]) -> dict[str, Any]:
+def _shown(state: ServerState, manifests: list[ChunkManifest]) -> list[dict[str, Any]]:
+    pinned = state.engine.store.are_pinned([manifest.chunk_id for manifest in manifests])
+    return [_as_object(state, manifest, each) for manifest, each in zip(manifests, pinned, strict=True)]
+
+
+def _as_object(state: ServerState, manifest: ChunkManifest, is_pinned: bool) -> dict[str, Any]:
     """A chunk as clients see it, without its text."""
     held = state.engine.store.held(manifest.block_names)
     return {
@@ -89,7 +116,7 @@ def _as_object(state: ServerState, manifest: ChunkManifest, pinned: set[BlockNam
         "tokens": len(manifest.token_ids),
         "bytes": state.tenants.bytes_of([manifest]),
         "held": all(held),
-        "pinned": manifest.chunk_id in pinned,
+        "pinned": is_pinned,
     }
 
 
@@ -114,10 +141,11 @@ def _delete(state: ServerState, key: ApiKey, chunk_id: str) -> dict[str, Any]:
     manifest = _find(state, key, chunk_id)
     store = state.engine.store
     shared = {name for other in state.tenants.manifests(key) if other is not manifest for name in other.block_names}
-    for name in manifest.block_names:
-        if name not in shared or name == manifest.chunk_id:
-            store.delete(name)
+    gone = [name for name in manifest.block_names if name not in shared or name == manifest.chunk_id]
+    for name in (*gone, *map(state_name, gone)):
+        store.delete(name)
     store.delete_manifest(manifest.chunk_id)
+    state.tenants.forget_chunks([manifest.chunk_id])
     state.tenants.forget_count(key)
     return {"id": chunk_id, "object": "chunk", "deleted": True}
 

@@ -19,9 +19,12 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def ready() -> Response:
         if not state.scheduler.is_alive:
             return JSONResponse({"status": "the scheduler has stopped; restart the server"}, 503)
+        down = await run_in_threadpool(state.metrics.store.down) if state.settings.ready_needs_store else []
+        if down:
+            return JSONResponse({"status": f"the store does not answer: {', '.join(down)}"}, 503)
         return JSONResponse({"status": "ready", "waiting": state.scheduler.waiting, "active": state.scheduler.active})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        await state.authenticate(request)
+        await state.authenticate_for_metrics(request)
         return Response(await run_in_threadpool(state.metrics.text), media_type=CONTENT_TYPE)

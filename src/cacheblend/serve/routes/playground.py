@@ -1,10 +1,11 @@
-"""The page: pick passages, reorder them and ask; shows the answers of blending and full recompute, and explains them.
+"""The page: passages in an order and a question, answered in three ways, and each token's KV by where it came from.
 
 GET  /                       the page and its files
-GET  /playground/passages    a small library of passages to pick from, questions about them, and the model's settings
+GET  /playground/passages    the model, its settings, a small library of passages, and examples that ask about them
 GET  /playground/shadow      the shadow check: agreement with full prefill over time, of all requests together
-POST /playground/explain     the prompt's tokens by source, with the deviation of loaded ones, and the distance between
-                             the first token's distributions with blending and with full recompute
+POST /playground/explain     stores what is missing of a prompt; its tokens by source, with the deviation of loaded
+                             ones, the distance between the first token's distributions with blending and with full
+                             recompute, and what is right, where that is known
 """
 
 from importlib.resources import files
@@ -28,15 +29,22 @@ from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.shadowing import ShadowCheck
 from cacheblend.engines.hf.state import ModelState
-from cacheblend.nano.questions import draw_questions
+from cacheblend.engines.settings import PROFILE_NAME, read_profile
+from cacheblend.nano import model_path
+from cacheblend.nano.examples import EXAMPLES, answer_of, notes
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.schemas import Body, Document, Name
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
 
-LIBRARY_SEED = 4321
 STATIC = Path(str(files("cacheblend.serve"))) / "static"
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
+"""Of the page: nothing is loaded from elsewhere, and no script or style stands in it."""
 
 
 class Explain(Body):
@@ -61,13 +69,13 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Any:
-        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+        return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS)
 
     @app.get("/playground", include_in_schema=False)
     async def moved() -> Any:
         return RedirectResponse("/")
 
-    library = _library()
+    library = _library() | {"model": _model(state.engine), "needs_key": bool(state.settings.keys.keys)}
 
     @app.get("/playground/passages", include_in_schema=False)
     async def passages() -> Any:
@@ -85,21 +93,32 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
 
 
 def _library() -> dict[str, Any]:
-    """Passages like those that the shipped model was trained on, and questions that need several of them."""
-    rows = draw_questions(LIBRARY_SEED, 1)
-    texts = {text.text: text.title for row in rows for text in row.passages}
-    passages = [{"title": f"note {number}", "text": text} for number, text in enumerate(texts, 1)]
-    numbers = {text: number for number, text in enumerate(texts)}
-    questions = [
-        {
-            "text": row.question,
-            "answer": row.answers[0] if row.answers else "",
-            "category": row.category,
-            "passages": [numbers[text.text] for text in row.passages],
-        }
-        for row in rows
-    ]
+    """Passages of the kind that the shipped model was trained on, and examples: questions about them in an order."""
+    texts = notes()
+    questions = []
+    for each in EXAMPLES:
+        question = {"title": each.title, "about": each.about, "text": each.question, "passages": each.order}
+        questions.append(question | (_expected(each.question, [texts[index] for index in each.order]) or {}))
+    passages = [{"title": f"Note {number}", "text": text} for number, text in enumerate(texts, 1)]
     return {"passages": passages, "questions": questions}
+
+
+def _expected(question: str, texts: list[str]) -> dict[str, Any] | None:
+    """What is right, and the sentences that the answer needs; None if that is not known."""
+    found = answer_of(question, texts)
+    return found and {"answer": found.text, "places": [place._asdict() for place in found.places]}
+
+
+def _model(engine: BlendEngine) -> dict[str, Any]:
+    """What the page says of the model."""
+    return {
+        "name": engine.name,
+        "parameters": sum(weights.numel() for weights in engine.model.parameters()),
+        "layers": len(engine.survey.layout.layers),
+        "dtype": str(engine.survey.layout.dtype).removeprefix("torch."),
+        "device": engine.model.device.type,
+        "is_shipped": engine.fingerprint == read_profile(model_path() / PROFILE_NAME).fingerprint,
+    }
 
 
 def _model_settings(engine: BlendEngine) -> dict[str, Any]:
@@ -132,13 +151,16 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     engine = state.engine
     if engine.builder is None:
         raise ApiError(400, "this server has no tokenizer")
+    state.text_limit.check([asked.question, *(each.text for each in asked.documents)])
     documents = [Passage(each.text, each.title) for each in asked.documents]
     prompt = engine.chat_prompt([{"role": "user", "content": asked.question}], documents)
     state.check_size(prompt)
     tenant, model = tenant_of(key, ""), engine.follow()
     state.tenants.count(key)
+    stored = 0
     if state.tenants.reserve(key, sum(map(len, prompt.chunks))):
-        engine.warm([segment for segment in prompt.segments if segment.is_chunk], tenant=tenant, state=model)
+        chunks = [segment for segment in prompt.segments if segment.is_chunk]
+        stored = engine.warm(chunks, tenant=tenant, state=model).stored
     result, watched = _recorded_prefill(engine, model, prompt, asked, tenant)
     report = result.report
     full = full_recompute(engine, prompt)
@@ -153,6 +175,8 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
         "prompt_tokens": report.prompt_tokens,
         "hit_tokens": report.hit_tokens,
         "recomputed_tokens": report.recomputed_tokens,
+        "stored": stored,
+        "expected": _expected(asked.question, [each.text for each in asked.documents]),
     }
 
 

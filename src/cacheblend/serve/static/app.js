@@ -1,282 +1,232 @@
-// The page's only state is the list of chosen passages; everything else is read from the controls when needed.
-const byId = (id) => document.getElementById(id);
-const library = { passages: [], questions: [], settings: {} };
-let chosen = [];
-let dragged = null;
+// The page: loads the examples, asks a prompt in three ways, one after the other, and keeps results and prompt apart.
 
-const element = (name, text, attributes = {}) => {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
-};
+import * as api from "./api.js";
+import { MODES, changedInputs } from "./changes.js";
+import { byId, element, say } from "./dom.js";
+import { drawMap } from "./map.js";
+import * as passages from "./passages.js";
+import { beginPane, breakPanes, clearPanes, drawResult, endPane, markStale, writeAnswer } from "./results.js";
+import { watchShadow } from "./shadow.js";
 
-function headers() {
-  const key = byId("key").value.trim();
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+const MORE = 0.3; // the ratio that the page proposes to try
+let settings = {};
+let examples = []; // prompts with the passages that they are made of, and the sentences that their answers need
+let shown = null; // the result that is drawn
+let last = null; // the last result, drawn or not
+let known = null; // a prompt, and the sentences that its answer needs
+let stopping = null; // ends the question under way; null: none is
+
+// ---- the prompt as it stands ------------------------------------------------------------------------------
+
+const asDocument = ({ title, text }) => ({ title, text });
+
+// Nothing about blending if the model's settings are chosen, so that the engine uses its own.
+function promptNow() {
+  const selector = byId("selector").value;
+  return {
+    documents: passages.inPrompt().map(asDocument),
+    question: byId("question").value.trim(),
+    blending: selector ? { selector, recompute_ratio: Number(byId("ratio").value) } : {},
+  };
 }
 
-function showError(message) {
-  const box = byId("error");
-  box.textContent = message;
-  box.hidden = !message;
+// The sentences that the answer needs, as long as passages and question are those for which they are known.
+function placesNow() {
+  return known && asksTheSame(known, promptNow()) ? known.places : [];
 }
 
-async function failure(response) {
-  const body = await response.json().catch(() => ({}));
-  return new Error(body.error?.message ?? `the server answered with status ${response.status}`);
+const asksTheSame = (one, other) => one.question === other.question && JSON.stringify(one.documents) === JSON.stringify(other.documents);
+
+function promptChanged() {
+  markStale(shown ? changedInputs(shown.prompt, promptNow()) : []);
+  const now = promptNow();
+  examples.forEach((example, number) => byId("examples").children[number].setAttribute("aria-pressed", String(asksTheSame(example, now))));
 }
 
-// ---- choosing ---------------------------------------------------------------------------------------------
-
-function small(label, text, act, disabled = false) {
-  const button = element("button", text, { type: "button", class: "small", "aria-label": label, title: label });
-  button.disabled = disabled;
-  button.addEventListener("click", act);
-  return button;
+function drawRatio() {
+  const isOwn = !byId("selector").value;
+  const ratio = isOwn ? settings.recompute_ratio : Number(byId("ratio").value);
+  byId("ratio").disabled = isOwn;
+  if (isOwn && ratio != null) byId("ratio").value = ratio;
+  byId("ratio-shown").textContent = ratio?.toFixed(2) ?? "";
+  promptChanged();
 }
 
-function drawLibrary() {
-  byId("library").replaceChildren(...library.passages.map((passage) => {
-    const item = element("li");
-    const taken = chosen.includes(passage);
-    item.append(element("b", passage.title), element("p", passage.text));
-    item.append(small(`Add ${passage.title}`, "+", () => choose([...chosen, passage]), taken));
-    return item;
-  }));
-}
-
-function drawPrompt() {
-  byId("prompt").replaceChildren(...chosen.map((passage, at) => {
-    const item = element("li", undefined, { draggable: "true", "data-title": passage.title });
-    item.append(element("b", passage.title), element("p", passage.text));
-    item.append(small(`Move ${passage.title} up`, "↑", () => move(at, at - 1), at === 0));
-    item.append(small(`Move ${passage.title} down`, "↓", () => move(at, at + 1), at === chosen.length - 1));
-    item.append(small(`Remove ${passage.title}`, "×", () => choose(chosen.filter((one) => one !== passage))));
-    item.addEventListener("dragstart", () => { dragged = at; });
-    item.addEventListener("dragover", (event) => { event.preventDefault(); item.classList.add("over"); });
-    item.addEventListener("dragleave", () => item.classList.remove("over"));
-    item.addEventListener("drop", (event) => { event.preventDefault(); if (dragged !== null) move(dragged, at); dragged = null; });
-    return item;
-  }));
-}
-
-function choose(passages) {
-  chosen = passages;
-  drawLibrary();
-  drawPrompt();
-}
-
-function move(from, to) {
-  const moved = [...chosen];
-  moved.splice(to, 0, ...moved.splice(from, 1));
-  choose(moved);
-}
-
-function shuffle() {
-  const mixed = [...chosen];
-  for (let at = mixed.length - 1; at > 0; at--) {
-    const other = Math.floor(Math.random() * (at + 1));
-    [mixed[at], mixed[other]] = [mixed[other], mixed[at]];
-  }
-  choose(mixed);
+function setSelector(selector, ratio) {
+  byId("selector").value = selector;
+  if (!byId("selector").value) byId("selector").value = "hkvd"; // the model's own is not among those to choose
+  if (ratio !== undefined) byId("ratio").value = ratio;
+  drawRatio();
 }
 
 // ---- asking -----------------------------------------------------------------------------------------------
 
-// What to send about blending: nothing if the model's settings are chosen, so that the engine uses its own.
-function blending() {
-  const selector = byId("selector").value;
-  return selector ? { selector, recompute_ratio: Number(byId("ratio").value) } : {};
+function showError(message) {
+  byId("error").textContent = message;
+  byId("error").hidden = !message;
 }
 
-function drawRatio() {
-  const own = !byId("selector").value;
-  const ratio = own ? library.settings.recompute_ratio : Number(byId("ratio").value);
-  byId("ratio").disabled = own;
-  if (own && ratio != null) byId("ratio").value = ratio;
-  byId("ratio-shown").textContent = ratio?.toFixed(2) ?? "";
-}
-
-function request(mode) {
-  const extras = mode === "blend" ? { mode, ...blending() } : { mode };
-  return {
-    messages: [{ role: "user", content: byId("question").value }],
-    documents: chosen.map(({ title, text }) => ({ title, text })),
-    max_tokens: 48,
-    temperature: 0,
-    stream: true,
-    cacheblend: extras,
-  };
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
-    }
+function setAsking(isAsking) {
+  document.body.dataset.state = isAsking ? "asking" : document.body.dataset.state;
+  byId("ask").textContent = isAsking ? "Asking …" : "Ask";
+  for (const button of [byId("ask"), byId("again"), ...byId("examples").children, ...byId("next").querySelectorAll("button")]) {
+    button.setAttribute("aria-disabled", String(isAsking));
   }
-}
-
-async function answer(mode) {
-  const pane = byId(`pane-${mode}`);
-  const [text, facts] = [pane.querySelector(".answer"), pane.querySelector(".facts")];
-  text.textContent = "";
-  facts.textContent = "...";
-  const response = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(request(mode)) });
-  if (!response.ok) throw await failure(response);
-  let report = null;
-  for await (const event of events(response)) {
-    if (event.error) throw new Error(event.error.message);
-    text.textContent += event.choices[0]?.delta?.content ?? "";
-    report = event.cacheblend ?? report;
-  }
-  const loaded = Object.values(report.hit_tokens).reduce((sum, count) => sum + count, 0);
-  const sources = loaded ? `${loaded} loaded from the store, ${report.recomputed_tokens} of these recomputed` : "all computed";
-  facts.textContent = `${report.prompt_tokens} prompt tokens: ${sources}`;
-  return { text: text.textContent, ttft: report.ttft_s };
-}
-
-function drawTimes(blend, full) {
-  const longest = Math.max(blend.ttft, full.ttft);
-  for (const [mode, one] of [["blend", blend], ["full", full]]) {
-    byId(`bar-${mode}`).style.width = `${(100 * one.ttft) / longest}%`;
-    byId(`time-${mode}`).textContent = `${(1000 * one.ttft).toFixed(0)} ms`;
-  }
-  byId("speedup").textContent = full.ttft > blend.ttft
-    ? `With blending the first token came ${(full.ttft / blend.ttft).toFixed(1)} times as fast.`
-    : "Blending was not faster for this prompt; short prompts gain little.";
-}
-
-function drawWhy(found, blend, full) {
-  const same = blend.text === full.text ? "Both answers are the same." : "The answers differ.";
-  const first = found.top_1
-    ? "Both give the same most likely first token"
-    : `The most likely first token is "${found.first_token}" with blending and "${found.full_first_token}" with full recompute`;
-  byId("quality").textContent = `${same} ${first}; KL divergence between the first token's distributions: ${found.kl.toPrecision(2)} nats.`;
-  byId("heat").hidden = !found.strength;
-  byId("heat").textContent = found.strength === "attention" ? "darker: more attention by the question" : "darker: larger KV deviation";
-  byId("why").replaceChildren(...found.segments.map((segment) => {
-    const title = segment.is_chunk ? segment.title || "passage" : "text";
-    const part = element("div", undefined, { class: "part", "data-title": title });
-    for (const token of segment.tokens) {
-      const shown = element("span", token.text, { class: token.source, title: found.strength ? `${token.source}, ${found.strength} ${token.strength}` : token.source });
-      const heated = token.source === "loaded" || token.source === "recomputed";
-      if (heated && token.strength > 0) {
-        shown.style.backgroundColor = `color-mix(in srgb, var(--accent) ${Math.round(70 * Math.sqrt(token.strength))}%, var(--loaded))`;
-      }
-      part.append(shown);
-    }
-    return part;
-  }));
+  byId("stop").hidden = !isAsking;
+  if (!isAsking) byId("progress").textContent = "";
 }
 
 async function ask() {
-  if (!chosen.length) return showError("Add a passage to the prompt first.");
-  if (!byId("question").value.trim()) return showError("Enter a question.");
+  if (stopping) return; // once is enough: Enter or a click while one is under way asks nothing
+  const prompt = promptNow();
+  if (!prompt.documents.length) return refuse("Add a passage to the prompt first.", "prompt-title");
+  if (!prompt.question) return refuse("Enter a question.", "question");
   showError("");
-  byId("ask").disabled = true;
-  byId("ask").textContent = "Asking ...";
-  byId("speedup").textContent = byId("quality").textContent = "";
-  document.body.dataset.state = "asking";
+  stopping = new AbortController();
+  setAsking(true);
+  clearPanes();
+  markStale([]);
+  shown = null;
   try {
-    const texts = chosen.map(({ title, text }) => ({ title, text }));
-    const body = { documents: texts, question: byId("question").value, ...blending() };
-    // This stores missing passages, so that both answers find them stored, as on a server that has run for a while.
-    const why = await fetch("/playground/explain", { method: "POST", headers: headers(), body: JSON.stringify(body) });
-    if (!why.ok) throw await failure(why);
-    const found = await why.json();
-    const blend = await answer("blend"); // one after the other: at the same time they would share the processors
-    const full = await answer("full");
-    drawTimes(blend, full);
-    drawWhy(found, blend, full);
+    const result = await run(prompt, stopping.signal);
+    known = { ...prompt, places: result.found.expected?.places ?? [] };
+    drawResult(result, last);
+    drawMap(result);
+    shown = last = result;
+    byId("next").hidden = false;
+    passages.draw();
     document.body.dataset.state = "done";
   } catch (error) {
-    showError(error.message);
-    document.body.dataset.state = "failed";
+    breakPanes();
+    emptyResults();
+    failed(error);
   } finally {
-    byId("ask").disabled = false;
-    byId("ask").textContent = "Ask";
+    stopping = null;
+    setAsking(false);
+    promptChanged();
   }
 }
 
-// ---- checked answers --------------------------------------------------------------------------------------
-
-const SVG = "http://www.w3.org/2000/svg";
-const [PLOT_WIDTH, PLOT_HEIGHT, PLOT_EDGE] = [600, 160, 30];
-
-// By comparison, not by the clock: a server may have none for hours.
-function curve(values, kind) {
-  const step = (PLOT_WIDTH - PLOT_EDGE) / Math.max(1, values.length - 1);
-  const at = (value, number) => `${(PLOT_EDGE + number * step).toFixed(1)},${(5 + (PLOT_HEIGHT - 10) * (1 - value)).toFixed(1)}`;
-  const line = document.createElementNS(SVG, "polyline");
-  line.setAttribute("class", kind);
-  line.setAttribute("points", values.map((value, number) => (value === null ? "" : at(value, number))).join(" ").trim());
-  return line;
+// One after the other: at the same time they would compete for the processors, and the times mean nothing.
+async function run(prompt, signal) {
+  const step = (number, what) => { byId("progress").textContent = `Step ${number} of 4: ${what} …`; };
+  step(1, "storing passages that are new, and comparing the first tokens");
+  const found = await api.explain(prompt, signal);
+  const answers = {};
+  for (const [number, mode] of MODES.entries()) {
+    step(number + 2, { full: "full recompute", reuse: "full reuse", blend: "blend" }[mode]);
+    beginPane(mode);
+    answers[mode] = await api.answer(mode, prompt, (text) => writeAnswer(mode, text), signal);
+    endPane(mode, answers[mode]);
+  }
+  return { prompt, found, answers };
 }
 
-function scale(value) {
-  const text = document.createElementNS(SVG, "text");
-  text.setAttribute("x", "0");
-  text.setAttribute("y", String(9 + (PLOT_HEIGHT - 10) * (1 - value)));
-  text.textContent = `${100 * value} %`;
-  return text;
+function emptyResults() {
+  byId("map").hidden = byId("next").hidden = true;
+  byId("verdict").replaceChildren();
 }
 
-function drawShadow(found) {
-  byId("shadow").hidden = !found.on;
-  if (!found.on) return;
-  const moments = found.moments.length > 1 ? found.moments : [...found.moments, ...found.moments];
-  const curves = [curve(moments.map((one) => one.ratio), "ratio"), curve(moments.map((one) => one.bound), "bound")];
-  curves.push(curve(moments.map((one) => one.agreement), "agreement"));
-  if (found.floor !== null) curves.push(curve(moments.map(() => found.floor), "floor"));
-  byId("shadow-plot").replaceChildren(scale(1), scale(0.5), scale(0), ...curves);
-  const last = found.moments.at(-1);
-  const percent = (value) => `${(100 * value).toFixed(1)} %`;
-  const ratio = found.ratio === null ? "" : ` Recompute ratio in force: ${found.ratio.toFixed(2)}.`;
-  byId("shadow-facts").textContent = (last
-    ? `${percent(last.agreement)} of the last ${last.rows} agree with full prefill (lower bound ${percent(last.bound)}).`
-    : "No answer has been compared yet.") + ` ${found.compared} compared, ${found.waiting} waiting, ${found.dropped} dropped.${ratio}`;
+function refuse(message, focused) {
+  showError(message);
+  byId(focused).focus();
 }
 
-async function watchShadow() {
-  const response = await fetch("/playground/shadow", { headers: headers() }).catch(() => null);
-  if (response?.ok) drawShadow(await response.json());
-  else byId("shadow").hidden = true; // without a key nothing is shown
+function failed(error) {
+  document.body.dataset.state = "failed";
+  showError(stopping.signal.aborted ? "Stopped." : error.message);
+  if (error.status === 401) {
+    byId("key-field").hidden = false;
+    byId("key").focus();
+  }
 }
 
-// ---- the start --------------------------------------------------------------------------------------------
+// ---- examples ---------------------------------------------------------------------------------------------
 
-byId("ask").addEventListener("click", ask);
-byId("question").addEventListener("keydown", (event) => { if (event.key === "Enter") ask(); });
-byId("shuffle").addEventListener("click", shuffle);
-byId("clear").addEventListener("click", () => choose([]));
+function load(example) {
+  byId("question").value = example.question;
+  known = example;
+  passages.choose(example.passages);
+}
+
+function exampleCard(example, number) {
+  const card = element("button", undefined, { type: "button", class: "example", "data-example": String(number) });
+  card.append(element("b", example.title), element("span", example.about), element("q", example.question));
+  card.addEventListener("click", () => {
+    if (stopping) return;
+    load(example);
+    ask();
+    showResults();
+  });
+  return card;
+}
+
+function showResults() {
+  const { top, bottom } = byId("results").querySelector(".panes").getBoundingClientRect();
+  if (top < 0 || bottom > innerHeight) byId("results").scrollIntoView();
+}
+
+function describeModel({ name, parameters, layers, device, dtype, is_shipped: isShipped }) {
+  const size = parameters >= 1e9 ? `${(parameters / 1e9).toFixed(1)} billion` : `${(parameters / 1e6).toFixed(1)} million`;
+  byId("model").replaceChildren(element("b", name), ` ${size} parameters, ${layers} layers, ${dtype}, ${device}`);
+  const chosen = "The examples were chosen from many, so that full reuse answers the first ones wrong; it is often right.";
+  byId("about-examples").textContent = isShipped
+    ? `This server runs ${name}, the small model that ships with CacheBlend. It knows about 290 words and one thing: who has what in notes like these. ${chosen}`
+    : `This server runs ${name}. The examples were written for the small model that ships with CacheBlend, so ${name} may answer them in any way; your own passages say more.`;
+  byId("own-hint").hidden = !isShipped;
+  byId("own-hint").textContent = "This model reads sentences like “Later Vaden sat down. The boot belongs to him.”, and not much else.";
+}
+
+async function start() {
+  byId("library-error").hidden = true;
+  let found;
+  try {
+    found = await api.library();
+    settings = found.settings;
+    describeModel(found.model);
+  } catch (error) {
+    byId("library-error").querySelector("span").textContent = `The examples could not be loaded. ${error.message}`;
+    byId("library-error").hidden = false;
+    return;
+  }
+  byId("key-field").hidden = !found.needs_key;
+  byId("selector").options[0].textContent = `the model's settings: ${settings.selector}`;
+  const shelf = found.passages.map(({ title, text }) => passages.makePassage(title, text, false));
+  passages.fillShelf(shelf);
+  examples = found.questions.map(({ title, about, text, places, passages: numbers }) => {
+    const chosen = numbers.map((number) => shelf[number]);
+    return { title, about, question: text, passages: chosen, documents: chosen.map(asDocument), places: places ?? [] };
+  });
+  byId("examples").replaceChildren(...examples.map(exampleCard));
+  drawRatio();
+  if (!passages.inPrompt().length && !byId("question").value) load(examples[0]);
+  if (settings.shadow) watchShadow();
+}
+
+const TRIES = {
+  shuffle: () => { passages.shuffle(); ask(); showResults(); },
+  ratio: () => { setSelector(byId("selector").value || settings.selector, MORE); ask(); },
+  selector: () => { setSelector("hkvd", settings.recompute_ratio ?? Number(byId("ratio").value)); ask(); },
+  own: () => {
+    byId("add").open = true;
+    byId("own-text").focus();
+  },
+};
+
+passages.onChange(promptChanged, placesNow);
+byId("asking").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
+byId("again").addEventListener("click", ask);
+byId("stop").addEventListener("click", () => stopping?.abort());
+byId("question").addEventListener("input", () => { promptChanged(); passages.draw(); });
 byId("ratio").addEventListener("input", drawRatio);
 byId("selector").addEventListener("change", drawRatio);
-byId("add-own").addEventListener("click", () => {
-  const text = byId("own").value.trim();
-  if (!text) return;
-  const passage = { title: `your passage ${library.passages.filter((one) => one.own).length + 1}`, own: true, text };
-  library.passages.push(passage);
-  byId("own").value = "";
-  choose([...chosen, passage]);
+byId("shuffle").addEventListener("click", passages.shuffle);
+byId("clear").addEventListener("click", () => { passages.choose([]); say("The prompt has no passages now"); });
+byId("own").addEventListener("submit", passages.addOwn);
+byId("library-again").addEventListener("click", start);
+byId("next").addEventListener("click", (event) => {
+  const wanted = event.target.dataset.try;
+  if (wanted && !stopping) TRIES[wanted]();
 });
-
-const found = await (await fetch("/playground/passages")).json();
-library.passages = found.passages;
-library.questions = found.questions;
-library.settings = found.settings;
-byId("selector").options[0].textContent = `the model's settings: ${found.settings.selector}`;
-drawRatio();
-byId("questions").replaceChildren(...library.questions.map((one) => element("option", one.category, { value: one.text })));
-choose([]);
-if (found.settings.shadow) {
-  watchShadow();
-  setInterval(() => { if (!document.hidden) watchShadow(); }, 5000);
-}
+document.body.dataset.state = "idle";
+start();

@@ -1,0 +1,139 @@
+"""Examples for the server's page: six notes, and questions about them in chosen orders; and what is right in any order.
+
+The questions and orders were chosen from many, so that full reuse of the notes' KV answers some of them wrong and
+blending answers them right. They illustrate; `cacheblend evaluate --suite nano` measures.
+"""
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.nano import lexicon
+from cacheblend.nano.reading import UNASKED, read_scene
+from cacheblend.nano.scenes import Scene, Sentence, Style, draw_scene
+
+SEED, STYLE = 3_000_003, Style(passages=6, tokens=250, dense=0.3, hard=0.0, chains=1.0)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question about notes in an order.
+
+    Attributes:
+        title: a few words for people.
+        about: what it shows, in a sentence.
+        question: as the model is asked.
+        order: indices of the `notes`.
+    """
+
+    title: str
+    about: str
+    question: str
+    order: tuple[int, ...]
+
+
+_DRAWN = (0, 1, 2, 3, 4, 5)
+EXAMPLES = (
+    Example("Two notes", "One note says “him”, an earlier one says who that is.", "Who has the bowl?", _DRAWN),
+    Example("Two notes swapped", "In this order “him” is someone else.", "Who has the bowl?", (0, 1, 3, 2, 4, 5)),
+    Example("Four notes", "Each of them says where the answer goes on.", "Who has the cart?", _DRAWN),
+    Example("One note", "It says so by itself, so full reuse is right, too.", "Who has the saw?", _DRAWN),
+)
+
+
+class Place(NamedTuple):
+    """A sentence that an answer needs: the index of its passage, and its characters in it, `stop` excluded."""
+
+    passage: int
+    start: int
+    stop: int
+
+
+class Answer(NamedTuple):
+    """What is right, and the sentences that say so, in the order in which they are read."""
+
+    text: str
+    places: tuple[Place, ...]
+
+
+class _Line(NamedTuple):
+    """A sentence, where it stands, and the thing whose owner it states and that owner, if it states one."""
+
+    place: Place
+    words: list[str]
+    thing: str
+    owner: str
+
+
+def notes() -> tuple[str, ...]:
+    """The texts of the notes; each is a passage."""
+    return tuple(draw_scene(random.Random(SEED), STYLE).texts())
+
+
+def answer_of(question: str, texts: Sequence[str]) -> Answer | None:
+    """What is right, by the rules of the language that the model knows.
+
+    Args:
+        question: "Who has the boot?", "Who has the boot and the bell?", or "Do the boot and the bell have the same
+            owner?".
+        texts: the passages, in the order of the prompt.
+
+    Returns:
+        None if a text or the question is not in that language, or if its rules leave the answer open.
+    """
+    things = _things_in(question)
+    if not things:
+        return None
+    try:
+        scene = read_scene([[Sentence(words) for words, _, _ in _sentences(text)] for text in texts])
+    except InvalidInputError:
+        return None
+    facts = {fact.thing: fact for fact in scene.facts}
+    if any(thing in facts and facts[thing].category == UNASKED for thing in things):
+        return None
+    owners = [facts[thing].owner if thing in facts else lexicon.UNKNOWN for thing in things]
+    if len(owners) > 1 and lexicon.UNKNOWN in owners:
+        return None  # the model was never asked such a question
+    lines = list(_lines(scene, texts))
+    text = " and ".join(owners)
+    if question.startswith("Do "):
+        text += ": yes" if owners[0] == owners[1] else ": no"
+    return Answer(text, tuple(sorted({place for thing in things for place in _needed(lines, thing)})))
+
+
+def _things_in(question: str) -> list[str]:
+    """The things asked for; empty if it is no question that the model knows."""
+    words = question.strip().removesuffix("?").split()
+    things = [word for word in words if word in lexicon.OBJECTS]
+    asked = " and ".join(f"the {thing}" for thing in things)
+    known = [f"Who has {asked}", f"Do {asked} have the same owner"][: len(things)]
+    return things if len(things) in (1, 2) and " ".join(words) in known else []
+
+
+def _sentences(text: str) -> Iterator[tuple[list[str], int, int]]:
+    """Each sentence's words, the full stop included, and where it starts and stops in the text."""
+    for found in re.finditer(r"[^.\s][^.]*(\.|$)", text):
+        words = found.group().rstrip(".").split()
+        yield [*words, "."], found.start(), found.end()
+
+
+def _lines(scene: Scene, texts: Sequence[str]) -> Iterator[_Line]:
+    for number, (passage, text) in enumerate(zip(scene.passages, texts, strict=True)):
+        for sentence, (words, start, stop) in zip(passage, _sentences(text), strict=True):
+            thing, owner = next((each for each in sentence.knows.values() if each[0]), ("", ""))
+            yield _Line(Place(number, start, stop), words, thing, owner)
+
+
+def _needed(lines: Sequence[_Line], thing: str) -> list[Place]:
+    """The sentence that states a thing's owner, behind those that say whom or what it means."""
+    at = next((at for at, line in enumerate(lines) if line.thing == thing), None)
+    if at is None:
+        return []
+    line = lines[at]
+    if line.words[-4:-2] == ["with", "the"]:
+        return [*_needed(lines[:at], line.words[-2]), line.place]
+    named = [] if line.owner in line.words else [each.place for each in lines[:at] if line.owner in each.words]
+    return [*named[-1:], line.place]

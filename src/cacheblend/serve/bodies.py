@@ -1,0 +1,91 @@
+"""What a body may be before it is parsed: bytes, of all requests together too, and values.
+
+Parsing and checking JSON holds up every other request. Text is quick; millions of numbers or empty lists are not.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cacheblend.serve.errors import ApiError
+
+LARGE = 1 << 16
+"""Bytes from which on a body is looked at before it is parsed."""
+VALUES, CONTAINERS = 1 << 18, 1 << 16
+"""Values, and lists and objects, of a body: these are parsed and checked in a tenth of a second."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def check_shape(body: bytes, values: int = VALUES) -> None:
+    """Refuses JSON of more values, or more lists and objects, than are parsed in a moment.
+
+    Args:
+        body: JSON or not; only its punctuation is looked at.
+        values: numbers, texts and others; at most `VALUES` or the tokens of a context, whichever is more.
+
+    Raises:
+        ApiError: 413, it has more.
+    """
+    found, nested = body.count(b","), body.count(b"[") + body.count(b"{")
+    if found <= values and nested <= CONTAINERS:
+        return
+    found = nested = at = 0
+    for match in _STRING.finditer(body):  # the same outside of texts
+        found += body.count(b",", at, match.start())
+        nested += body.count(b"[", at, match.start()) + body.count(b"{", at, match.start())
+        at = match.end()
+    found += body.count(b",", at)
+    nested += body.count(b"[", at) + body.count(b"{", at)
+    for count, most, what in ((found, values, "values"), (nested, CONTAINERS, "lists and objects")):
+        if count > most:
+            raise ApiError(
+                413, f"the body has {count:,} {what}; at most {most:,} are read; send several requests", code="too_long"
+            )
+
+
+class BodyBudget:
+    """Bytes of all bodies that are in memory at a time, since many connections may send a part of a long one.
+
+    Args:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._taken = limit, 0
+
+    @contextmanager
+    def open(self) -> Iterator["BodyShare"]:
+        """What one body takes; given back in the end."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self._taken -= share.bytes
+
+    def take(self, count: int) -> None:
+        """Takes so many bytes.
+
+        Raises:
+            ApiError: 503, other bodies have them.
+        """
+        if self._taken + count > self._limit:
+            raise ApiError(
+                503, f"{self._taken:,} bytes of other requests are being read", code="overloaded", retry_after_s=5
+            )
+        self._taken += count
+
+
+class BodyShare:
+    """One body's part of a `BodyBudget`.
+
+    Attributes:
+        bytes: taken so far.
+    """
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget, self.bytes = budget, 0
+
+    def take(self, count: int) -> None:
+        """Takes more; raises as `BodyBudget.take`."""
+        self._budget.take(count)
+        self.bytes += count

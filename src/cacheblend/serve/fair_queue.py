@@ -1,0 +1,191 @@
+"""Work beside the scheduler: bounded, in slices, each tenant's turn after the other's; ended with its client.
+
+    tenant A   post of 700 chunks   |slice|     |slice|     |slice| ...
+    tenant B   post of one chunk          |slice|
+
+Work is a function, which is one slice, or a generator, whose slices end with each ``yield``. What has begun goes behind
+the tenant's other work after each slice, so that long work holds up short work by a slice at most.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from inspect import isgenerator
+from typing import Any, TypeVar, cast
+
+from cacheblend.engines.hf.tickets import QueueFullError, TooLateError
+from cacheblend.serve.errors import ApiError
+
+T = TypeVar("T")
+Work = Callable[[], T | Generator[None, None, T]]
+Step = Callable[[], None]
+SLICE_TOKENS, SLICE_CHARACTERS = 1024, 1 << 18
+"""Tokens that work computes, and characters that it tokenises, before other requests have their turn."""
+LOOK_S = 0.5
+"""Seconds after which waiting work looks whether its client is still there."""
+
+
+async def _never() -> bool:
+    return False
+
+
+@dataclass(eq=False)
+class _Job:
+    """One piece of work.
+
+    Attributes:
+        tenant: whose it is.
+        work: not started yet, or None.
+        turn: waits for the next slice; None while a slice runs.
+        slices: of work that is a generator.
+        found: what the work returned; None before.
+    """
+
+    tenant: str
+    work: Work[Any] | None
+    turn: "asyncio.Future[None] | None" = None
+    slices: Generator[None, None, Any] | None = None
+    found: list[Any] = field(default_factory=list)
+
+    def advance(self) -> None:
+        """Runs a slice, on a worker thread."""
+        if self.work is not None:
+            work, self.work = self.work, None
+            found = work()
+            if not isgenerator(found):
+                self.found.append(found)
+                return
+            self.slices = cast(Generator[None, None, Any], found)
+        assert self.slices is not None
+        try:
+            next(self.slices)
+        except StopIteration as ended:
+            self.found.append(ended.value)
+
+
+class FairQueue:
+    """Runs work of several tenants in turn; to be used on one event loop.
+
+    Args:
+        workers: slices that run at a time, each in a thread.
+        limit: of waiting work. Beyond it the newest work of the tenant that has most gives way to one that has less.
+        runner: calls a slice in a worker's thread.
+    """
+
+    def __init__(self, workers: int, limit: int, runner: Callable[[Step], object] = lambda step: step()) -> None:
+        self._workers, self._limit, self._runner = workers, limit, runner
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="cacheblend-queue")
+        self._jobs: dict[_Job, None] = {}  # all that have come and not ended, the newest last
+        self._turns: dict[str, deque[_Job]] = {}  # of the tenants that wait
+        self._served: dict[str, int] = {}  # by tenant its last slice's number; who has waited longest is next
+        self._slices = 0
+        self._running = 0
+
+    @property
+    def waiting(self) -> int:
+        """Work that has come and has no thread at the moment."""
+        return len(self._jobs) - self._running
+
+    async def run(
+        self, tenant: str, work: Work[T], deadline: float, is_gone: Callable[[], Awaitable[bool]] = _never
+    ) -> T:
+        """What the work returns.
+
+        Args:
+            tenant: whose turn it takes.
+            work: called in a worker's thread.
+            deadline: by `time.monotonic`; looked at between slices.
+            is_gone: whether nobody waits for the result any more; looked at between slices.
+
+        Raises:
+            QueueFullError: too much waits.
+            TooLateError: the deadline has passed.
+            ApiError: 499, nobody waits any more.
+        """
+        self._make_room(tenant)
+        job = _Job(tenant, work)
+        self._jobs[job] = None
+        try:
+            while not job.found:
+                await self._turn(job, deadline, is_gone)
+                await self._slice(job)
+            found: T = job.found[0]
+            return found
+        finally:
+            del self._jobs[job]
+            self._forget(job)
+
+    def close(self) -> None:
+        """Starts no further slice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _make_room(self, tenant: str) -> None:
+        if len(self._jobs) < self._limit + self._workers:
+            return
+        counts: dict[str, int] = {}
+        for job in self._jobs:
+            counts[job.tenant] = counts.get(job.tenant, 0) + 1
+        most = max(counts, key=lambda each: counts[each], default=tenant)
+        full = QueueFullError(self.waiting, 5)
+        if counts.get(most, 0) > counts.get(tenant, 0) + 1:
+            for job in reversed(self._jobs):
+                if job.tenant == most and job.work is not None and job.turn is not None and not job.turn.done():
+                    job.turn.set_exception(full)
+                    return
+        raise full
+
+    async def _turn(self, job: _Job, deadline: float, is_gone: Callable[[], Awaitable[bool]]) -> None:
+        """Waits for the job's next slice."""
+        job.turn = asyncio.get_running_loop().create_future()
+        self._turns.setdefault(job.tenant, deque()).append(job)
+        self._hand_out()
+        try:
+            while True:
+                if await is_gone():
+                    raise ApiError(499, "the client has disconnected")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TooLateError("the request's deadline has passed; what it stored until then stays stored")
+                await asyncio.wait({job.turn}, timeout=min(LOOK_S, left))
+                if job.turn.done():
+                    job.turn.result()
+                    return
+        except BaseException:
+            turn, job.turn = job.turn, None
+            if not turn.cancel() and turn.exception() is None:  # it had its turn, and does not take it
+                self._release()
+            raise
+
+    async def _slice(self, job: _Job) -> None:
+        """Runs a slice. The worker stays taken as long as its thread runs, even if nobody awaits it any more."""
+        job.turn = None
+        running = asyncio.get_running_loop().run_in_executor(self._threads, self._runner, job.advance)
+        running.add_done_callback(lambda _: self._release())
+        await asyncio.shield(running)
+
+    def _release(self) -> None:
+        self._running -= 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Gives free workers to the tenants in turn."""
+        while self._running < self._workers and self._turns:
+            tenant = min(self._turns, key=lambda each: self._served.get(each, 0))
+            job = self._turns[tenant].popleft()
+            if not self._turns[tenant]:
+                del self._turns[tenant]
+            self._slices += 1
+            self._served[tenant] = self._slices
+            if job.turn is not None and not job.turn.done():
+                self._running += 1
+                job.turn.set_result(None)
+
+    def _forget(self, job: _Job) -> None:
+        jobs = self._turns.get(job.tenant)
+        if jobs is not None and job in jobs:
+            jobs.remove(job)
+            if not jobs:
+                del self._turns[job.tenant]
