@@ -1,0 +1,221 @@
+"""The documents of a running server, over HTTP: put, listed and dropped by id.
+
+Knows the server's API (docs/documents.md); knows no retriever and no engine.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cacheblend.core.errors import CacheBlendError, InvalidInputError
+from cacheblend.engines.documents import COLLECTION, Document
+
+MOST_DROPPED = 0.5
+"""Share of a collection's documents that is dropped without being asked: a source may be empty by mistake."""
+
+_BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 20  # of a request; one document may be larger
+_WHOLE = 1 << 20  # tokens: a passage is sent whole, so it is stored whole, as long as the model's context
+
+
+class DocumentServerError(CacheBlendError):
+    """A server of documents does not answer, or refuses.
+
+    Attributes:
+        status: of HTTP; None: no answer.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class IndexReport:
+    """What storing passages came to.
+
+    Attributes:
+        kept, added, changed, restored: passages that were there, were new, had another text, or had lost chunks.
+        dropped: passages that are gone.
+        tokens, computed_tokens: of the passages, and of these, what was computed.
+        without_text: passages that have no text to store.
+    """
+
+    kept: int = 0
+    added: int = 0
+    changed: int = 0
+    restored: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    without_text: int = 0
+
+
+class DocumentServer:
+    """One collection of documents on one server. Safe to call from several threads; use as a context manager or close.
+
+    Args:
+        url: of `cacheblend serve`, without ``/v1``.
+        key: an API key, where the server has keys.
+        collection: documents of different collections may have the same id, and are dropped apart.
+        salt: as in the requests that are to find the passages.
+        timeout: seconds that a request may take; storing computes the passages first.
+
+    Raises:
+        InvalidInputError: httpx is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8000",
+        *,
+        key: str | None = None,
+        collection: str = COLLECTION,
+        salt: str = "",
+        timeout: float = 600.0,
+    ) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise InvalidInputError("a server of documents needs httpx: pip install httpx") from error
+        self.url, self.collection, self.salt = url.rstrip("/"), collection, salt
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        self._failed = (httpx.HTTPError, httpx.InvalidURL)
+
+    def put(self, documents: Iterable[Document]) -> IndexReport:
+        """Stores documents, each as one chunk; of those that the server has, what changed.
+
+        Raises:
+            InvalidInputError: two documents have one id and different texts.
+            DocumentServerError: the server does not answer or refuses; what was stored before stays.
+        """
+        report, known = IndexReport(), dict[str, str]()
+        counted = {field.name for field in fields(report)}
+        for batch in _batches(_distinct(documents, known)):
+            body = {
+                "documents": [{"id": each.id, "text": each.text, "title": each.title[:256]} for each in batch],
+                "collection": self.collection,
+                "salt": self.salt,
+                "chunk_tokens": _WHOLE,
+            }
+            answer = self._ask("POST", "/v1/documents", json=body)
+            for name in counted & answer.keys():
+                setattr(report, name, getattr(report, name) + int(answer[name]))
+            report.without_text += len(answer.get("empty", ()))
+        return report
+
+    def drop(self, ids: Iterable[str]) -> int:
+        """Drops documents; how many there were. Raises `DocumentServerError`."""
+        return sum(self._drop(each) for each in dict.fromkeys(ids))
+
+    def _drop(self, document_id: str) -> bool:
+        place = {"id": document_id, "collection": self.collection, "salt": self.salt}
+        try:
+            self._ask("DELETE", "/v1/documents", params=place)
+        except DocumentServerError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def ids(self) -> list[str]:
+        """Ids of all documents in the collection. Raises `DocumentServerError`."""
+        found, after = list[str](), ""
+        while True:
+            place = {"collection": self.collection, "salt": self.salt, "limit": 1000, "after": after}
+            page = self._ask("GET", "/v1/documents", params=place)
+            found += [each["id"] for each in page["data"] if each["id"] is not None]  # a damaged one has none
+            if not page["has_more"]:
+                return found
+            after = page["last_id"]
+
+    def drop_others(self, ids: Iterable[str], most: float = MOST_DROPPED) -> int:
+        """Drops what is not among `ids`; how many these were.
+
+        Raises:
+            InvalidInputError: they are more than the share `most` of all; nothing is dropped.
+            DocumentServerError: the server does not answer or refuses.
+        """
+        there, kept = self.ids(), set(ids)
+        gone = [each for each in there if each not in kept]
+        if len(gone) > most * len(there):
+            raise InvalidInputError(
+                f"{len(gone)} of the {len(there)} documents in the collection {self.collection!r} would be dropped, "
+                f"more than the share {most:g}: is it the right source? max_drop=1 drops them"
+            )
+        return self.drop(gone)
+
+    def close(self) -> None:
+        """Closes connections."""
+        self._http.close()
+
+    def __enter__(self) -> "DocumentServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, method: str, path: str, **what: Any) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, **what)
+        except self._failed as error:
+            raise DocumentServerError(
+                f"{self.url} does not answer ({type(error).__name__}: {error}): is `cacheblend serve` running there?"
+            ) from error
+        if answer.is_success:
+            found: dict[str, Any] = answer.json()
+            return found
+        hint = {401: ": give the key of the server as key=...", 413: ": cut the passages smaller"}
+        raise DocumentServerError(
+            f"{self.url} refused {method} {path}: {answer.status_code} {_message(answer)}"
+            f"{hint.get(answer.status_code, '')}",
+            answer.status_code,
+        )
+
+
+def text_id(text: str) -> str:
+    """The id of a passage that has none of its own: equal texts are one passage, an edited one is another."""
+    return f"text-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:32]}"
+
+
+def distinct(passages: Iterable[Any], text_of: Callable[[Any], str]) -> list[Any]:
+    """Passages in order, of equal texts the first: a model needs a text once. Those without any text are left out."""
+    found: dict[str, Any] = {}
+    for each in passages:
+        if text := text_of(each):
+            found.setdefault(text, each)
+    return list(found.values())
+
+
+def _distinct(documents: Iterable[Document], known: dict[str, str]) -> Iterator[Document]:
+    for each in documents:
+        digest, before = text_id(each.text), known.get(each.id)
+        if before is None:
+            known[each.id] = digest
+            yield each
+        elif before != digest:
+            raise InvalidInputError(
+                f"two documents have the id {each.id[:80]!r} and different texts; give each its own"
+            )
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, nbytes = list[Document](), 0
+    for each in documents:
+        size = len(each.text.encode())
+        if batch and (len(batch) == _BATCH_DOCUMENTS or nbytes + size > _BATCH_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(each)
+        nbytes += size
+    if batch:
+        yield batch
+
+
+def _message(answer: Any) -> str:
+    """What a server says of a refusal, in one line."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(answer.text[:200])
