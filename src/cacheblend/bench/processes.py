@@ -16,8 +16,10 @@ END_S = 60
 
 
 @contextmanager
-def running(command: Sequence[str], environment: Mapping[str, str], is_ready: Callable[[], bool]) -> Iterator[None]:
-    """Runs a server while the context lasts.
+def running(
+    command: Sequence[str], environment: Mapping[str, str], is_ready: Callable[[], bool]
+) -> Iterator["subprocess.Popen[Any]"]:
+    """Runs a server while the context lasts; its process.
 
     Args:
         command: that starts it.
@@ -31,7 +33,7 @@ def running(command: Sequence[str], environment: Mapping[str, str], is_ready: Ca
         process = subprocess.Popen(command, env=dict(environment), stdout=words, stderr=subprocess.STDOUT)
         try:
             wait_until(is_ready, process, words)
-            yield
+            yield process
         finally:
             process.terminate()
             try:

@@ -6,22 +6,21 @@ ttft       stored chunks in shuffled order, `full` and `blend` alternating
 overhead   a client's waiting time beyond the engine's planning and prefill, on the same requests
 shadow     throughput of saturated servers, one with the shadow check and one without, in turn
 replay     RAGPulse at saturation, one mode after the other, then at a few rates
+discover   the same requests with nothing marked, on a server whose store has what discovery learnt of the requests
+           before them, from an empty store; it goes on learning
 """
 
-import json
-import os
 import statistics
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cacheblend.bench.clients import ask_at, poisson_times, saturate
-from cacheblend.bench.processes import START_S, answers, free_port, running
+from cacheblend.bench.embedded_server import Asked, Client, serving
+from cacheblend.bench.learning import learn_in_order, watch_ms
 from cacheblend.bench.prompts import LAST_ID, Prompts, PromptShape
 from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
 from cacheblend.bench.replaying import Sample, row_layer_ceiling
@@ -36,10 +35,10 @@ Progress = Callable[[str, int, int], None]
 
 FILL, RATES = "filling the store", "rates"
 SHADOW = "shadow check"
-STAGES = ("first tokens", SHADOW, FILL, "full, replay", "blend, replay", RATES)
+LEARN, DISCOVER = "learning", "discover, replay"
+STAGES = ("first tokens", SHADOW, FILL, "full, replay", "blend, replay", RATES, LEARN, DISCOVER)
 MODES = ("full", "blend")
 SHADOW_REQUESTS = 4  # of each client in a round of the shadow check
-WAITING = "cacheblend_shadow_waiting"
 FILLING = 8  # passages of a request that has them stored
 
 
@@ -51,6 +50,7 @@ class Serving:
         model: a model folder; or `shape`: random weights of a known shape.
         trace: folder of a RAGPulse trace; None leaves the replay out.
         shadow: share of the requests that one of two servers checks (`bench.shadowing`); 0 leaves that out.
+        discover: also replay with nothing marked.
         prompt: shape of the first part's prompts.
         ratio: recompute ratio.
         runs: measured rounds of the first part, after one warm-up.
@@ -66,6 +66,7 @@ class Serving:
     shape: str | None = None
     trace: Path | None = None
     shadow: float = 0.0
+    discover: bool = False
     prompt: PromptShape = field(default_factory=PromptShape)
     ratio: float = 0.15
     runs: int = 5
@@ -91,83 +92,6 @@ class Serving:
         return int(config_of(self.model, self.shape).vocab_size)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A prompt of token ids, and the spans of its chunks."""
-
-    ids: list[int]
-    spans: list[list[int]]
-
-
-@dataclass(frozen=True)
-class Got:
-    """The client's time to first token, and the server's report."""
-
-    ttft_s: float
-    report: dict[str, Any]
-
-
-class Client:
-    """A client of a server: greedy, streamed."""
-
-    def __init__(self, url: str, model: str, ratio: float) -> None:
-        import httpx
-
-        self.url, self._model, self._ratio = url, model, ratio
-        self._http = httpx.Client(base_url=url, timeout=START_S)
-
-    def ask(self, asked: Asked, tokens: int, mode: str) -> Got:
-        """Sends one request; the time includes making its JSON.
-
-        Raises:
-            InvalidInputError: the server did not answer.
-        """
-        started, first = time.perf_counter(), 0.0
-        report: dict[str, Any] = {}
-        body = {
-            "model": self._model,
-            "prompt": asked.ids,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "stream": True,
-            "ignore_eos": True,
-            "cacheblend": {"chunks": asked.spans, "mode": mode, "recompute_ratio": self._ratio},
-        }
-        with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                raise InvalidInputError(f"the server answered {answer.status_code}: {answer.read().decode()[:500]}")
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    first = first or time.perf_counter() - started
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise InvalidInputError(f"the server ended the stream: {event['error']['message']}")
-                    report = event.get("cacheblend") or report
-        return Got(first, report)
-
-    def shadow_metrics(self) -> dict[str, float]:
-        """The server's metrics of the shadow check, with their labels."""
-        lines = self._http.get("/metrics").text.splitlines()
-        found = [line.rsplit(" ", 1) for line in lines if line.startswith("cacheblend_shadow")]
-        return {name: float(value) for name, value in found}
-
-    def settle(self) -> None:
-        """Returns when no answer waits to be compared."""
-        while any(value for name, value in self.shadow_metrics().items() if name.startswith(WAITING)):
-            time.sleep(0.1)
-
-    def store(self, chunks: list[list[int]]) -> None:
-        """Makes the server compute and store chunks.
-
-        Raises:
-            InvalidInputError: the server refused.
-        """
-        body = {"chunks": [{"token_ids": ids} for ids in chunks]}
-        answer = self._http.post("/v1/chunks", json=body)
-        if answer.status_code != 200:
-            raise InvalidInputError(f"the server answered {answer.status_code}: {answer.text[:500]}")
-
-
 def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
     """Runs all parts; returns `figures` and the raw numbers.
 
@@ -177,23 +101,18 @@ def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
     advance = progress or (lambda stage, done, total: None)
     if what.trace is not None and what.vocab_size < LAST_ID:
         raise InvalidInputError(f"a trace is replayed with token ids up to {LAST_ID}; this model has {what.vocab_size}")
-    sample = None if what.trace is None else Sample.of(read_trace(what.trace), what.requests, what.seed)
+    if what.discover and what.trace is None:
+        raise InvalidInputError("what is discovered is measured on a replay: also give a trace")
+    trace = [] if what.trace is None else read_trace(what.trace)
+    sample = Sample.of(trace, what.requests, what.seed) if trace else None
     result: dict[str, Any] = {}
     with ExitStack() as stack:
         folder = Path(what.model) if what.model else stack.enter_context(shape_folder(what.shape or "", what.seed))
-        client = stack.enter_context(serving(folder, what))
-        result["ttft"] = _first_tokens(client, what, advance)
-        figures = {name: result["ttft"].pop(name) for name in ("ttft_speedup", "overhead_ms")}
-        if what.shadow:
-            checked = stack.enter_context(serving(folder, what, what.shadow))
-            result["shadow"] = _shadow(client, checked, what, advance)
-            figures["shadow_overhead"] = result["shadow"]["overhead"]
-        if sample is not None:
-            result["replay"] = found = _replay(client, sample, what, advance)
-            figures |= {
-                "replay_speedup": found["speedup"],
-                "replay_of_ceiling": found["speedup"] / found["ceiling"],
-            }
+        figures = _marked(folder, sample, what, advance, result)
+        if sample is not None and what.discover:
+            result["discover"] = found = _discover(folder, sample, trace, what, advance)
+            rates = [part["requests_per_s"] for part in (found["replay"], result["replay"]["blend"])]
+            figures |= {"discovered_of_marked": rates[0] / rates[1], "wasted": found["wasted"], "watch_ms": watch_ms()}
     return {
         "figures": figures,
         **result,
@@ -204,23 +123,25 @@ def run(what: Serving, progress: Progress | None = None) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def serving(folder: Path, what: Serving, shadow: float = 0.0) -> Iterator[Client]:
-    """`cacheblend serve` on a free port, with a shadow check of this share; stopped at the end.
-
-    Raises:
-        InvalidInputError: the server did not start; with the end of its output.
-    """
-    port = free_port()
-    arguments = [sys.executable, "-c", "from cacheblend.cli import main; main()", "serve", "--model", str(folder)]
-    arguments += ["--port", str(port), "--store", "memory://?max_bytes=8GiB", "--active", str(what.clients)]
-    arguments += ["--waiting", "1000", "--ratio", str(what.ratio), "--no-playground", "--no-capture", "--drain", "1"]
-    arguments += ["--shadow", str(shadow)]
-    url = f"http://127.0.0.1:{port}"
-    with running(arguments, os.environ, lambda: answers(f"{url}/v1/models")):
-        with urllib.request.urlopen(f"{url}/v1/models") as response:
-            name = json.loads(response.read())["data"][0]["id"]
-        yield Client(url, name, what.ratio)
+def _marked(
+    folder: Path, sample: Sample | None, what: Serving, advance: Progress, result: dict[str, Any]
+) -> dict[str, float]:
+    """What is measured on chunks that are stored before and named by the client; returns figures, adds to `result`."""
+    with ExitStack() as stack:
+        client = stack.enter_context(serving(folder, what.ratio, what.clients))
+        result["ttft"] = _first_tokens(client, what, advance)
+        figures = {name: result["ttft"].pop(name) for name in ("ttft_speedup", "overhead_ms")}
+        if what.shadow:
+            checked = stack.enter_context(serving(folder, what.ratio, what.clients, shadow=what.shadow))
+            result["shadow"] = _shadow(client, checked, what, advance)
+            figures["shadow_overhead"] = result["shadow"]["overhead"]
+        if sample is not None:
+            result["replay"] = found = _replay(client, sample, what, advance)
+            figures |= {
+                "replay_speedup": found["speedup"],
+                "replay_of_ceiling": found["speedup"] / found["ceiling"],
+            }
+    return figures
 
 
 def _first_tokens(client: Client, what: Serving, advance: Progress) -> dict[str, Any]:
@@ -275,26 +196,13 @@ def _shadow(plain: Client, checked: Client, what: Serving, advance: Progress) ->
 
 def _replay(client: Client, sample: Sample, what: Serving, advance: Progress) -> dict[str, Any]:
     """One mode after the other at saturation, then at rates."""
-    waiting = sorted(sample.stored, key=lambda passage: passage.id)
-    for at in range(0, len(waiting), FILLING):
-        client.store([passage.token_ids() for passage in waiting[at : at + FILLING]])
-        advance(FILL, min(at + FILLING, len(waiting)), len(waiting))
+    _fill(client, [passage.token_ids() for passage in sorted(sample.stored, key=lambda one: one.id)], advance)
     prompts = {mode: [_asked(r, f"{mode} {n}", what) for n, r in enumerate(sample.requests)] for mode in MODES}
     lengths = [(len(a.ids), sample.held_tokens(r)) for a, r in zip(prompts["full"], sample.requests, strict=True)]
     found: dict[str, Any] = {"ceiling": row_layer_ceiling(lengths, what.layers, what.ratio)}
     found |= {"tokens": [tokens for tokens, _ in lengths], "held_tokens": [held for _, held in lengths]}
     for mode in MODES:
-        loaded: list[int] = []
-
-        def ask(asked: Asked, mode: str = mode, loaded: list[int] = loaded) -> float:
-            got = client.ask(asked, what.answer_tokens, mode)
-            loaded.append(sum(got.report["hit_tokens"].values()))
-            return got.ttft_s
-
-        def done(count: int, mode: str = mode) -> None:
-            advance(f"{mode}, replay", count, what.requests)
-
-        found[mode] = saturate(ask, prompts[mode], what.clients, done) | {"loaded_tokens": sum(loaded)}
+        found[mode] = _saturate(client, prompts[mode], mode, what, partial(advance, f"{mode}, replay"))
     found["speedup"] = found["blend"]["requests_per_s"] / found["full"]["requests_per_s"]
     found["rates"] = []
     for number, share in enumerate(what.rates, 1):
@@ -314,6 +222,56 @@ def _replay(client: Client, sample: Sample, what: Serving, advance: Progress) ->
         found["rates"].append(point)
         advance(RATES, number, len(what.rates))
     return found
+
+
+def _advance_to(advance: Progress, stage: str, total: int, done: int) -> None:
+    advance(stage, done, total)
+
+
+def _fill(client: Client, chunks: list[list[int]], advance: Progress) -> None:
+    for at in range(0, len(chunks), FILLING):
+        client.store(chunks[at : at + FILLING])
+        advance(FILL, min(at + FILLING, len(chunks)), len(chunks))
+
+
+def _saturate(
+    client: Client, prompts: list[Asked], mode: str, what: Serving, advance: Callable[[int, int], None]
+) -> dict[str, Any]:
+    loaded: list[int] = []
+
+    def ask(asked: Asked) -> float:
+        got = client.ask(asked, what.answer_tokens, mode)
+        loaded.append(sum(got.report["hit_tokens"].values()))
+        return got.ttft_s
+
+    found = saturate(ask, prompts, what.clients, lambda count: advance(count, len(prompts)))
+    return found | {"loaded_tokens": sum(loaded)}
+
+
+def _discover(
+    folder: Path, sample: Sample, trace: list[TraceRequest], what: Serving, advance: Progress
+) -> dict[str, Any]:
+    """The sample with nothing marked, after the requests before it were seen; and what the whole trace wastes.
+
+    Of what was learnt that is stored before which the sample has somewhere, as with what is marked.
+    """
+    requests = [request for request in trace if request.passages]
+    seen = (_asked(request, f"seen {number}", what).ids for number, request in enumerate(requests))
+    told = partial(_advance_to, advance, LEARN, len(requests))
+    learnt, whole = learn_in_order(seen, len(sample.before), what.seed, told)
+    prompts = [Asked(_asked(r, f"discover {n}", what).ids, None) for n, r in enumerate(sample.requests)]
+    used = learnt.found_in(prompt.ids for prompt in prompts)
+    with serving(folder, what.ratio, what.clients, discover=True) as client:
+        _fill(client, used, advance)
+        replayed = _saturate(client, prompts, "blend", what, partial(advance, DISCOVER))
+    return {
+        "replay": replayed,
+        "wasted": whole.wasted,
+        "learnt_before": vars(learnt.figures),
+        "learnt": vars(whole.figures),
+        "chunks": len(learnt.chunks),
+        "chunks_in_replay": len(used),
+    }
 
 
 def _asked(request: TraceRequest, seed: str, what: Serving) -> Asked:

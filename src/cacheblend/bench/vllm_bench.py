@@ -1,4 +1,5 @@
-"""Blending in vLLM against vLLM with prefix caching: time to first token, and gaps between other requests' tokens.
+"""Blending in vLLM against vLLM with prefix caching: time to first token, and gaps between other requests' tokens; what
+the shadow check takes of the throughput.
 
 Both servers run at once and are asked alternately, so that noise of the machine affects both.
 """
@@ -12,12 +13,20 @@ from itertools import pairwise
 from typing import Any
 
 from cacheblend.bench.prompts import Prompts, PromptShape
+from cacheblend.bench.shadowing import WITH, WITHOUT, Arm, shadow_overhead
 from cacheblend.bench.vllm_server import Pair, Server, Streamed
 
 Progress = Callable[[int, int], None]
 
 DECODED = 256
 """Tokens of the request whose gaps are measured."""
+
+ANSWERED = 16
+"""Tokens of an answer where the shadow check is measured: as many as it compares."""
+
+WAITING = "shadow_waiting"
+SETTLE_S = 12.0
+"""Seconds after which a server computes nothing: vLLM goes on with the check for 10 s after its last request."""
 
 QUIET_S = 1.5
 """Pause before each timed request: vLLM's processes spin for a second after their last request, and on few cores they
@@ -96,6 +105,58 @@ def latency(
         "longest_gap_ratio": longest["blend"] / longest["plain"],
     }
     return {"figures": figures, "gaps_s": gaps, "p99_s": p99, "prompt": vars(shape), **pair.described()}
+
+
+def shadow(
+    pair: Pair,
+    shape: PromptShape,
+    runs: int = 5,
+    seed: int = 0,
+    progress: Progress | None = None,
+    *,
+    requests: int = 100,
+    clients: int = 8,
+) -> dict[str, Any]:
+    """The share of throughput that the shadow check costs (`bench.shadowing`): the same blended requests to both.
+
+    A round in which few answers are drawn says little: with a share of 0.02, two of a hundred are. `shadow_compared`
+    and `shadow_dropped` tell whether the check was at work.
+
+    Args, raises: as `ttft`; the pair has a `shadow`.
+        requests: of a round.
+        clients: requests under way at once.
+    """
+    prompts = Prompts(shape, seed)
+    with pair.serving(shape.tokens + ANSWERED) as servers:
+        arms = {name: _arm(server, prompts, shape) for name, server in zip((WITHOUT, WITH), servers, strict=True)}
+        found = shadow_overhead(
+            arms,
+            lambda: [prompts.draw() for _ in range(requests)],
+            rounds=runs,
+            clients=clients,
+            done=lambda number: None if progress is None else progress(number, runs + 1),
+        )
+        counts = {name: servers[1].counted(name) for name in ("shadow", "shadow_dropped")}
+        found |= {"share": pair.shadow, "requests": requests, "clients": clients, "counters": servers[1].counters()}
+    interval = {"shadow_overhead": median_interval(found["by_round"], seed)}
+    figures = {"shadow_overhead": found["overhead"]}
+    figures |= {"shadow_compared": counts["shadow"], "shadow_dropped": counts["shadow_dropped"]}
+    return {"figures": figures, "intervals": interval, "shadow": found, "prompt": vars(shape), **pair.described()}
+
+
+def _arm(server: Server, prompts: Prompts, shape: PromptShape) -> Arm[tuple[list[int], list[list[int]]]]:
+    """A server that has stored the chunks."""
+    _fill(server, prompts, shape)
+    return Arm(lambda asked: server.ask(asked[0], ANSWERED, asked[1]).ttft_s, lambda: _settle(server))
+
+
+def _settle(server: Server) -> None:
+    """Returns when no answer waits to be compared, or the server without requests has left the rest for later; then
+    when its processes are quiet."""
+    end = time.monotonic() + SETTLE_S
+    while time.monotonic() < end and server.shown(WAITING) > 0:
+        time.sleep(0.2)
+    time.sleep(QUIET_S)
 
 
 def _gaps_beside(server: Server, decoding: list[int], prompt: list[int]) -> list[float]:

@@ -7,17 +7,21 @@
 A request is a few new tokens, its passages, the user's input: only the passages recur, as in the trace, where a system
 prompt of its own precedes each request. The same is measured with everything that the trace has. Only one server works
 at a time.
+
+With `discover` two servers with the plug-in serve the same requests: one whose store has the passages, and one whose
+store has what discovery learnt of the first two thirds, in order and from an empty store. It goes on learning.
 """
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cacheblend.bench.clients import ask_at, poisson_times, saturate
-from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace, tokens_of
+from cacheblend.bench.learning import learn_in_order
+from cacheblend.bench.ragpulse import TraceRequest, TraceText, random_ids, read_trace
 from cacheblend.bench.rates_plot import draw_rates
 from cacheblend.bench.replaying import Sample, row_layer_ceiling
 from cacheblend.bench.vllm_server import Pair, Server
@@ -26,7 +30,12 @@ Progress = Callable[[str, int, int], None]
 """Called with (one of `STAGES`, done, in all)."""
 
 FILL, RATES = "filling the store", "rates"
-STAGES = (FILL, "vllm, passages", "blend, passages", "vllm, whole", "blend, whole", RATES)
+LEARN, DISCOVERED = "learning", "discovered"
+ARMS = ("marked", DISCOVERED)
+STAGES = (
+    *(FILL, "vllm, passages", "blend, passages", "vllm, whole", "blend, whole", RATES),
+    *(LEARN, *(f"{arm}, passages" for arm in ARMS)),
+)
 
 FILLING_TOKENS = 1500  # of a prompt that fills the store
 WARM_REQUESTS = 20  # requests that fill the prefix caches; of more, the first would be evicted again
@@ -45,6 +54,7 @@ class Replay:
         rates: shares of the plug-in's saturation; at each, requests arrive as a Poisson process.
         rate_requests: number of requests at each rate.
         with_whole: also replay everything that the trace has, at saturation.
+        discover: also compare what discovery learns with passages that are marked and stored.
         seed: of the sample and of the arrival times.
     """
 
@@ -56,6 +66,7 @@ class Replay:
     rates: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
     rate_requests: int = 24
     with_whole: bool = True
+    discover: bool = False
     seed: int = 0
 
 
@@ -84,7 +95,8 @@ def replay(pair: Pair, what: Replay, progress: Progress | None = None) -> dict[s
     Raises:
         InvalidInputError: the trace cannot be read or is too short, vLLM is not installed here or does not start.
     """
-    sample = Sample.of(read_trace(what.trace), what.requests, what.seed)
+    trace = read_trace(what.trace)
+    sample = Sample.of(trace, what.requests, what.seed)
     advance = progress or (lambda stage, done, total: None)
     forms = {"passages": False} | ({"whole": True} if what.with_whole else {})
     longest = max(
@@ -95,13 +107,17 @@ def replay(pair: Pair, what: Replay, progress: Progress | None = None) -> dict[s
     result: dict[str, Any] = {}
     with pair.serving(longest + what.answer_tokens + 64) as (plain, blend):
         servers = {"vllm": plain, "blend": blend}
-        _fill(blend, sample, advance)
+        _fill(blend, _passages(sample), advance)
         for form, whole in forms.items():
             result[form] = _saturate_both(servers, sample, what, pair, form, whole, advance)
         result["rates"] = _sweep(servers, sample, what, result["passages"]["blend"]["requests_per_s"], advance)
         counters = blend.counters()
     found = result["passages"]
     figures = {"replay_speedup": found["speedup"], "replay_of_ceiling": found["speedup"] / found["ceiling"]}
+    if what.discover:
+        with replace(pair, discover=True).serving(longest + what.answer_tokens + 64) as both:
+            result["discover"] = _discover(dict(zip(ARMS, both, strict=True)), sample, trace, what, advance)
+        figures["discovered_of_marked"] = result["discover"]["of_marked"]
     return {
         "figures": figures,
         **result,
@@ -173,17 +189,42 @@ def _sweep(
     return found
 
 
-def _fill(server: Server, sample: Sample, advance: Progress) -> None:
-    """Makes the server store the passages, several in a request, and waits until it has."""
-    waiting, wanted = sorted(sample.stored, key=lambda passage: passage.id), tokens_of(sample.stored)
+def _discover(
+    servers: dict[str, Server], sample: Sample, trace: list[TraceRequest], what: Replay, advance: Progress
+) -> dict[str, Any]:
+    """Both at saturation, with nothing marked."""
+    requests = [request for request in trace if request.passages][: len(sample.before)]
+    seen = (prompt(request, _own(f"seen {n}", what), whole=False) for n, request in enumerate(requests))
+    learnt, _ = learn_in_order(seen, len(requests), what.seed, partial(_advance_stage, advance, LEARN, len(requests)))
+    prompts = [prompt(r, _own(f"{DISCOVERED} {n}", what), whole=False) for n, r in enumerate(sample.requests)]
+    used = learnt.found_in(prompts)
+    found: dict[str, Any] = {
+        "chunks": len(learnt.chunks),
+        "chunks_in_replay": len(used),
+        "learnt": vars(learnt.figures),
+    }
+    for (name, server), chunks in zip(servers.items(), (_passages(sample), used), strict=True):
+        _fill(server, chunks, advance)
+        told = partial(_advance_stage, advance, f"{name}, passages", len(prompts))
+        found[name] = _saturate(server, prompts, what, told)
+    return found | {"of_marked": found[DISCOVERED]["requests_per_s"] / found[ARMS[0]]["requests_per_s"]}
+
+
+def _passages(sample: Sample) -> list[list[int]]:
+    return [passage.token_ids() for passage in sorted(sample.stored, key=lambda passage: passage.id)]
+
+
+def _fill(server: Server, chunks: list[list[int]], advance: Progress) -> None:
+    """Makes the server store chunks, several in a request, and waits until it has."""
+    waiting, wanted = list(chunks), sum(map(len, chunks))
     filled = 0
     while waiting:
         ids, spans = random_ids(f"filling {len(waiting)}", 16), []
         while waiting and len(ids) < FILLING_TOKENS:
-            passage = waiting.pop()
-            spans.append([len(ids), len(ids) + passage.tokens])
-            ids += passage.token_ids()
-            filled += passage.tokens
+            chunk = waiting.pop()
+            spans.append([len(ids), len(ids) + len(chunk)])
+            ids += chunk
+            filled += len(chunk)
         server.ask([*ids, 300], 1, spans)
         server.wait_for_captures(filled, pause=0)
         advance(FILL, filled, wanted)

@@ -114,8 +114,12 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
     def counted(self, name: str) -> float:
-        """The sum of a counter over its labels."""
-        named = f"vllm:cacheblend_{name}_total"
+        """The sum of one of the plug-in's counters over its labels."""
+        return self.shown(f"{name}_total")
+
+    def shown(self, name: str) -> float:
+        """The sum of one of the plug-in's metrics over its labels; 0: it has none of this name."""
+        named = f"vllm:cacheblend_{name}"
         return sum(value for key, value in self.metrics().items() if key.split("{")[0] == named)
 
     def counters(self) -> dict[str, float]:
@@ -150,6 +154,9 @@ class Pair:
         batched_tokens: vLLM's `max_num_batched_tokens`.
         seed: of the weights.
         dtype: that vLLM computes in; auto: bfloat16, or float32 on processors that only emulate it.
+        shadow: share of the answers that the second server compares with full prefill; None: the first server is vLLM
+            without the plug-in. Otherwise both have it, and the first compares none.
+        discover: both servers have the plug-in, and the second learns what nobody marked.
     """
 
     model: str | None = None
@@ -158,6 +165,8 @@ class Pair:
     batched_tokens: int = 2048
     seed: int = 0
     dtype: str = "auto"
+    shadow: float | None = None
+    discover: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self.model, self.shape)
@@ -169,7 +178,7 @@ class Pair:
 
     @contextmanager
     def serving(self, max_model_len: int) -> Iterator[tuple[Server, Server]]:
-        """(vLLM, vLLM with the plug-in and an empty store); stopped at the end.
+        """(vLLM, vLLM with the plug-in and an empty store), see `shadow`; stopped at the end.
 
         Raises:
             InvalidInputError: vLLM is not installed here, or does not start; or the model takes no prompts this long.
@@ -182,22 +191,32 @@ class Pair:
             )
         with ExitStack() as stack:
             folder = Path(self.model) if self.model else stack.enter_context(shape_folder(self.shape or "", self.seed))
+            limits = max_model_len, self.batched_tokens
+            options = ("--gpu-memory-utilization", f"{GPU_SHARE:g}") if torch.cuda.is_available() else ()
+            settings = [
+                ServerSettings(folder, extra, *limits, dtype_of(self.dtype), options) for extra in self._extras(stack)
+            ]
+            # One after the other: a server measures how much memory is free while it starts.
+            first, second = (stack.enter_context(serving(each)) for each in settings)
+            yield first, second
+
+    def _extras(self, stack: ExitStack) -> list[dict[str, Any] | None]:
+        """The plug-in's settings in both servers; each has a store of its own. None: without the plug-in."""
+
+        def blend(**more: Any) -> dict[str, Any]:
             store = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
-            blend = {
+            return {
                 "store": f"file://{store}?ram_bytes=4GiB",
                 "recompute_ratio": self.ratio,
                 "check_layers": [1],
                 "selector": "hkvd",
                 "refresh_s": REFRESH_S,
+                **more,
             }
-            limits = max_model_len, self.batched_tokens
-            options = ("--gpu-memory-utilization", f"{GPU_SHARE:g}") if torch.cuda.is_available() else ()
-            settings = [
-                ServerSettings(folder, extra, *limits, dtype_of(self.dtype), options) for extra in (None, blend)
-            ]
-            # One after the other: a server measures how much memory is free while it starts.
-            first, second = (stack.enter_context(serving(each)) for each in settings)
-            yield first, second
+
+        if self.discover:
+            return [blend(), blend(discover=True)]
+        return [None, blend()] if self.shadow is None else [blend(shadow=0.0), blend(shadow=self.shadow)]
 
     def described(self) -> dict[str, Any]:
         """What the figures depend on: model, ratio, machine, versions, commit."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from cacheblend.cli import ask, calibrate, demo, doctor, evaluate, inspect, keys, plan, serve, store, warm
+from cacheblend.cli import ask, calibrate, demo, doctor, evaluate, inspect, keys, plan, serve, store, sync, warm
 from cacheblend.cli.bench import app as bench_app
 from cacheblend.cli.errors import empty_value, invalid_text, is_help, is_usage_error, usage_text
 from cacheblend.cli.option_groups import with_groups
@@ -32,6 +32,7 @@ FIRST, DAILY, MEASURE = "See whether it fits", "Use it", "Measure it"
 app.command("demo", rich_help_panel=FIRST)(with_groups(demo.demo))
 app.command("doctor", rich_help_panel=FIRST)(with_groups(doctor.doctor))
 app.command("warm", rich_help_panel=DAILY)(with_groups(warm.warm))
+app.command("sync", rich_help_panel=DAILY)(with_groups(sync.sync))
 app.command("calibrate", rich_help_panel=DAILY)(with_groups(calibrate.calibrate))
 app.command("plan", rich_help_panel=MEASURE)(with_groups(plan.plan))
 app.command("ask", rich_help_panel=DAILY)(with_groups(ask.ask))

@@ -50,7 +50,7 @@ def ask(
 def _answer(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", as_json: bool) -> None:
     """The answer; then passages that were not in the store are stored."""
     answer = _stream(engine, prompt, params, quiet=as_json)
-    _show(answer, len(engine.survey.layout.layers), engine.settings, as_json)
+    _show(answer, engine.survey.num_layers, engine.settings, as_json)
     with status("storing the missed passages ...", quiet=as_json or not answer.report.missed_tokens):
         engine.flush()
 
@@ -111,7 +111,7 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
         return
     console().print("full recompute", style="bold")
     write(f"{text}\n")
-    _show(blended, len(engine.survey.layout.layers), engine.settings, as_json=False)
+    _show(blended, engine.survey.num_layers, engine.settings, as_json=False)
     from cacheblend.cli.reports import comparison_line
 
     console(stderr=True).print(comparison_line(blended.report.ttft_s, full.ttft_s, close))

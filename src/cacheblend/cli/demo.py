@@ -55,7 +55,7 @@ def demo(
         model, store = keep / "model" if keep else model_path(), str((keep or Path(folder)) / "store")
         with open_engine(model, store, {"capture": False}, dtype=DTYPE, quiet=json) as engine:
             settings = {"source": engine.settings.source, **quality_settings(engine.settings.config)}
-            size = f"{len(engine.survey.layout.layers)} layers, {engine.model.num_parameters() / 1e6:.1f} M parameters"
+            size = f"{engine.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.1f} M parameters"
             with progress_bars(quiet=json) as advance:
                 result = run_demo(engine, rows, ratio, advance)
     count, about = len(result["passages"]), f"{size}; {result['evaluation']['cells'][0]['machine']}"

@@ -101,7 +101,7 @@ def inspect(
         device=device.device,
         quiet=json,
     ) as engine:
-        shown = _layers(layers, len(engine.survey.layout.layers))
+        shown = _layers(layers, engine.survey.num_layers)
         asked = prompt.build(engine, texts, question)
         curves = ratio_curves(engine.config) if curve else None
         with progress("inspecting", "passes", quiet=json) as advance:

@@ -71,6 +71,12 @@ CostModelFile = Annotated[
         rich_help_panel=BLENDING,
     ),
 ]
+SyncedTokens = Annotated[
+    int,
+    typer.Option(
+        "--chunk-tokens", min=16, max=MOST_TOKENS, help="Tokens of a document's chunk.", rich_help_panel=BLENDING
+    ),
+]
 OneRatio = Annotated[
     float,
     typer.Option(
@@ -185,6 +191,14 @@ class BlendOptions(SelectionOptions, ChunkOptions):
             rich_help_panel=BLENDING,
         ),
     ] = True
+    discover: Annotated[
+        bool,
+        typer.Option(
+            "--discover/--no-discover",
+            help="Reuse text that recurs in prompts, also where nothing marks it.",
+            rich_help_panel=BLENDING,
+        ),
+    ] = True
 
     def settings(self) -> dict[str, Any]:
         """Fields of `BlendConfig`: those that the user set, and those that no profile has.
@@ -194,7 +208,7 @@ class BlendOptions(SelectionOptions, ChunkOptions):
         """
         file = None if self.cost_model is None else str(self.cost_model)
         chosen = SelectionOptions.settings(self) | ChunkOptions.settings(self)
-        return chosen | {"cost_model": file, "capture": self.capture}
+        return chosen | {"cost_model": file, "capture": self.capture, "discover": self.discover}
 
 
 def check_settings(settings: dict[str, Any], layers: int | None) -> "BlendConfig | None":

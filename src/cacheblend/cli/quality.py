@@ -66,7 +66,7 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     with open_engine(
         options.model, options.store, config, dtype=device.dtype, device=device.device, quiet=as_json
     ) as engine:
-        candidates = grid(len(engine.survey.layout.layers), options.selectors, options.ratios)
+        candidates = grid(engine.survey.num_layers, options.selectors, options.ratios)
         rows = _rows(engine, split_rows(engine, questions, asked, settings, bad), settings)
         with progress("asking", "rows", quiet=as_json) as advance:
             result = run_gate(engine, rows, candidates, bar, seed=options.seed, progress=advance)

@@ -28,6 +28,9 @@ def report_table(report: BlendReport, layers: int) -> Table:
         ("recomputed of the loaded", report.recomputed_tokens, chunks),
         ("row-layers computed", report.row_layers, report.prompt_tokens * layers),
     ]
+    if report.saveable_share is not None:
+        behind = (report.prompt_tokens - hits.get("prefix", 0)) * layers
+        tokens.append(("  could be left out behind the prefix", round(report.saveable_share * behind), behind))
     times = [
         ("first token", report.ttft_s),
         ("  planning", report.plan_s),

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from cacheblend.cli.selection_options import BLENDING
 if TYPE_CHECKING:
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.engines.hf import BlendEngine
+    from cacheblend.serve.keys import KeyRing
     from cacheblend.serve.settings import ServeSettings
 
 SERVER, BOUNDS = "Server", "Bounds"
@@ -48,6 +50,27 @@ class ServerOptions:
     playground: Annotated[
         bool, typer.Option("--playground/--no-playground", help="Serve the page at /.", rich_help_panel=SERVER)
     ] = True
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            help="A name that clients may call this server by, without --keys; several times. *: any.",
+            rich_help_panel=SERVER,
+            show_default=False,
+        ),
+    ] = None
+    metrics_keys: Annotated[
+        Path | None,
+        typer.Option("--metrics-keys", help="File of keys that may read /metrics alone.", rich_help_panel=SERVER),
+    ] = None
+    ready_needs_store: Annotated[
+        bool,
+        typer.Option(
+            "--ready-needs-store/--ready-without-store",
+            help="/ready is 503 while a tier of the store does not answer.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False
     chunk_tokens: Annotated[
         int,
         typer.Option(
@@ -90,6 +113,26 @@ class BoundOptions:
             "--timeout", min=0.001, max=LONGEST_S, help="Seconds of a request at most.", rich_help_panel=BOUNDS
         ),
     ] = 600.0
+    header_timeout: Annotated[
+        float,
+        typer.Option(
+            "--header-timeout",
+            min=0.001,
+            max=LONGEST_S,
+            help="Seconds that a connection may be open without a request.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = 30.0
+    body_timeout: Annotated[
+        float,
+        typer.Option(
+            "--body-timeout",
+            min=0.001,
+            max=LONGEST_S,
+            help="Seconds of a client to send a body, or to go on reading.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = 60.0
     drain: Annotated[
         float,
         typer.Option(
@@ -146,11 +189,12 @@ def serve(
 
     from cacheblend.cli.models import open_engine
     from cacheblend.engines.hf.background import run_apart
+    from cacheblend.serve.log_lines import log_json
     from cacheblend.serve.memory import keep_few_kernels
 
     with bind(server.host, server.port) as sockets:
         keep_few_kernels()
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        log_json()
         logging.getLogger("httpx").setLevel(logging.WARNING)
         # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
         opened = run_apart(
@@ -212,26 +256,22 @@ def _check_installed() -> None:
 
 
 def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
-    from cacheblend.cli.keys import check_file
-    from cacheblend.core.errors import InvalidInputError
     from cacheblend.engines.hf.tickets import Limits
-    from cacheblend.serve.keys import KeyRing, read_keys
     from cacheblend.serve.settings import ServeSettings
     from cacheblend.store import parse_bytes
 
-    keys = server.keys
-    if keys is not None:
-        check_file(keys)
-    known = () if keys is None else read_keys(keys)
-    if keys is not None and not known:
-        raise InvalidInputError(f"{keys} has no key in it; add one with `cacheblend keys add NAME --file {keys}`")
     return ServeSettings(
-        keys=KeyRing(known),
+        keys=_key_ring(server.keys),
+        metrics_keys=_key_ring(server.metrics_keys),
+        hosts=(server.host, *(server.allowed_host or ())),
+        ready_needs_store=server.ready_needs_store,
         chunk_tokens=server.chunk_tokens,
         limits=Limits(active=bounds.active, waiting=bounds.waiting),
         max_prompt_tokens=bounds.max_prompt_tokens,
         max_tokens=bounds.max_tokens,
         timeout_s=bounds.timeout,
+        headers_s=bounds.header_timeout,
+        body_s=bounds.body_timeout,
         drain_s=bounds.drain,
         store_bytes=None if bounds.store_quota is None else parse_bytes(bounds.store_quota),
         pin_bytes=None if bounds.pin_quota is None else parse_bytes(bounds.pin_quota),
@@ -241,13 +281,41 @@ def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
     )
 
 
+def _key_ring(file: Path | None) -> "KeyRing":
+    from cacheblend.cli.keys import check_file
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.serve.keys import KeyRing, read_keys
+
+    if file is None:
+        return KeyRing()
+    check_file(file)
+    known = read_keys(file)
+    if not known:
+        raise InvalidInputError(f"{file} has no key in it; add one with `cacheblend keys add NAME --file {file}`")
+    return KeyRing(known, file)
+
+
+def _reload_on_hangup(settings: "ServeSettings") -> None:
+    """SIGHUP has the files of keys read again at once, where there is such a signal."""
+    if hasattr(signal, "SIGHUP"):
+        rings = (settings.keys, settings.metrics_keys)
+
+        def reload(*_: object) -> None:
+            for ring in rings:
+                ring.reload()
+
+        signal.signal(signal.SIGHUP, reload)
+
+
 def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, sockets: list[socket.socket]) -> None:
     """Says where the server is, and serves until it is stopped."""
     import uvicorn
 
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.serve.app import create_app
+    from cacheblend.serve.draining import DrainingServer
 
+    _reload_on_hangup(settings)
     application: Any = create_app(engine, settings)
     port = sockets[0].getsockname()[1]
     try:
@@ -263,10 +331,11 @@ def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, sockets: l
     config = uvicorn.Config(
         application,
         log_level="warning",
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        log_config=None,  # its lines go where the others do
         server_header=False,
+        ws="none",  # there is none here, and one would pass by what is in front of the routes
     )
-    server = uvicorn.Server(config)
+    server = DrainingServer(config, application.state.server)
     with contextlib.suppress(KeyboardInterrupt):  # raised again after a clean stop
         server.run(sockets=sockets)
     if not server.started:

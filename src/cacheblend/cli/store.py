@@ -99,7 +99,8 @@ def prune(
 
     limit = parse_bytes(max_bytes)
     with _open(url) as store:
-        freed = store.prune(limit)
+        with progress("pruning", "bytes", quiet=json) as advance:
+            freed = store.prune(limit, advance)
         stats = store.stats()
     if json:
         print_json({"freed_bytes": freed} | _stats(stats))
@@ -135,6 +136,8 @@ def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson
 @with_groups
 def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Delete chunks, pinned or not. Blocks that another chunk shares stay."""
+    from cacheblend.core.naming import state_name
+
     with _open(url) as store:
         chosen = _choose(store, chunks or [], everything)
         gone = {manifest.chunk_id for manifest in chosen}
@@ -143,9 +146,9 @@ def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJso
         }
         for manifest in chosen:
             store.delete_manifest(manifest.chunk_id)
-            for name in manifest.block_names:
-                if name not in shared:
-                    store.delete(name)
+            gone_names = [name for name in manifest.block_names if name not in shared]
+            for name in (*gone_names, *map(state_name, gone_names)):
+                store.delete(name)
     _done("removed", chosen, json)
 
 

@@ -12,7 +12,7 @@ class ComputeScale:
     Attributes:
         layers: number of layers of the model.
         projection: cost of a row that only passes a layer's query, key and value projections, as a share of a row that
-            passes the whole layer; by parameters, mean over the layers.
+            passes the whole layer; by parameters, mean over the layers with attention.
     """
 
     layers: int
@@ -21,9 +21,9 @@ class ComputeScale:
     @staticmethod
     def of(engine: BlendEngine) -> "ComputeScale":
         """The scale of an engine's model."""
-        layers = len(engine.survey.layout.layers)
+        layers = engine.survey.num_layers
         shares = [_projection_parameters(engine, index) / _active_parameters(engine, index) for index in range(layers)]
-        return ComputeScale(layers, sum(shares) / len(shares))
+        return ComputeScale(layers, sum(shares) / len(engine.survey.kinds.kv_layers))
 
     def share(self, row_layers: int, projected_rows: int, prompt_tokens: int) -> float:
         """Compute as a share of a full prefill of `prompt_tokens` rows."""
@@ -39,7 +39,9 @@ def _projection_parameters(engine: BlendEngine, layer: int) -> int:
     if (latent := engine.view.latent[layer]) is not None:
         return sum(weight.numel() for name, weight in latent.named_parameters() if not name.startswith("o_proj"))
     config = engine.model.config.get_text_config(decoder=True)
-    shape = engine.survey.layout.layers[layer]
+    if layer not in engine.survey.kinds.kv_layers:
+        return 0  # its rows are computed as a whole
+    shape = engine.survey.layout.layers[engine.survey.kinds.kv_layers.index(layer)]
     named = engine.view.layers[layer].named_parameters()
     own = next((parameter.numel() for name, parameter in named if name.endswith("q_proj.weight")), None)
     queries = config.num_attention_heads * shape.head_dim * config.hidden_size if own is None else own

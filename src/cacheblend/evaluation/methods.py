@@ -172,7 +172,7 @@ class MapReduce(_AnyModel):
         first = full_recompute(asked.engine, prompt)
         ttft_s = time.perf_counter() - started
         last = _decode(asked, prompt, first)
-        layers = len(asked.engine.survey.layout.layers)
+        layers = asked.engine.survey.num_layers
         return Outcome(
             text=last.text,
             token_ids=last.token_ids,
@@ -195,7 +195,7 @@ class MapRerank(_AnyModel):
         parts = _ask_alone(asked)
         best = max(parts, key=lambda part: part.mean_log_probability)
         seconds = time.perf_counter() - started
-        layers = len(asked.engine.survey.layout.layers)
+        layers = asked.engine.survey.num_layers
         return Outcome(
             text=best.text,
             token_ids=best.token_ids,

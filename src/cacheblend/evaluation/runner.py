@@ -172,7 +172,7 @@ def _check(engine: BlendEngine, rows: Sequence[QuestionRow], methods: Sequence[M
     if not rows:
         raise InvalidInputError("there are no rows to evaluate")
     for method in methods:
-        method.check(len(engine.survey.layout.layers))
+        method.check(engine.survey.num_layers)
 
 
 def _case(engine: BlendEngine, settings: Settings, number: int, row: QuestionRow) -> Case:

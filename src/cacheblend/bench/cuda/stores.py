@@ -47,7 +47,7 @@ class Engines:
 
     def row_layers(self, tokens: int) -> int:
         """What a full prefill of so many tokens computes."""
-        return tokens * len(self.first.survey.layout.layers)
+        return tokens * self.first.survey.num_layers
 
     def clear(self) -> None:
         """Empties the stores."""

@@ -23,7 +23,7 @@ PLACES = {
     "project": f"{_VLLM}.worker.layers:VllmLayerRunner.project",
     "layer": f"{_VLLM}.worker.layers:VllmLayerRunner.run",
     "mlp": "vllm.model_executor.models.llama:LlamaMLP.forward",
-    "attention": f"{_VLLM}.compat_model:AttentionShim.forward",
+    "attention": f"{_VLLM}.compat_shim:AttentionShim.opened",
     "attend": f"{_VLLM}.worker.paged:PagedLayer.attend",
     "read paged": f"{_VLLM}.worker.paged:PagedLayer.read",
     "write paged": f"{_VLLM}.worker.paged:PagedLayer.write",

@@ -2,7 +2,7 @@
 
 import typer
 
-from cacheblend.cli.bench import gpu, prefill, quality, servers, stores
+from cacheblend.cli.bench import agents, gpu, prefill, quality, routing, servers, stores
 from cacheblend.cli.option_groups import with_groups
 
 app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
@@ -24,12 +24,17 @@ app.command("match", rich_help_panel=STORES)(with_groups(stores.match))
 app.command("load", rich_help_panel=STORES)(with_groups(stores.load))
 app.command("store", rich_help_panel=STORES)(with_groups(stores.store))
 app.command("evict", rich_help_panel=STORES)(with_groups(stores.evict))
+app.command("sync", rich_help_panel=STORES)(with_groups(stores.sync))
 app.command("serve", rich_help_panel=SERVERS)(with_groups(servers.serve))
+app.command("routing", rich_help_panel=SERVERS)(with_groups(routing.routing))
+app.command("agent", rich_help_panel=SERVERS)(with_groups(agents.agent))
+app.command("peers", rich_help_panel=PREFILL)(with_groups(agents.peers))
 app.command("codecs", rich_help_panel=QUALITY)(with_groups(quality.codecs))
 app.command("random-shapes", rich_help_panel=QUALITY)(with_groups(quality.random_shapes))
 app.add_typer(vllm_app, name="vllm", rich_help_panel=SERVERS)
 
 vllm_app.command("ttft")(with_groups(servers.vllm_ttft))
 vllm_app.command("latency")(with_groups(servers.vllm_latency))
+vllm_app.command("shadow")(with_groups(servers.vllm_shadow))
 vllm_app.command("replay")(with_groups(servers.vllm_replay))
 vllm_app.command("faults")(with_groups(servers.vllm_faults))

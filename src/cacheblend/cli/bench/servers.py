@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,10 @@ Dtype = Annotated[
         rich_help_panel=HOW,
     ),
 ]
+Discover = Annotated[
+    bool,
+    typer.Option("--discover", help="Also replay a trace with nothing marked.", rich_help_panel=WHAT),
+]
 Rates = Annotated[
     list[float] | None,
     typer.Option(
@@ -61,11 +66,23 @@ def serve(
     requests: Requests = 100,
     clients: Clients = 8,
     shadow: Shadow = 0.0,
+    discover: Discover = False,
     plot: Plot = None,
+    hostile: Annotated[
+        bool,
+        typer.Option(
+            "--hostile/--no-hostile",
+            help="Only what clients that mean ill do to a stream and to memory; on nano unless --model is given.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
 ) -> None:
     """`cacheblend serve` over HTTP: first tokens, what the server adds, and a trace of real requests.
 
     With --shadow also what checking that share of the answers costs: `figures.shadow_overhead`, a share of throughput.
+
+    With --discover the trace is also replayed with nothing marked, on what discovery learnt of the requests before the
+    sample: `figures.discovered_of_marked`, `wasted` and `watch_ms`.
 
     Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
@@ -74,6 +91,9 @@ def serve(
     result.check()
     if plot is not None and trace is None:
         raise InvalidInputError("--plot draws a replay: also give --trace")
+    if hostile:
+        _hostile(model, rounds, result)
+        return
     picture, chosen = picture_file(plot), model.chosen(DEFAULT_SHAPE)
     from cacheblend.bench import serving as bench
     from cacheblend.cli.models import quiet_transformers
@@ -84,6 +104,7 @@ def serve(
         shape=chosen.shape,
         trace=trace,
         shadow=shadow,
+        discover=discover,
         prompt=size.shape(),
         ratio=ratio,
         runs=rounds.runs,
@@ -96,6 +117,15 @@ def serve(
     result.show(bench.table(found), found)
     if picture is not None:
         bench.plot(found, picture)
+
+
+def _hostile(model: ModelOrShape, rounds: RoundOptions, result: ResultOptions) -> None:
+    from cacheblend.bench import hostile as bench
+
+    what = bench.Hostile(model=str(model.model or "nano"), rounds=rounds.runs, seed=rounds.seed)
+    with stages({stage: stage for stage in bench.STAGES}, quiet=result.json) as advance:
+        found = bench.run(what, advance)
+    result.show(bench.table(found), found)
 
 
 def vllm_ttft(
@@ -134,6 +164,30 @@ def vllm_latency(
     _measure(bench.latency, _pair(model, ratio, batched_tokens, dtype), size, rounds, result)
 
 
+def vllm_shadow(
+    model: ModelOrShape,
+    size: PromptSizeOptions,
+    rounds: RoundOptions,
+    result: ResultOptions,
+    ratio: OneRatio = 0.15,
+    requests: Requests = 100,
+    clients: Clients = 8,
+    shadow: Shadow = 0.02,
+    batched_tokens: BatchedTokens = 2048,
+    dtype: Dtype = "auto",
+) -> None:
+    """What the shadow check costs: throughput of two servers with the plug-in, one with the check; both in turn.
+
+    `figures.shadow_overhead`: a share of throughput. --shadow 0 shows by how much equal servers differ.
+
+    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
+    """
+    from cacheblend.bench import vllm_bench as bench
+
+    pair = replace(_pair(model, ratio, batched_tokens, dtype), shadow=shadow)
+    _measure(partial(bench.shadow, requests=requests, clients=clients), pair, size, rounds, result)
+
+
 def vllm_replay(
     trace: Annotated[
         Path, typer.Option("--trace", help="Folder of a RAGPulse trace.", rich_help_panel=WHAT, show_default=False)
@@ -155,18 +209,23 @@ def vllm_replay(
     seed: Annotated[
         int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of sample and times.", rich_help_panel=HOW)
     ] = 0,
+    discover: Discover = False,
     plot: Plot = None,
 ) -> None:
     """Requests per second at saturation, and time to first token by rate, on a trace of real requests.
 
-    Requests are sampled from the last third of the trace. Without --model and --shape it measures random weights of
-    the shape qwen2.5-0.5b.
+    Requests are sampled from the last third of the trace.
+
+    With --discover also what a server that learns by itself gains, of one whose passages are marked and stored before:
+    `figures.discovered_of_marked`.
+
+    Without --model and --shape it measures random weights of the shape qwen2.5-0.5b.
     """
     result.check()
     curves = picture_file(plot)
     from cacheblend.bench import vllm_replay as bench
 
-    what = bench.Replay(trace, requests, clients=clients, with_whole=whole, seed=seed)
+    what = bench.Replay(trace, requests, clients=clients, with_whole=whole, discover=discover, seed=seed)
     if rate:
         what = replace(what, rates=tuple(rate))
     pair = _pair(model, ratio, batched_tokens, dtype)

@@ -17,7 +17,7 @@ from cacheblend.cli.bench.options import (
     ThreadOptions,
     prompt_settings,
 )
-from cacheblend.cli.options import MOST_TOKENS, ModelOrShape, OneRatio, Plot
+from cacheblend.cli.options import MODEL_OPTION, MOST_TOKENS, ModelOrShape, OneRatio, Plot, Seed, SyncedTokens
 from cacheblend.cli.output import picture_file, progress, status
 
 MOST_BLOCKS = 100_000_000
@@ -176,3 +176,37 @@ def evict(
     result.show(bench.table(found), found)
     if picture is not None:
         bench.plot(found, picture)
+
+
+def sync(
+    data: Annotated[
+        Path, typer.Option("--data", "-d", help="Passages that documents are made of.", rich_help_panel=WHAT)
+    ],
+    result: ResultOptions,
+    model: Annotated[Path, MODEL_OPTION] = Path("nano"),
+    documents: Annotated[
+        int, typer.Option("--documents", min=1, max=MOST_BLOCKS, help="Documents.", rich_help_panel=WHAT)
+    ] = 200,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, max=MOST_TOKENS, help="Tokens of a document.", rich_help_panel=WHAT)
+    ] = 2000,
+    chunk_tokens: SyncedTokens = 512,
+    seed: Seed = 0,
+) -> None:
+    """Tokens computed again after one sentence of each document was edited."""
+    from tempfile import TemporaryDirectory
+
+    from cacheblend.cli.models import open_engine
+
+    result.check()
+    with (
+        TemporaryDirectory() as folder,
+        open_engine(model, f"{folder}/store", {"discover": False}, quiet=result.json) as engine,
+        status("synchronising ...", quiet=result.json),
+    ):
+        from cacheblend.bench import syncing as bench
+        from cacheblend.engines.tokens.cutting import Cutting
+
+        cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
+        found = bench.run(engine, data, documents=documents, tokens=tokens, cutting=cutting, seed=seed)
+    result.show(bench.line(found), found)

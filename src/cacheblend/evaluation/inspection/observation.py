@@ -183,6 +183,7 @@ def _run(
     computed: npt.NDArray[np.bool_],
 ) -> torch.Tensor:
     """Runs all layers over the rows from position `first` on that `computed` [layers, tokens] marks; last logits."""
+    engine.survey.kinds.check_none("looking into a pass")
     ids = torch.from_numpy(token_ids.astype("i8")[first:]).to(engine.model.device)
     runner = HfLayerRunner(engine.view, ids, torch.arange(first, len(token_ids), device=ids.device))
     hidden = runner.embed()
@@ -195,4 +196,4 @@ def _run(
 
 
 def _layers(engine: BlendEngine) -> int:
-    return len(engine.survey.layout.layers)
+    return engine.survey.num_layers

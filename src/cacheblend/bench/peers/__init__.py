@@ -1,0 +1,1 @@
+"""`bench peers`: other ways to reuse KV, on the same requests."""

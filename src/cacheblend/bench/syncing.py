@@ -1,0 +1,127 @@
+"""How much of a collection of documents is computed again when each of them is edited in one place.
+
+Documents are real passages, joined; a sentence of each is replaced, inserted or removed, at its start, in its middle or
+at its end. What is counted are tokens that the engine computed, not tokens that should have been.
+"""
+
+import random
+import re
+from dataclasses import asdict
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+from cacheblend.bench.stamp import stamp
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.data import read_passages
+from cacheblend.engines.documents import Document
+from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
+from cacheblend.engines.tokens.cutting import Cutting
+
+EDITS = tuple(product(("replaced", "inserted", "deleted"), ("start", "middle", "end")))
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+
+
+def run(
+    engine: BlendEngine, data: Path, *, documents: int = 200, tokens: int = 2000, cutting: Cutting, seed: int = 0
+) -> dict[str, Any]:
+    """Stores documents, edits each, and synchronises them.
+
+    Args:
+        engine: on an empty store.
+        data: passages, of any form that `read_passages` knows.
+        documents: how many; every kind of edit is made equally often.
+        tokens: of a document, at least.
+        cutting: how documents are cut.
+        seed: of the sentences that are put in.
+
+    Returns:
+        ``figures`` has ``sync_recomputed``: tokens computed after the edits, by those of a full re-index.
+
+    Raises:
+        InvalidInputError: the file has too little text, or cannot be read.
+    """
+    pool = [sentence for passage in read_passages(data) for sentence in _SENTENCE.split(passage.text) if sentence]
+    pool = list(dict.fromkeys(pool))
+    texts, rng = _texts(engine, pool, documents, tokens), random.Random(seed)
+    edits = [kind for kind, _ in zip(cycle(EDITS), texts, strict=False)]
+    edited = [_edit(text, *kind, rng.choice(pool)) for text, kind in zip(texts, edits, strict=True)]
+    first = _sync(engine, texts, cutting)
+    again = _sync(engine, edited, cutting)
+    unchanged = _sync(engine, edited, cutting)
+    full = _sync(engine, edited, cutting, tenant="full re-index", dry_run=True)
+    return {
+        "figures": {"sync_recomputed": again.computed_tokens / full.computed_tokens},
+        "by_edit": _by_edit(engine, texts, edited, edits, cutting),
+        "documents": documents,
+        "document_tokens": full.tokens / documents,
+        "cutting": asdict(cutting),
+        "full_reindex_tokens": full.computed_tokens,
+        "first": asdict(first),
+        "after_edits": asdict(again),
+        "without_edits": asdict(unchanged),
+        "seed": seed,
+        **stamp(),
+    }
+
+
+def _texts(engine: BlendEngine, pool: list[str], documents: int, tokens: int) -> list[list[str]]:
+    """Documents as their sentences, each of at least so many tokens."""
+    if engine.builder is None:
+        raise InvalidInputError("documents are texts: name a model with a tokenizer")
+    texts: list[list[str]] = []
+    text, count = list[str](), 0
+    for sentence in pool:
+        text.append(sentence)
+        count += len(engine.builder.encode(f" {sentence}"))
+        if count >= tokens:
+            texts.append(text)
+            text, count = [], 0
+        if len(texts) == documents:
+            return texts
+    raise InvalidInputError(f"the passages give {len(texts)} documents of {tokens} tokens, {documents} are needed")
+
+
+def _edit(text: list[str], how: str, where: str, other: str) -> list[str]:
+    at = {"start": 0, "middle": len(text) // 2, "end": len(text) - 1}[where]
+    stop = at if how == "inserted" else at + 1
+    if how == "inserted" and where == "end":
+        at = stop = len(text)
+    return [*text[:at], *([] if how == "deleted" else [other]), *text[stop:]]
+
+
+def _sync(
+    engine: BlendEngine, texts: list[list[str]], cutting: Cutting, tenant: str = "", *, dry_run: bool = False
+) -> SyncReport:
+    sync = DocumentSync(engine, tenant=tenant, cutting=cutting, dry_run=dry_run)
+    sync.put(Document(f"document {number}", " ".join(text)) for number, text in enumerate(texts))
+    return sync.finish()
+
+
+def _by_edit(
+    engine: BlendEngine,
+    texts: list[list[str]],
+    edited: list[list[str]],
+    edits: list[tuple[str, str]],
+    cutting: Cutting,
+) -> dict[str, float]:
+    """The share of its document's tokens that each kind of edit changes, by how the documents are cut."""
+    from cacheblend.engines.hf.syncing import cutter
+
+    cut, _ = cutter(engine, cutting, 0)
+    shares: dict[str, list[float]] = {}
+    for before, after, kind in zip(texts, edited, edits, strict=True):
+        held = {piece.tobytes() for piece in cut(Document("before", " ".join(before)))}
+        pieces = cut(Document("after", " ".join(after)))
+        new = sum(len(piece) for piece in pieces if piece.tobytes() not in held)
+        shares.setdefault(" ".join(kind), []).append(new / sum(map(len, pieces)))
+    return {kind: sum(each) / len(each) for kind, each in shares.items()}
+
+
+def line(found: dict[str, Any]) -> str:
+    """The result in one line."""
+    return (
+        f"{found['after_edits']['computed_tokens']} of {found['full_reindex_tokens']} tokens computed again "
+        f"({found['figures']['sync_recomputed']:.3f}) after one edit in each of {found['documents']} documents; "
+        f"{found['without_edits']['computed_tokens']} without an edit"
+    )

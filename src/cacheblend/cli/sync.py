@@ -1,0 +1,137 @@
+"""`cacheblend sync`: keeps the stored KV of documents in step with their source."""
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend.cli.options import PROMPT, AsJson, ChunkOptions, DeviceOptions, ModelOptions, StoreOptions, SyncedTokens
+from cacheblend.cli.output import console, print_json, progress, seconds_text, visible
+from cacheblend.cli.prompt_options import LayoutOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cacheblend.data import DocumentSource
+    from cacheblend.engines.documents import Document
+    from cacheblend.engines.hf import SyncReport
+
+Source = Annotated[
+    str,
+    typer.Option(
+        "--source",
+        help='A folder of .txt and .md files, JSON lines of {"id", "text", "title"?}, or - for these on stdin.',
+        rich_help_panel=PROMPT,
+        show_default=False,
+    ),
+]
+Collection = Annotated[
+    str,
+    typer.Option(
+        "--collection", help="Name of the source: what another one stored is not dropped.", rich_help_panel=PROMPT
+    ),
+]
+MaxDrop = Annotated[
+    float,
+    typer.Option(
+        "--max-drop", min=0, max=1, help="Refuse to drop more than this share of the stored documents; 1: drop all."
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, and say what would be done.")]
+
+
+def sync(
+    model: ModelOptions,
+    store: StoreOptions,
+    source: Source,
+    stored: ChunkOptions,
+    layout: LayoutOptions,
+    device: DeviceOptions,
+    collection: Collection = "documents",
+    chunk_tokens: SyncedTokens = 512,
+    max_drop: MaxDrop = 0.5,
+    dry_run: DryRun = False,
+    json: AsJson = False,
+) -> None:
+    """Store the documents of a source, recompute what changed of them, and drop those that are gone.
+
+    Of an edited document only the chunks around the edit are computed. The command may be repeated and interrupted.
+    Exit code 1 if a document could not be read; what is stored of it stays.
+    """
+    from cacheblend.cli.models import open_engine
+    from cacheblend.cli.prompts import build_prompt
+    from cacheblend.core.config import BlendConfig
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.data import read_documents
+    from cacheblend.engines.hf import DocumentSync, Passage
+    from cacheblend.engines.tokens.cutting import Cutting
+
+    if store.store.split("?")[0] in ("memory", "memory://"):
+        raise InvalidInputError("a store in memory ends with this command; give --store a folder")
+    cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
+    found = read_documents(source, sys.stdin.buffer)
+    config = BlendConfig(**stored.settings(), discover=False)
+    with open_engine(model.model, store.store, config, dtype=device.dtype, device=device.device, quiet=json) as engine:
+        in_front = config.anchor == "system"
+        system = build_prompt(engine, [Passage("?")], "?", layout.system, layout.chat) if in_front else None
+        work = DocumentSync(engine, collection=collection, cutting=cutting, system=system, dry_run=dry_run)
+        vanished, failed = work.vanished(found.ids, max_drop), dict[str, str]()
+        with progress("synchronising", "documents", quiet=json) as advance:
+            work.put(_readable(found, failed), lambda done: advance(done + len(failed), len(found.ids)))
+        report = work.finish(vanished)
+        records = engine.store.documents
+        others = sum(len(records.names(root)) for root in records.roots() if root != work.book.planner.root)
+    if json:
+        extra = {"failed": failed, "skipped": found.skipped, "other_models": others, "dry_run": dry_run}
+        print_json({"documents": report.documents} | asdict(report) | extra | {"store": store.store})
+    else:
+        _show(report, found, failed, others, dry_run)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _readable(source: "DocumentSource", failed: dict[str, str]) -> "Iterator[Document]":
+    """The documents of a source; those that cannot be read are noted with the reason."""
+    from cacheblend.data import Unreadable
+
+    for document in source.documents():
+        if isinstance(document, Unreadable):
+            failed[document.id] = document.reason
+        else:
+            yield document
+
+
+def _show(report: "SyncReport", source: "DocumentSource", failed: dict[str, str], others: int, dry_run: bool) -> None:
+    out, would = console(), "would be " if dry_run else ""
+    out.print(
+        f"{report.kept} documents kept, {report.added} {would}added, {report.changed} {would}changed, "
+        f"{report.restored} {would}restored, {report.dropped} {would}dropped"
+    )
+    out.print(
+        f"{report.computed_tokens} of {report.tokens} tokens {would}computed, in {report.computed_chunks} of "
+        f"{report.chunks} chunks; {report.dropped_chunks} chunks dropped; {seconds_text(report.seconds)}"
+    )
+    notes: list[tuple[Any, str]] = [
+        (report.pinned_chunks, f"{report.pinned_chunks} chunks of no document stay, since they are pinned"),
+        (report.empty, f"without any text: {_some(report.empty)}"),
+        (source.skipped, f"not read: {_some(source.skipped)}"),
+        (others, f"{others} documents of other models, settings or salts are left as they are"),
+        (report.damaged, f"damaged records: {_some(report.damaged)}"),
+        (
+            report.missing_documents,
+            f"{report.missing_documents} documents are not held completely: the store is too small for all of them; "
+            "raise max_bytes",
+        ),
+        (failed, f"{len(failed)} documents could not be read, what is stored of them stays: {_some(failed.values())}"),
+    ]
+    for is_so, note in notes:
+        if is_so:
+            out.print(visible(note), style="yellow", soft_wrap=True)
+
+
+def _some(texts: Any) -> str:
+    """The first texts, and how many more there are."""
+    listed = list(texts)
+    more = f", and {len(listed) - 10} more (--json names all)" if len(listed) > 10 else ""
+    return ", ".join(listed[:10]) + more
