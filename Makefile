@@ -23,7 +23,7 @@ PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test vllm test-vllm lint format docs wheel gpu bench clean
+.PHONY: help demo test vllm test-vllm clients lint format docs wheel gpu bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -37,8 +37,11 @@ test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`
 
 vllm: $(VLLM_VENV)/.installed ## vLLM for CPUs and this package beside it, in .venv-vllm
 
-test-vllm: $(VLLM_VENV)/.installed ## the tests that run vLLM
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin -n $(WORKERS) --dist loadfile $(ARGS)
+test-vllm: $(VLLM_VENV)/.installed ## the tests that run vLLM; what came of each family of models: docs/results/vllm-reach.json
+	REACH_RESULTS=docs/results/vllm-reach.json OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin -n $(WORKERS) --dist loadfile $(ARGS)
+
+clients: $(VENV)/.installed-test ## the benchmarks that people point at servers, each in an environment of its own, against ours
+	.ci/clients
 
 lint: $(VENV)/.installed-lint ## ruff, mypy and the direction of imports
 	$(BIN)/ruff check .
