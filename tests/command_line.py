@@ -1,6 +1,7 @@
 """Runs the command line in the process of the tests that look at it."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +32,15 @@ def runner(capsys: pytest.CaptureFixture[str], *always: str) -> Run:
 
     def call(*arguments: object) -> Result:
         capsys.readouterr()
+        root = logging.getLogger()
+        before = root.handlers[:], root.level
         try:
             main([*always, *(str(argument) for argument in arguments)])
             code = 0
         except SystemExit as leave:
             code = int(leave.code or 0)
+        finally:  # a server's log would go on, to a stream that is closed
+            root.handlers[:], root.level = before
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return Result(code, captured.out, captured.err)

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import settings
 
 import kernel_cases
+import vllm_table
 from faults import Faults
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
@@ -47,6 +49,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"syncs: at most {max(syncs)} in each of {len(syncs)} passes")
     for engine, histories, blocks, poisoned in _noted(terminalreporter, "poisoned_blocks"):
         terminalreporter.write_line(f"poisoned_blocks: {poisoned} of {blocks} in {histories} histories ({engine})")
+    write_reach({name: (verdict, why) for name, verdict, why in _noted(terminalreporter, "reach")}, terminalreporter)
     found: Counter[str] = Counter()
     for what, number in _noted(terminalreporter, "faults", outcomes=("passed",)):
         found[what] += number
@@ -54,6 +57,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("faults, each a miss or a recompute and never a wrong answer")
         for what, number in sorted(found.items()):
             terminalreporter.write_line(f"{number:>8,}  {what}")
+
+
+def write_reach(families: dict[str, tuple[str, str]], terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what came of each family in vLLM, and records it."""
+    if not families:
+        return
+    terminalreporter.section("families of decoders in vLLM")
+    lines = {name: f"{verdict}: {why}" if why else verdict for name, (verdict, why) in families.items()}
+    for name, verdict in sorted(lines.items()):
+        terminalreporter.write_line(f"{name:<20} {verdict}")
+    wrong = sum(verdict == "fails" for verdict, _ in families.values())
+    terminalreporter.write_line(f"families: {len(families)}, wrong {wrong}")
+    if vllm_table.RECORDED:
+        vllm_table.merge(Path(vllm_table.RECORDED), "families", lines, wrong=wrong)
 
 
 def _noted(

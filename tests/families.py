@@ -62,6 +62,9 @@ GATED_DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+LINEAR_HEADS = {"linear_head_dim": 16, "linear_num_heads": 2}
+MAMBA2_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+NEMOTRON_H = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "head_dim": 16}
 MAMBA2 = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 BART = {
     "d_model": 64,
@@ -70,7 +73,7 @@ BART = {
     "decoder_ffn_dim": 64,
     "encoder_layers": 1,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 ALTERNATING = {"sliding_window": 24, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
 MIMO = {"sliding_window": 24, **ROUTED_MOE}
 PER_LAYER_INPUT = {
@@ -218,6 +221,33 @@ BLENDABLE = [
 # Some families are newer than the oldest supported transformers.
 BLENDABLE = [family for family in BLENDABLE if family.model_type in CONFIG_MAPPING]
 
+HYBRID = [
+    # Recurrent layers beside attention: exact prefixes are reused with the states behind them
+    _family("jamba", mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1, num_experts=1),
+    _family("lfm2", layer_types=["conv", FULL, "conv", FULL]),
+    _family("lfm2_moe", layer_types=["conv", FULL, "conv", FULL], **MOE),
+    _family("qwen3_next", head_dim=16, shared_expert_intermediate_size=32, **GATED_DELTA, **MOE),
+    _family("qwen3_5_text", head_dim=16, **GATED_DELTA),
+    _family("granitemoehybrid", layer_types=["mamba", "attention"] * 2, **LOCAL_MOE, **MAMBA2_HEADS),
+    _family("falcon_h1", **MAMBA2),
+    _family("nemotron_h", hybrid_override_pattern="M*M-*-", **{**NEMOTRON_H, "num_hidden_layers": 6}),
+    _family("olmo_hybrid", head_dim=16, **GATED_DELTA),
+    # ... and attention over latents
+    _family("kimi_linear", **LATENT, **ROUTED_MOE, layer_types=[LINEAR, FULL, LINEAR, FULL], **LINEAR_HEADS),
+    _family("bailing_hybrid", **LATENT, **ROUTED_MOE, layer_group_size=2, head_dim=16),
+    # Attention layers behind the last recurrent one: there rows can be left out
+    _family("lfm2-tail", "lfm2", layer_types=["conv", FULL, FULL, FULL]),
+    _family("olmo_hybrid-tail", "olmo_hybrid", head_dim=16, layer_types=[LINEAR, FULL, FULL, FULL], **GATED_DELTA),
+    _family(
+        "granitemoehybrid-tail",
+        "granitemoehybrid",
+        layer_types=["mamba", *["attention"] * 3],
+        **LOCAL_MOE,
+        **MAMBA2_HEADS,
+    ),
+]
+HYBRID = [family for family in HYBRID if family.model_type in CONFIG_MAPPING]
+
 REFUSED = [
     _refused("llama-dynamic", "depend on the prompt's length", "llama", rope_parameters=DYNAMIC_ROPE),
     # Positions are added to the embeddings
@@ -239,23 +269,18 @@ REFUSED = [
     _refused("gpt_neox_japanese", "cannot be run"),
     _refused("doge", "cannot be run"),
     _refused("diffllama", "attention interface 2 times"),
-    # Latent attention to tokens that an indexer selects, two attentions a layer, beside linear attention
+    # Latent attention to tokens that an indexer selects, two attentions a layer
     _refused("deepseek_v32", "deepseek_v32 attends sparsely: .* 2048 tokens", **LATENT, **ROUTED_MOE),
     _refused("glm_moe_dsa", "glm_moe_dsa attends sparsely", **LATENT, **ROUTED_MOE),
     _refused("axk2", "axk2 attends sparsely", **LATENT, **ROUTED_MOE),
     _refused("dots3_note_text", "dots3_note_text attends sparsely", **LATENT, **ROUTED_MOE),
     _refused("hy_v4", "hy_v4 attends sparsely", **LATENT, **ROUTED_MOE),
     _refused("longcat_flash", "decoder layers", **LATENT, **ROUTED_MOE),
-    _refused("kimi_linear", "layer 0", **LATENT, **ROUTED_MOE),
-    _refused("bailing_hybrid", "layer 0", **LATENT, **ROUTED_MOE),
     # Keys and values that are not of the same shape
     _refused("mimo_v2_flash-narrow", "keys .* values", "mimo_v2_flash", head_dim=16, v_head_dim=8, **MIMO),
     # Layers that mix rows outside attention, or attention that is not causal by position and window
-    _refused("mamba", "attention", state_size=8),
-    _refused("jamba", "attention", mamba_d_state=8, attn_layer_period=2, attn_layer_offset=0, num_experts=1),
-    _refused("lfm2", "attention", layer_types=["conv", FULL, "conv", FULL]),
-    _refused("qwen3_next", "attention", head_dim=16, shared_expert_intermediate_size=32, **GATED_DELTA, **MOE),
-    _refused("falcon_h1", "layer 0", **MAMBA2),
+    _refused("mamba", "no layer .* has attention", state_size=8),
+    _refused("minimax", "layer 1 .* cannot be run on its own", head_dim=16, **LOCAL_MOE),
     _refused("inkling_text", "to its attention|layer 0", head_dim=16, num_local_experts=4, **ROUTED_MOE, **ALTERNATING),
     _refused(
         "llama4_text", "fixed chunks", attention_chunk_size=32, intermediate_size_mlp=64, head_dim=16, **LOCAL_MOE
@@ -279,7 +304,7 @@ REFUSED = [family for family in REFUSED if family.model_type in CONFIG_MAPPING]
 @cache
 def tiny_model(family_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A random model of the family, with matrices scaled up so that layers have an effect. Shared: do not change it."""
-    family = next(f for f in [*BLENDABLE, *REFUSED] if f.name == family_name)
+    family = next(f for f in [*BLENDABLE, *HYBRID, *REFUSED] if f.name == family_name)
     config = AutoConfig.for_model(family.model_type, **{**SMALL, **family.overrides})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -87,6 +87,7 @@ class TinyModel:
         self.specs = [spec] * LAYERS
         self.rotations = [KeyRotation(1e3 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2)), "half")] * LAYERS
         self.tp_size, self.tp_rank, self.total_kv_heads = 1, 0, KV_HEADS
+        self.adapters = None
         self.table = torch.randn(VOCAB, HIDDEN, generator=draw).to(dtype)
         sizes = (HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH)
         self._between, self._answer = between, None
@@ -102,13 +103,16 @@ class TinyModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.table[token_ids]
 
+    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        return [()] * LAYERS
+
     @contextmanager
     def answering(self, layer: int, answer: Any) -> Iterator[None]:
         self._answer = answer
         yield
 
     def _layer(self, inward: list[torch.Tensor], outward: torch.Tensor) -> Callable[..., Any]:
-        def layer(positions: torch.Tensor, hidden: torch.Tensor, residual: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def layer(positions: torch.Tensor, hidden: torch.Tensor, inputs: Any) -> torch.Tensor:
             normed = hidden / hidden.float().norm(dim=1, keepdim=True).to(hidden.dtype) * HIDDEN**0.5
             q, k, v = ((normed @ weight).view(len(hidden), -1, WIDTH).transpose(0, 1) for weight in inward)
             angles = positions[:, None] * self.rotations[0].inv_freq
@@ -118,7 +122,7 @@ class TinyModel:
             attended = self._answer(*(each.transpose(0, 1) for each in (q, k, v)))
             self._between()
             self._between()
-            return attended.reshape(len(hidden), -1) @ outward, hidden.clone()
+            return hidden + attended.reshape(len(hidden), -1) @ outward
 
         return layer
 
@@ -154,6 +158,7 @@ class Scene:
         layout: of the cache, one of `LAYOUTS`.
         in_pages: see `ConnectorConfig.in_pages`.
         fp8: of the cache; None: it keeps numbers unchanged.
+        groups: of KV cache; None: there is one.
     """
 
     def __init__(
@@ -168,7 +173,9 @@ class Scene:
         ranks: Any = None,
         between: Callable[[], Any] = lambda: None,
         fp8: Fp8 | None = None,
+        groups: Any = None,
     ) -> None:
+        from cacheblend.engines.vllm.worker.groups import LayerGroups
         from cacheblend.engines.vllm.worker.opening import Opener, no_sentence_ends
         from cacheblend.engines.vllm.worker.ranks import Ranks
 
@@ -183,7 +190,8 @@ class Scene:
             block_size=SIZE,
             options=PrefillOptions(tile_rows=tile_rows),
             sentence_end_ids=no_sentence_ends,
-            builder=None,
+            groups=groups or LayerGroups([0] * LAYERS),
+            builders=None,
             in_pages=in_pages,
             ranks=ranks or Ranks(SimpleNamespace(size=1, rank=0)),  # type: ignore[arg-type]
         )
@@ -205,7 +213,7 @@ class Scene:
         from cacheblend.engines.vllm.jobs import BlendJob
 
         plan = self.planner.plan(self.prompt, source or self.store).without_last_row()
-        return BlendJob("one", plan, selector or AllRows(), held, list(blocks))
+        return BlendJob("one", plan, selector or AllRows(), held, [list(blocks)])
 
     def blend(self, job: Any) -> Any:
         """Runs a job to its end."""

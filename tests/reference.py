@@ -83,14 +83,14 @@ class Reference:
 
 @torch.no_grad()
 def plain_kv(model: torch.nn.Module, ids: Sequence[int], shift: int = 0) -> tuple[torch.Tensor, list[KV]]:
-    """The model's own forward of `ids` at positions shift, shift + 1, ..: last logits, and every layer's KV."""
+    """The model's own forward of `ids` at positions shift, shift + 1, ..: last logits, and attention layers' KV."""
     cache = _FusingCache(model)
     device = model.device
     tokens = torch.tensor([[int(i) for i in ids]], device=device)
     positions = torch.arange(tokens.shape[1], device=device)[None] + shift
     out = model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
-    kv = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-    return out.logits[0, -1], [_halves(*each) if index in cache.latent else each for index, each in enumerate(kv)]
+    kept = {i: (layer.keys[0], layer.values[0]) for i, layer in enumerate(cache.layers) if hasattr(layer, "keys")}
+    return out.logits[0, -1], [_halves(*each) if index in cache.latent else each for index, each in kept.items()]
 
 
 def blend(
@@ -421,6 +421,12 @@ def _attention(
     return (weights @ values).transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
 
+def _keeps_states(model: torch.nn.Module) -> bool:
+    """Recurrent layers beside attention: transformers' cache has to be told which ones."""
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    return bool(kinds & {"conv", "mamba", "hybrid", "linear_attention"})
+
+
 class _FusingCache(DynamicCache):
     """Where a model caches latents, they are fused there: its own forward then expands and attends to what it is given.
 
@@ -428,7 +434,7 @@ class _FusingCache(DynamicCache):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
+        super().__init__(config=model.config if _keeps_states(model) else None)
         self.latent = {module.layer_idx for module in model.modules() if hasattr(module, "expand_kv")}
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: object, **named: object) -> KV:

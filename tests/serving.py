@@ -11,7 +11,9 @@ import uvicorn
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
+from cacheblend.serve.draining import DrainingServer
 from cacheblend.serve.settings import ServeSettings
+from cacheblend.store import KVStore
 
 
 def free_port() -> int:
@@ -21,13 +23,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(settings: ServeSettings, store: str = "memory") -> Iterator[str]:
+def running(settings: ServeSettings, store: KVStore | str = "memory") -> Iterator[str]:
     """The address of a running server, which is stopped afterwards."""
     with BlendEngine.from_pretrained(model_path(), store=store) as engine:
         engine.name = "nano"
         port = free_port()
-        config = uvicorn.Config(create_app(engine, settings), host="127.0.0.1", port=port, log_level="error")
-        server = uvicorn.Server(config)
+        app = create_app(engine, settings)
+        config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error")
+        server = DrainingServer(config, app.state.server)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

@@ -166,9 +166,9 @@ def turn(side: Any, pool: Pool, ids: list[int], spans: list[list[int]], name: st
     if claimed is None:
         claimed = side.claim(request, held)
     if claimed:
-        side.allocated(request, [1] * 40, claimed)
+        side.allocated(request, [[1] * 40], claimed)
         side.provided([name])
-    side.allocated(request, [1] * 40, 0)
+    side.allocated(request, [[1] * 40], 0)
     pool.held |= set(request.block_hashes)
     side.finished(request)
     return held, request

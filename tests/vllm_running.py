@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,13 @@ from transformers import (
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 
 CHILD = Path(__file__).parent / "vllm_plugin" / "child.py"
+NURSERY = CHILD.with_name("nursery.py")
+LIMIT_S = 600
+PARALLEL = {"tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"}
+"""Options of engines with several processes, which a fork cannot start."""
+
+NANO_VOCAB = 1200
+"""Ids below it are of the shipped model's ordinary tokens."""
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make vllm")
 
 
@@ -75,14 +84,25 @@ def make_models(folder: Path) -> dict[str, Path]:
     return found
 
 
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""The environment of a process that runs vLLM."""
+
+
 class Texts:
     """Random token ids: passages that recur, and what stands around them."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+    def __init__(self, seed: int, below: int = 2000) -> None:
+        self.rng, self._below = random.Random(seed), below
 
     def ids(self, tokens: int) -> list[int]:
-        return [self.rng.randrange(20, 2000) for _ in range(tokens)]
+        return [self.rng.randrange(20, self._below) for _ in range(tokens)]
 
     def passages(self, count: int, fewest: int = 70, most: int = 150) -> list[list[int]]:
         return [self.ids(self.rng.randint(fewest, most)) for _ in range(count)]
@@ -124,46 +144,83 @@ class Asked:
 
 
 class Vllm:
-    """Runs jobs of `child.py` and remembers what came out of equal ones."""
+    """Runs jobs of `child.py` and remembers what came out of equal ones; to be closed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._done = folder, dict[str, Any]()
+        self._nursery: subprocess.Popen[str] | None = None
 
-    def run(self, model: Path, steps: list[dict[str, Any]], extra: dict[str, Any] | None, **engine: Any) -> Any:
-        """`{"answers", "metrics"}`; fails with the child's own words."""
-        result = self.start(model, steps, extra, **engine)
+    def run(
+        self,
+        model: Path,
+        steps: list[dict[str, Any]],
+        extra: dict[str, Any] | None,
+        *,
+        beside: list[dict[str, Any] | None] | None = None,
+        **engine: Any,
+    ) -> Any:
+        """`{"answers", "metrics"}`; fails with the child's own words.
+
+        `beside`: the connectors of a `MultiConnector`, among which None is ours; None: ours alone.
+        """
+        result = self.start(model, steps, extra, beside=beside, **engine)
         if "answers" not in result:
             pytest.fail(f"vLLM ended with {result['code']}:\n{result['words'][-4000:]}")
         return result
 
-    def start(self, model: Path, steps: list[dict[str, Any]], extra: dict[str, Any] | None, **engine: Any) -> Any:
+    def start(
+        self,
+        model: Path,
+        steps: list[dict[str, Any]],
+        extra: dict[str, Any] | None,
+        *,
+        beside: list[dict[str, Any] | None] | None = None,
+        **engine: Any,
+    ) -> Any:
         """The same, or `{"code", "words"}` of a child that failed."""
-        job = json.dumps({"model": str(model), "engine": engine, "extra": extra, "steps": steps})
+        job = json.dumps({"model": str(model), "engine": engine, "extra": extra, "steps": steps, "beside": beside})
         if job in self._done:
             return self._done[job]
         path = self._folder / f"job{len(self._done)}.json"
         path.write_text(job)
-        settings = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        words = Path(f"{path}.words")
+        alone = PARALLEL & set(engine) or "image" in engine.get("limit_mm_per_prompt", {})  # see vision
+        code = self._alone(path, words, engine) if alone else self._in_nursery(path, words)
+        out = Path(f"{path}.out")
+        self._done[job] = json.loads(out.read_text()) if out.is_file() else {"code": code, "words": words.read_text()}
+        return self._done[job]
+
+    def _alone(self, path: Path, words: Path, engine: dict[str, Any]) -> int:
+        """The job in a process that starts others."""
+        settings = dict(SETTINGS)
         if engine.get("tensor_parallel_size", 1) > 1:
             settings |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-        ran = subprocess.run(
-            [sys.executable, str(CHILD), str(path)],
-            env={**os.environ, **settings},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        out = Path(f"{path}.out")
-        if out.is_file():
-            self._done[job] = json.loads(out.read_text())
-        else:
-            self._done[job] = {"code": ran.returncode, "words": ran.stdout + ran.stderr}
-        return self._done[job]
+        command, env = [sys.executable, str(CHILD), str(path)], {**os.environ, **settings}
+        with words.open("w") as sink:
+            ran = subprocess.run(command, env=env, stdout=sink, stderr=sink, timeout=LIMIT_S, check=False)
+        return ran.returncode
+
+    def _in_nursery(self, path: Path, words: Path) -> int:
+        if self._nursery is None:
+            self._nursery = subprocess.Popen(
+                [sys.executable, str(NURSERY)],
+                env={**os.environ, **SETTINGS},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        asked, answered = self._nursery.stdin, self._nursery.stdout
+        assert asked and answered
+        settings = {**os.environ, **SETTINGS}
+        asked.write(json.dumps({"job": str(path), "words": str(words), "settings": settings}) + "\n")
+        asked.flush()
+        watch = threading.Timer(LIMIT_S, os.kill, (int(answered.readline()), signal.SIGKILL))
+        watch.start()
+        try:
+            return int(answered.readline())
+        finally:
+            watch.cancel()
+
+    def close(self) -> None:
+        if self._nursery is not None:
+            self._nursery.communicate()

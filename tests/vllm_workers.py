@@ -64,7 +64,7 @@ class Store:
 
     def __init__(self) -> None:
         self.gate = threading.Event()
-        self.writes = 0
+        self.writes = self.drops = 0
 
     def write(self, block: Any) -> bool:
         self.writes += 1
@@ -72,6 +72,9 @@ class Store:
 
     def put_manifest(self, manifest: Any) -> None:
         pass
+
+    def drop_copies(self) -> None:
+        self.drops += 1
 
 
 def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 100) -> Any:
@@ -81,7 +84,14 @@ def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 1
     from cacheblend.engines.vllm.worker import worker as module
 
     layout = KVLayout((LayerShape(1, 2),) * LAYERS, torch.float32)
-    fields = {"layout": layout, "device": torch.device("cpu"), "tp_size": 1, "tp_rank": 0, "total_kv_heads": 1}
+    fields: dict[str, Any] = {
+        "adapters": None,
+        "layout": layout,
+        "device": torch.device("cpu"),
+        "tp_size": 1,
+        "tp_rank": 0,
+        "total_kv_heads": 1,
+    }
     fields["head_shapes"] = [HeadShape(1, 1, 2)] * LAYERS
     return module.Worker(
         SimpleNamespace(**fields, attention=[SimpleNamespace()] * LAYERS),  # type: ignore[arg-type]
@@ -99,4 +109,4 @@ def blend(name: str) -> Any:
     from cacheblend.core.select.selectors import Hkvd
     from cacheblend.engines.vllm.jobs import BlendJob
 
-    return BlendJob(name, None, Hkvd(), 4, [5, 6, 7])  # type: ignore[arg-type]
+    return BlendJob(name, None, Hkvd(), 4, [[5, 6, 7]])  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cacheblend.core.cost.controller import Controller
 from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.engines.cost_model import read_cost_model, write_cost_model
+from cacheblend.engines.cost_model import controller_of, read_cost_model, write_cost_model
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Limits
@@ -58,6 +59,22 @@ def test_blocks_of_a_fast_tier_are_loaded(cost_model: str) -> None:
         assert (report.left_out_tokens, report.missed_tokens) == (0, 0)
         assert report.recomputed_tokens < report.loaded_tokens
         assert "all stored blocks from memory" in report.decision
+
+
+@pytest.mark.parametrize("raised_by", [1.0, 1.5, 3.0])
+def test_expected_times_count_the_ratio_that_the_shadow_checks_floor_has_raised(
+    cost_model: str, raised_by: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_engine(tiny_model("llama"), store=MemoryStore(), cost_model=cost_model, recompute_ratio=0.2) as engine:
+        engine.settings = replace(engine.settings, raised_by=raised_by)
+        learnt: list[Any] = []
+        monkeypatch.setattr(engine.prefiller.controller, "learn", lambda *given: learnt.append(given))
+        report = engine.prefill(RAG).report
+        (decision, plan, *_), ratio = learnt[0], report.recompute_ratio
+        assert ratio == pytest.approx(0.2 * raised_by) and decision.ratio == ratio
+        higher = replace(engine.config, recompute_ratio=ratio)
+        known = read_cost_model(cost_model, engine.fingerprint, engine.stored_layout, "cpu")
+        assert decision == controller_of(known, higher, engine.stored_layout).decide(plan)
 
 
 def test_an_explicit_ratio_bypasses_the_controller(cost_model: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.engines.hf.doctor import Diagnosis, diagnose
-from families import BLENDABLE, REFUSED, Family, tiny_model
+from families import BLENDABLE, HYBRID, REFUSED, Family, tiny_model
 from tokenizers_for_tests import byte_level, sentencepiece
 
 LIVE = ["re-positioned keys", "r = 1 is full prefill", "lone chunk, r = 0"]
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", BLENDABLE, ids=str)
+@pytest.mark.parametrize("family", [*BLENDABLE, *HYBRID], ids=str)
 def test_says_yes(family: Family) -> None:
     diagnosis = diagnose(tiny_model(family.name))
     assert diagnosis.blendable, diagnosis.reason

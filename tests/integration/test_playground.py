@@ -1,170 +1,219 @@
-"""The page in a real browser: pick passages, reorder them, ask, and look at what is drawn."""
+"""The page: what someone sees who tries it.
 
-import os
-import shutil
+Situations: the first click of somebody who knows nothing; examples one after the other; the same notes in another
+order; another selector and ratio; passages moved by mouse and by keyboard, written, edited, deleted; nothing to ask
+about; a page of a model that is not the one that ships; a keyed server.
+"""
+
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browsing import answers, ask, ask_example, browser, judged, needs_browser, open_page, titles, wait_until_asked
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path
-from cacheblend.serve.settings import ServeSettings
-from serving import running
+from cacheblend.nano.examples import EXAMPLES
 
 RATIO = str(read_profile(model_path() / PROFILE_NAME).selection.recompute_ratio)
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(
-    BROWSER is None or find_spec("playwright") is None,
-    reason="needs a browser (Debian's package chromium) and playwright",
-)
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with running(ServeSettings(chunk_tokens=16)) as url, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        opened = browser.new_page(viewport={"width": 1200, "height": 1500})
-        opened.complaints = []
-        opened.on(
-            "console",
-            lambda message: opened.complaints.append(message.text) if message.type in ("error", "warning") else None,
-        )
-        opened.goto(url)
-        yield opened
-        browser.close()
+def opened() -> Iterator[tuple[Any, str]]:
+    with browser() as found:
+        yield found
 
 
-def titles(page: Any) -> list[str]:
-    return [item.get_attribute("data-title") for item in page.locator("#prompt li").all()]
+@pytest.fixture(scope="module")
+def page(opened: tuple[Any, str]) -> Any:
+    return open_page(*opened)
 
 
-def sent_by_asking(page: Any) -> dict[str, dict[str, Any]]:
-    """Asks, waits for both answers, and returns what was sent to explain and for the blended answer."""
-    sent: dict[str, dict[str, Any]] = {}
-
-    def note(request: Any) -> None:
-        if request.method == "POST":
-            body = request.post_data_json
-            sent[body.get("cacheblend", {}).get("mode", "explain")] = body
-
-    page.on("request", note)
-    page.click("#ask")
-    page.wait_for_function("document.body.dataset.state === 'asking'")
-    page.wait_for_function("document.body.dataset.state !== 'asking'", timeout=60_000)
-    page.remove_listener("request", note)
-    assert page.evaluate("document.body.dataset.state") == "done", page.locator("#error").inner_text()
-    return sent
+def notes(*numbers: int) -> list[str]:
+    return [f"Note {number}" for number in numbers]
 
 
-def test_picking_reordering_and_asking(page: Any, tmp_path: Path) -> None:
-    page.wait_for_selector("#library li")
-    question = page.evaluate("fetch('/playground/passages').then(r => r.json()).then(f => f.questions[2])")
-    for number in question["passages"]:
-        page.get_by_role("button", name=f"Add note {number + 1}", exact=True).click()
-    picked = [f"note {number + 1}" for number in question["passages"]]
-    assert titles(page) == picked
-    page.get_by_role("button", name=f"Move {picked[0]} down", exact=True).click()
-    assert titles(page) == [picked[1], picked[0], *picked[2:]]
-    page.locator("#prompt li").nth(0).drag_to(page.locator("#prompt li").nth(2))
-    assert sorted(titles(page)) == sorted(picked) and titles(page) != [picked[1], picked[0], *picked[2:]]
+def test_one_click_shows_that_full_reuse_is_wrong_and_blending_right(page: Any) -> None:
+    assert "nano" in page.locator("#model").inner_text()
+    assert "290 words" in page.locator("#about-examples").inner_text()
+    assert "often right" in page.locator("#about-examples").inner_text()  # the examples were chosen, and it says so
+    ask_example(page, 0)
+    assert answers(page)["full"] == answers(page)["blend"] == "Pagon" != answers(page)["reuse"]
+    marks = judged(page)
+    assert (marks["full"], marks["blend"]) == ("right", "right") and marks["reuse"].startswith("wrong")
+    for mode in ("full", "reuse", "blend"):
+        pane = page.locator(f"#pane-{mode}")
+        assert "tokens" in pane.locator(".facts").inner_text() and "s" in pane.locator(".time").inner_text()
+        assert pane.locator(".bar i").bounding_box()["width"] > 0
+    headline = page.locator(".headline").inner_text()
+    assert headline.startswith("Blend is right") and "Full reuse is wrong." in headline and "1.0 times" not in headline
+    why = page.locator("#verdict").inner_text()
+    assert "Note 2 (“The sword passed to Pagon.”) and Note 3 (“The bowl now belongs to him.”)" in why
 
-    page.fill("#question", question["text"])
-    page.click("#ask")
-    page.wait_for_function("document.body.dataset.state === 'done'", timeout=60_000)
-    for pane in ("blend", "full"):
-        assert page.locator(f"#pane-{pane} .answer").inner_text().strip()
-        assert "tokens" in page.locator(f"#pane-{pane} .facts").inner_text()
-        assert page.locator(f"#bar-{pane}").bounding_box()["width"] > 0
-        assert "ms" in page.locator(f"#time-{pane}").inner_text()
-    assert " nats." in page.locator("#quality").inner_text()
-    for source in ("loaded", "recomputed", "fresh"):
-        assert page.locator(f"#why span.{source}").count() > 0
-    heat = {span.evaluate("s => s.style.backgroundColor") for span in page.locator("#why span.loaded").all()[:200]}
-    assert len(heat) > 5
-    assert "prefix" in {span.get_attribute("class") for span in page.locator("#why span").all()}
-    shots = Path(os.environ.get("CACHEBLEND_SCREENSHOTS", tmp_path))
-    page.screenshot(path=shots / "playground.png", full_page=True)
-    assert (shots / "playground.png").stat().st_size > 10_000
+
+def test_the_map_marks_what_was_recomputed_and_what_the_answer_needs(page: Any) -> None:
+    for source in ("loaded", "recomputed", "fresh", "prefix"):
+        assert page.locator(f"#why .tokens .{source}").count() > 0
+    opened = page.locator("#why details[open]")
+    assert [part.get_attribute("data-title") for part in opened.all()] == ["Note 2", "Note 3"]
+    marked = "".join(token.text_content() for token in page.locator("#why .tokens .needed").all())
+    assert marked.strip() == "The sword passed to Pagon. The bowl now belongs to him."
+    heat = page.evaluate(
+        "[...new Set([...document.querySelectorAll('#why details[open] .tokens .loaded')]"
+        ".map(each => getComputedStyle(each).backgroundColor))].length"
+    )
+    assert heat > 5
+    assert " nats." in page.locator("#map-facts").inner_text()
+    parts = [part.get_attribute("data-title") for part in page.locator("#why details").all()]
+    assert parts == ["Beginning of the prompt", *notes(1, 2, 3, 4, 5, 6), "Question"]
+    assert "darker" not in page.locator("body").inner_text()
+
+
+def test_the_same_notes_in_another_order_have_another_answer(page: Any) -> None:
+    ask_example(page, 1)
+    assert answers(page)["full"] == answers(page)["blend"] == "Moaln" != answers(page)["reuse"]
+    changes = page.locator("#verdict").inner_text()
+    assert "the passages have another order" in changes
+    rows = [row.inner_text().split("\t") for row in page.locator("#changes tbody tr").all()]
+    assert ["Right answer", "Pagon", "Moaln"] in rows
+    assert next(row for row in rows if row[0] == "Passages stored for it")[2] == "0"  # all are there from before
+
+
+@pytest.mark.parametrize("number", range(2, len(EXAMPLES)))
+def test_each_example_does_what_it_says(page: Any, number: int) -> None:
+    ask_example(page, number)
+    marks = judged(page)
+    assert (marks["full"], marks["blend"]) == ("right", "right")
+    assert (marks["reuse"] == "right") == ("right, too" in EXAMPLES[number].about)
+
+
+def test_shuffling_asks_about_the_new_order(page: Any) -> None:
+    ask_example(page, 0)
+    before = titles(page)
+    page.get_by_role("button", name="Shuffle and ask").click()
+    assert wait_until_asked(page) == "done"
+    assert sorted(titles(page)) == sorted(before) and titles(page) != before
+    assert page.locator("#results").get_attribute("data-stale") == "false"
+    assert "another order" in page.locator("#verdict").inner_text()
+
+
+def test_the_models_settings_are_used_unless_others_are_chosen(page: Any) -> None:
+    page.select_option("#selector", "hkvd")
+    page.locator("#ratio").fill("0.3")
+    sent = ask(page)
+    for body in (sent["explain"], sent["blend"]["cacheblend"]):
+        assert (body["selector"], body["recompute_ratio"]) == ("hkvd", 0.3)
+    assert sent["full"]["cacheblend"] == {"mode": "full"} and sent["reuse"]["cacheblend"] == {"mode": "reuse"}
+    assert "what is recomputed: hkvd, 0.30 in place of the model's settings" in page.locator("#verdict").inner_text()
+    page.select_option("#selector", "")
+    assert page.locator("#selector option:checked").inner_text() == "the model's settings: hybrid"
+    assert page.locator("#ratio").is_disabled()
+    assert page.locator("#ratio-shown").inner_text() == page.locator("#ratio").input_value() == RATIO
+    sent = ask(page)
+    assert sent["blend"]["cacheblend"] == {"mode": "blend"}
+    assert not {"selector", "recompute_ratio"} & sent["explain"].keys()
 
 
 @pytest.mark.parametrize(
     ("selector", "legend"),
     [
-        ("", "darker: larger KV deviation"),  # the model's settings: hybrid, which measures deviation last
-        ("hybrid", "darker: larger KV deviation"),
-        ("hkvd", "darker: larger KV deviation"),
-        ("query", "darker: more attention by the question"),
+        ("", "larger KV deviation"),  # the model's settings: hybrid, which measures deviation last
+        ("query", "more attention by the question"),
         ("random", None),
     ],
 )
 def test_the_legend_says_what_is_drawn(page: Any, selector: str, legend: str | None) -> None:
     page.select_option("#selector", selector)
-    page.click("#ask")
-    page.wait_for_function("document.body.dataset.state === 'asking'")
-    page.wait_for_function("document.body.dataset.state === 'done'", timeout=60_000)
+    ask(page)
     shown = page.locator("#heat")
     assert shown.is_visible() == (legend is not None)
-    assert legend is None or shown.inner_text() == legend
-
-
-def test_the_models_settings_are_used_unless_others_are_chosen(page: Any) -> None:
-    page.select_option("#selector", "hkvd")
-    assert page.locator("#ratio").is_enabled()
-    page.locator("#ratio").fill("0.3")
-    sent = sent_by_asking(page)
-    for body in (sent["explain"], sent["blend"]["cacheblend"]):
-        assert (body["selector"], body["recompute_ratio"]) == ("hkvd", 0.3)
+    assert legend is None or shown.inner_text() == f"stronger colour: {legend}"
     page.select_option("#selector", "")
-    assert page.locator("#selector option:checked").inner_text() == "the model's settings: hybrid"
-    assert page.locator("#ratio").is_disabled()
-    assert page.locator("#ratio-shown").inner_text() == page.locator("#ratio").input_value() == RATIO
-    sent = sent_by_asking(page)
-    assert sent["blend"]["cacheblend"] == {"mode": "blend"}
-    assert not {"selector", "recompute_ratio"} & sent["explain"].keys()
 
 
-def test_own_passages_and_what_is_missing(page: Any) -> None:
+@pytest.mark.parametrize(
+    ("offered", "expected"), [("Recompute 30 %", "0.30"), ("Choose by KV deviation alone", "hkvd")]
+)
+def test_what_is_offered_to_try_says_what_it_changed(page: Any, offered: str, expected: str) -> None:
+    ask_example(page, 0)
+    page.select_option("#selector", "")
+    page.get_by_role("button", name=offered).click()
+    assert wait_until_asked(page) == "done"
+    assert expected in page.locator("#verdict").inner_text()
+    page.select_option("#selector", "")
+
+
+def test_passages_are_moved_by_mouse(page: Any) -> None:
+    ask_example(page, 0)
+    page.get_by_role("button", name="Move Note 1 down", exact=True).click()
+    assert titles(page) == notes(2, 1, 3, 4, 5, 6)
+    page.locator("#prompt > li").nth(0).drag_to(page.locator("#prompt > li").nth(2))
+    assert titles(page) == notes(1, 3, 2, 4, 5, 6)
+
+
+def test_own_passages_are_written_edited_and_deleted(page: Any) -> None:
     page.click("#clear")
     page.click("#ask")
     assert "Add a passage" in page.locator("#error").inner_text()
-    page.locator("summary").click()
-    page.fill("#own", "The boot is Anna's. It is red.")
-    page.click("#add-own")
-    assert len(titles(page)) == 1
+    page.locator("#add > summary").click()
+    for title, text in (("Who", "Later Pagon sat down."), ("What", "The boot belongs to him.")):
+        page.fill("#own-name", title)
+        page.fill("#own-text", text)
+        page.get_by_role("button", name="Add to the prompt").click()
+    assert titles(page) == ["Who", "What"]
     page.fill("#question", "")
     page.click("#ask")
     assert "Enter a question" in page.locator("#error").inner_text()
     page.fill("#question", "Who has the boot?")
-    page.select_option("#selector", "head")
-    page.locator("#ratio").fill("1")
-    page.click("#ask")
-    page.wait_for_function("document.body.dataset.state !== 'asking'", timeout=60_000)
-    assert page.evaluate("document.body.dataset.state") == "done"
-    assert "Both answers are the same" in page.locator("#quality").inner_text()
+    ask(page)
+    assert judged(page)["full"] == "right" and answers(page)["full"] == "Pagon"
+    page.get_by_role("button", name="Edit Who").click()
+    page.fill("#edited-text", "Later Moaln sat down.")
+    page.get_by_role("button", name="Save").click()
+    assert page.locator("#stale").is_visible() and "Who was edited" in page.locator("#stale").inner_text()
+    ask(page)
+    assert answers(page)["full"] == "Moaln" and "Who was edited" in page.locator("#verdict").inner_text()
+    page.get_by_role("button", name="Edit What").click()
+    page.get_by_role("button", name="Delete").click()
+    assert titles(page) == ["Who"] and "What was removed" in page.locator("#stale").inner_text()
+    assert page.get_by_role("button", name="Add What").count() == 0  # gone from those to choose from, too
 
 
-@pytest.mark.parametrize("width", [320, 360, 390, 1280])
-def test_nothing_is_wider_than_the_window(page: Any, width: int) -> None:
-    """After an answer, with passages in both lists: also the parts that are empty at first."""
-    page.set_viewport_size({"width": width, "height": 900})
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    edges = page.evaluate(
-        "[...document.querySelectorAll('header, header *, main *')].filter(e => e.getClientRects().length)"
-        ".map(e => e.getBoundingClientRect()).filter(r => r.left < -0.5 || r.right > innerWidth + 0.5).length"
-    )
-    assert edges == 0
-    head, card = page.locator("header").bounding_box(), page.locator("main").bounding_box()
-    assert (head["x"], head["width"]) == (card["x"], card["width"])
+def test_an_edited_note_leaves_the_library_as_it_was(page: Any) -> None:
+    ask_example(page, 3)
+    page.get_by_role("button", name="Edit Note 1", exact=True).click()
+    page.fill("#edited-text", "The saw passed to Moaln.")
+    page.get_by_role("button", name="Shuffle", exact=True).click()
+    assert page.locator("#edited-text").input_value() == "The saw passed to Moaln."  # what is written stays
+    page.get_by_role("button", name="Save").click()
+    assert "Note 1, edited" in titles(page)
+    ask(page)
+    assert answers(page)["full"] == "Moaln"
+    ask_example(page, 3)
+    assert titles(page) == notes(1, 2, 3, 4, 5, 6) and answers(page)["full"] == "Tagoa"
 
 
-def test_the_page_is_loaded_without_complaints(page: Any) -> None:
-    page.complaints.clear()
-    page.reload()
-    page.wait_for_selector("#library li")
-    assert page.complaints == []
-    assert page.locator("#selector").input_value() == "" and page.locator("#ratio-shown").inner_text() == RATIO
+def test_a_model_that_does_not_ship_is_promised_nothing(opened: tuple[Any, str]) -> None:
+    page = open_page(opened[0], "about:blank", wait=False)
+
+    def other(route: Any) -> None:
+        found = route.fetch().json()
+        found["model"] |= {"name": "other-7b", "parameters": 7_000_000_000, "is_shipped": False}
+        for question in found["questions"]:
+            question.pop("places", None)
+        route.fulfill(json=found)
+
+    page.route("**/playground/passages", other)
+    page.route("**/playground/explain", lambda route: route.fulfill(json=route.fetch().json() | {"expected": None}))
+    page.goto(opened[1])
+    page.wait_for_selector("#examples button")
+    assert "other-7b" in page.locator("#model").inner_text() and "7.0 billion" in page.locator("#model").inner_text()
+    about = page.locator("#about-examples").inner_text()
+    assert "may answer them in any way" in about and "290 words" not in about
+    ask_example(page, 0)
+    marks = judged(page)
+    assert marks["full"] == "the reference" and marks["blend"] == "as full recompute"
+    assert marks["reuse"] == "not as full recompute" and "right" not in page.locator(".headline").inner_text()
+    assert "The answer's words stand in Note 2" in page.locator("#verdict").inner_text()
+    page.close()

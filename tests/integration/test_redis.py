@@ -338,18 +338,18 @@ def test_questions_are_answered_without_the_server_from_the_start(no_pause: None
 def test_threads_that_come_first_share_a_client(server: RedisServer) -> None:
     objects, opened = redis_objects.RedisObjects(server.url, prefix="first"), list[object]()
     together = threading.Barrier(8)
-    real = objects._open
+    real = objects._connection._open
 
     def slowly() -> object:
         time.sleep(0.05)
         opened.append(real())
         return opened[-1]
 
-    objects._open = slowly  # type: ignore[assignment]
+    objects._connection._open = slowly  # type: ignore[assignment]
 
     def ask() -> bool:
         together.wait(30)
-        return objects.has_manifest(BlockName(b"\x00" * 32))
+        return objects.has_sealed("manifests", BlockName(b"\x00" * 32))
 
     with ThreadPoolExecutor(8) as pool:
         assert [each.result() for each in [pool.submit(ask) for _ in range(8)]] == [False] * 8

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,29 @@ def stored_in_time(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_what_openais_fields_ask_for_is_done(url: str) -> None:
+    """Each changes the answer that is given without it, or the request is refused by the field's name."""
+    plain = ask(url, logprobs=True, max_tokens=4)
+    ids = client(url).completions.create(model="nano", prompt="x", max_tokens=1, logprobs=1).choices[0]
+    assert ids.text is not None
+    first = plain.choices[0].logprobs.content[0].token
+    other = ask(url, max_tokens=4, extra_body={"bad_words": [first.strip() or first]}).choices[0].message.content
+    assert not (other or "").startswith(first)
+    biased = ask(url, max_tokens=3, logit_bias={"300": 100}, extra_body={"ignore_eos": True}).choices[0].message.content
+    assert biased != plain.choices[0].message.content and len(set(biased.split())) <= 1
+    longer = ask(url, max_tokens=12, extra_body={"min_tokens": 12})
+    assert longer.usage.completion_tokens == 12
+    for name, value in (("presence_penalty", 2.0), ("frequency_penalty", 2.0), ("reasoning_effort", "low")):
+        assert ask(url, max_tokens=2, **{name: value}).usage.completion_tokens
+    for name, value in (
+        ("response_format", {"type": "json_object"}),
+        ("tool_choice", "required"),
+        ("logit_bias", {"99999": 1}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=name):
+            ask(url, **{name: value})
 
 
 def test_a_tool_message_is_a_chunk_and_the_question_in_front_of_it_is_not_stored() -> None:
@@ -516,7 +540,9 @@ def test_a_store_that_is_gone_costs_no_answer(tmp_path: Path) -> None:
 
     with running(ServeSettings(chunk_tokens=16), f"file://{tmp_path}/store") as url:
         before = ask(url, extra_body={"cacheblend": {"mode": "full"}}).choices[0].message.content
-        shutil.rmtree(tmp_path / "store")
+        with suppress(OSError):  # it is being written to
+            shutil.rmtree(tmp_path / "store")
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
         after = ask(url)
         assert after.choices[0].message.content == before
         assert httpx.get(f"{url}/metrics").status_code == 200

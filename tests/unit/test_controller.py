@@ -64,6 +64,42 @@ def test_fast_memory_loads_all_at_the_floor() -> None:
     assert "all stored blocks from memory" in decision.reason
 
 
+@given(
+    least=st.floats(0, 1),
+    floor=st.floats(0, 1),
+    speed=st.floats(1e5, 1e10),
+    latency=st.floats(0, 0.2),
+    tiers=st.lists(st.sampled_from(["a", "b", ""]), min_size=1, max_size=6),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_prompts_own_ratio_is_counted_as_if_it_were_the_floor(
+    least: float, floor: float, speed: float, latency: float, tiers: list[str]
+) -> None:
+    """Above it (the shadow check's floor has raised it) or below (the client asked for less)."""
+    plan, speeds = plan_of(tiers, 128), {"a": speed, "b": 1e9}
+    own, as_floor = controller(speeds, floor, latency), controller(speeds, least, latency)
+    assert own.decide(plan, least) == as_floor.decide(plan)
+    assert own.decide(plan) == controller(speeds, floor, latency).decide(plan)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])
+def test_a_ratio_outside_its_limits_is_refused(ratio: float) -> None:
+    with pytest.raises(InvalidInputError, match=r"must be in 0\.\.1"):
+        controller({}).decide(plan_of(["a"]), ratio)
+    with pytest.raises(InvalidInputError, match=r"must be in 0\.\.1"):
+        controller({}, floor=ratio)
+
+
+def test_what_is_learnt_of_blending_does_not_depend_on_the_ratio_in_force() -> None:
+    """Passes that take just as long as expected at their own ratios teach nothing; counted at the floor they would."""
+    control, plan = controller({"memory": 5e9}), plan_of(["memory"] * 8)
+    for number in range(60):
+        ratio = (0.15, 0.225, 0.3375, 0.5)[number % 4]
+        took = controller({"memory": 5e9}, floor=ratio).decide(plan).compute_s
+        control.observe(control.decide(plan, ratio), took, {})
+    assert control.cost_model.overhead == pytest.approx(1.0)
+
+
 def test_a_slow_device_is_left_alone_where_computing_is_sooner() -> None:
     decision = controller({"disk": 5e6}, latency=0.1).decide(plan_of(["disk"] * 8))
     assert len(decision.left_out) == 16 and decision.ratio == 1.0

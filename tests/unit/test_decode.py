@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.baselines import PlainDecoding, fill_cache
-from cacheblend.engines.hf.sampling import SamplingParams
+from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.tokens import PromptBuilder
 from families import VOCAB, tiny_model
@@ -48,15 +48,15 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) ->
 
 
 def test_disabled_options_add_no_processors() -> None:
-    assert len(SamplingParams().processors()) == 0
+    assert len(SamplingParams().processors(0, [])) == 0
     greedy = SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)
-    assert len(greedy.processors()) == 0
-    assert len(SamplingParams(temperature=1).processors()) == 0
+    assert len(greedy.processors(0, [])) == 0
+    assert len(SamplingParams(temperature=1).processors(0, [])) == 0
 
 
 def test_integers_are_valid_settings() -> None:
     """JSON does not distinguish 2 from 2.0."""
-    assert len(SamplingParams(temperature=2, repetition_penalty=2, min_p=1, top_p=1).processors()) == 3
+    assert len(SamplingParams(temperature=2, repetition_penalty=2, min_p=1, top_p=1).processors(0, [])) == 3
 
 
 @torch.no_grad()
@@ -248,3 +248,58 @@ def test_byte_fallback_never_changes_sent_text(text: str, cut: int) -> None:
 def test_invalid_bytes_in_the_middle_are_not_held_back_forever() -> None:
     stream = TextStream(decoder([b"a\xff", b"b"]))
     assert [stream.push(i) for i in range(2)] == ["a", "\ufffdb"]
+
+
+VOCABULARY = 20
+
+
+def drawn(steps: int = 8, prompt: Sequence[int] = (3, 3, 3), eos: Sequence[int] = (0,), **options: Any) -> list[int]:
+    """A greedy answer where the model wants token 3 most, then 4, then 0, then 5."""
+    logits = torch.zeros(VOCABULARY)
+    logits[torch.tensor([3, 4, 0, 5])] = torch.tensor([3.0, 2.5, 2.0, 1.5])
+    params = SamplingParams(max_new_tokens=steps, temperature=0, **options)
+    sampler = Sampler(torch.tensor(prompt), logits, params, eos)
+    while sampler.finish_reason is None:
+        sampler.sample()
+    return sampler.token_ids
+
+
+def test_penalties_count_the_answer_and_not_the_prompt() -> None:
+    assert drawn(4) == [3, 3, 3, 3]
+    assert drawn(4, frequency_penalty=0.4, eos=()) == [3, 3, 4, 3]  # 3, 2.6, then 2.2 against 2.5
+    assert drawn(3, presence_penalty=0.75, eos=()) == [3, 4, 3]  # 2.25 and 1.75, as often as they come
+    assert drawn(4, presence_penalty=-1.0) == [3, 3, 3, 3]
+
+
+def test_a_bias_is_added_and_a_bad_word_never_drawn() -> None:
+    assert drawn(2, logit_bias=((7, 100),)) == [7, 7]
+    assert drawn(2, logit_bias=((3, -100),)) == [4, 4]
+    assert drawn(3, bad_words=((3,),)) == [4, 4, 4]
+    assert drawn(4, prompt=[5], bad_words=((3, 3),)) == [3, 4, 3, 4]
+
+
+def test_nothing_ends_an_answer_before_its_least_length() -> None:
+    ends = {"bad_words": ((3,), (4,))}
+    assert drawn(8, **ends) == [0]
+    assert drawn(8, **ends, min_new_tokens=3) == [5, 5, 5, 0]
+    assert drawn(8, **ends, min_new_tokens=3, stop_token_ids=(5,))[:3] == [1, 1, 1]
+    assert drawn(4, **ends, min_new_tokens=2, ignore_eos=True) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"logit_bias": ((1, 101),)},
+        {"logit_bias": (1,)},
+        {"logit_bias": {1: 2}},
+        {"bad_words": ((),)},
+        {"bad_words": ("word",)},
+        {"min_new_tokens": 257},
+        {"min_new_tokens": -1},
+    ],
+)
+def test_parameters_outside_their_limits_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError, match=next(iter(wrong)).replace("_", ".")[:9]):
+        SamplingParams(**wrong)

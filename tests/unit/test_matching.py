@@ -1,6 +1,7 @@
 """Stored chunks are found in prompts by their ids: against an oracle that compares every place with every place."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import TokenIds, block_name, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.matching import SHORTEST, WINDOW, ChunkIndex, window_hashes
+from cacheblend.core.plan.matching import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
 
 ROOT = root_name("a model", "float32")
 
@@ -125,3 +126,25 @@ def test_what_is_found_is_what_comparing_finds(seed: int, cuts: list[tuple[bool,
     assert alone <= matches
     for start, stop, offset in matches:
         assert np.array_equal(prompt[start:stop], chunk[offset : offset + stop - start]) and stop - start >= SHORTEST
+
+
+def test_equal_windows_of_a_prompt_are_counted_from_the_front() -> None:
+    values = np.random.default_rng(0).integers(0, 9, 200).astype(np.uint64)
+    assert repeats(values).tolist() == [values[:at].tolist().count(value) for at, value in enumerate(values.tolist())]
+    assert repeats(values[:0]).tolist() == []
+
+
+def test_a_text_of_one_token_matches_itself_and_is_compared_at_few_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(ChunkIndex, "_run_around", counted(ChunkIndex._run_around, compared))
+    text = np.zeros(20_000, "<u4")
+    assert found(index_of(text), text) == [(0, 20_000, 0)]
+    assert len(compared) <= 64 * 16
+
+
+def counted(real: Any, calls: list[int]) -> Any:
+    def call(*args: Any) -> Any:
+        calls.append(1)
+        return real(*args)
+
+    return call

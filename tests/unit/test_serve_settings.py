@@ -1,12 +1,17 @@
 """Settings of a server that are out of range."""
 
 import math
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cacheblend.cli.serve import _reload_on_hangup
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.scheduler import Limits
+from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 
 
@@ -31,6 +36,7 @@ from cacheblend.serve.settings import ServeSettings
         ({"timeout_s": 0.0}, "timeout_s must be a number of seconds above 0, got 0.0"),
         ({"timeout_s": math.inf}, "timeout_s must be a number of seconds above 0, got inf"),
         ({"body_s": -1.0}, "body_s must be a number of seconds above 0"),
+        ({"headers_s": 0.0}, "headers_s must be a number of seconds above 0"),
         ({"limits": Limits(active=0)}, "at least 1 active and 0 waiting requests are needed, got 0 and 64"),
         ({"limits": Limits(waiting=-1)}, "got 8 and -1"),
     ],
@@ -42,3 +48,18 @@ def test_what_is_out_of_range_is_refused(given: dict[str, Any], message: str) ->
 
 def test_the_smallest_values_are_taken() -> None:
     ServeSettings(chunk_tokens=1, max_prompt_tokens=1, drain_s=0, store_bytes=0, limits=Limits(active=1, waiting=0))
+
+
+def test_a_hangup_has_the_keys_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.serve.keys.LOOK_S", math.inf)  # nobody looks at the file
+    file, before = tmp_path / "keys.json", signal.getsignal(signal.SIGHUP)
+    add_key(file, "one")
+    settings = ServeSettings(keys=KeyRing(read_keys(file), file))
+    try:
+        _reload_on_hangup(settings)
+        add_key(file, "two")
+        assert [key.name for key in settings.keys.keys] == ["one"]
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert [key.name for key in settings.keys.keys] == ["one", "two"]
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,11 +1,10 @@
 """The contract of every store, tested on each kind."""
 
-import atexit
+import random
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,63 +15,17 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name
-from cacheblend.core.plan.blocks import Block, LayerShape
+from cacheblend.core.plan.blocks import Block, ChunkManifest, LayerShape
 from cacheblend.core.plan.codec import CODECS
-from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
+from cacheblend.store import KVStore, MemoryStore
 from cacheblend.store.combined.cascade import CascadeStore
 from cacheblend.store.combined.striped import StripedStore
-from cacheblend.store.remote.bucket import BucketObjects
-from cacheblend.store.remote.redis import RedisObjects
+from cacheblend.store.documents import DocumentRecord
+from cacheblend.store.format.document_file import encode_document
+from cacheblend.store.format.manifest_file import encode_manifest
 from cacheblend.store.remote.store import RemoteStore
-from moto_bucket import BUCKET, bucket, needs_bucket
-from redis_server import RedisServer, needs_redis
 from store_blocks import ROOT, holds, make_block, make_manifest, random_bits, raw_block, same_bits
-
-REDIS = pytest.param("redis", marks=needs_redis)
-S3 = pytest.param("s3", marks=needs_bucket)
-KINDS = (
-    "memory",
-    "disk",
-    "tiered",
-    "tiered without memory",
-    "direct",
-    "striped",
-    "cascade",
-    REDIS,
-    S3,
-    pytest.param("tiered redis", marks=needs_redis),
-)
-
-
-@cache
-def redis() -> str:
-    """One server for all tests of this process."""
-    server = RedisServer()
-    server.start()
-    atexit.register(server.kill)
-    return server.url
-
-
-def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24, ttl: float | None = None) -> KVStore:
-    if kind == "memory":
-        return MemoryStore(max_bytes, ttl=ttl)
-    if "redis" in kind:
-        back = RemoteStore(RedisObjects(redis(), prefix=str(path)), max_bytes, ttl=ttl)
-        return back if kind == "redis" else TieredStore(MemoryStore(1 << 20), back)
-    if kind == "s3":
-        url = f"s3://{BUCKET}{path}"
-        return RemoteStore(BucketObjects(url, options=bucket().options), max_bytes, ttl=ttl)
-    if kind == "striped":
-        folders = [path / name for name in "abc"]
-        options = {"max_bytes": max_bytes, "durable": False, "ttl": ttl}
-        return StripedStore({str(each): DiskStore(each, **options) for each in folders})  # type: ignore[arg-type]
-    if kind == "cascade":
-        options = {"max_bytes": max_bytes, "durable": False, "ttl": ttl}
-        return CascadeStore([DiskStore(path / each, **options) for each in ("near", "far")])  # type: ignore[arg-type]
-    disk = DiskStore(path, max_bytes=max_bytes, durable=False, direct=kind == "direct", ttl=ttl)
-    if kind in ("disk", "direct"):
-        return disk
-    return TieredStore(MemoryStore(0 if "without" in kind else 1 << 20), disk)
+from store_kinds import KINDS, REDIS, S3, open_kind
 
 
 @pytest.fixture(params=KINDS)
@@ -312,8 +265,81 @@ def test_whether_blocks_are_held_marks_and_counts_nothing(store: KVStore) -> Non
         assert (store.stats().hits, store.stats().misses) == (before.hits, before.misses)
 
 
+def really_held(store: KVStore, made: dict[BlockName, Block]) -> int:
+    """Bytes of records, manifests and documents' records that the store gives back, whatever it counts."""
+    names = list(made)
+    blocks = [made[name] for name, held in zip(names, store.held(names), strict=True) if held]
+    listed = [len(encode_manifest(manifest)) for manifest in store.manifests()]
+    records = [len(encode_document(each)) for each in store.documents.all(ROOT) if isinstance(each, DocumentRecord)]
+    return sum(record.nbytes for block in blocks for record in block.records) + sum(listed) + sum(records)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_that_a_store_holds_stays_within_its_bound(kind: str, seed: int, tmp_path: Path) -> None:
+    """Tiny chunks, of which manifests are the larger part; some pinned, written again, deleted, or without blocks."""
+    rng, in_pages = (
+        random.Random(seed),
+        kind in ("disk", "direct", "tiered", "tiered without memory", "striped", "cascade"),
+    )
+    max_bytes = (1 << 17) if in_pages else (1 << 13) if kind == "s3" else (1 << 14)
+    bound = max_bytes * {"striped": 3, "cascade": 2}.get(kind, 1)
+    made: dict[BlockName, Block] = {}
+    pinned: list[BlockName] = []
+    with open_kind(kind, tmp_path / "store", max_bytes=max_bytes) as store:
+        for step in range(40 if kind == "s3" else 90):  # a bucket takes its time
+            chain = [make_block(rng.randrange(60), tokens=rng.randint(1, 4))]
+            for _ in range(rng.choice([0, 0, 2])):
+                chain.append(make_block(step, tokens=2, parent=chain[-1].name))
+            made |= {block.name: block for block in chain}
+            try:
+                for block in chain if rng.random() < 0.9 else ():  # or its blocks were evicted meanwhile
+                    store.write(block)
+                names = tuple(block.name for block in chain)
+                ids = as_token_ids(range(rng.choice([3, 300])))
+                store.put_manifest(ChunkManifest(names[-1], ROOT, as_token_ids([1]), ids, names, "m", "x" * step))
+                if rng.random() < 0.1:
+                    store.documents.put(DocumentRecord(ROOT, "c", str(step % 4), "0f", 3, (names,)))
+                if rng.random() < 0.05 and len(pinned) < 6:
+                    store.pin(names)
+                    pinned += [name for name, held in zip(names, store.held(names), strict=True) if held]
+            except StoreFullError:
+                store.unpin(pinned)
+                pinned.clear()
+            if rng.random() < 0.05:
+                store.delete(gone := rng.choice(list(made)))
+                pinned = [name for name in pinned if name != gone]
+            if step % 10 == 9:
+                store.flush()
+                assert really_held(store, made) <= bound
+                stats = store.stats()
+                assert all(each.bytes <= (each.max_bytes or 0) for each in stats.tiers or (stats,))
+        assert all(held or name not in pinned for name, held in zip(made, store.held(list(made)), strict=True))
+        assert store.stats().evictions > 0  # the history was long enough to need it
+        assert len(store.manifests()) < 90
+        (new,) = [make_block(1000)]
+        assert store.write(new) and holds(store, new)
+        store.unpin(pinned)
+        store.prune(0)
+        assert store.manifests() == [] and store.stats().blocks == 0
+
+
+def test_what_cannot_fit_evicts_nothing_and_keeps_what_was_listed(tmp_path: Path) -> None:
+    for kind in ("memory", "disk"):
+        with open_kind(kind, tmp_path / kind, max_bytes=60_000) as store:
+            blocks = [make_block(seed) for seed in range(3)]
+            for block in blocks:
+                store.write(block)
+                store.put_manifest(make_manifest(block, "old"))
+            huge = replace(make_manifest(blocks[0]), label="x" * 100_000)
+            with pytest.raises(StoreFullError, match="raise max_bytes"):
+                store.put_manifest(huge)
+            assert all(holds(store, block) for block in blocks)
+            assert {manifest.label for manifest in store.manifests()} == {"old"}
+
+
 def test_a_chunk_of_which_nothing_is_left_is_forgotten() -> None:
-    store = MemoryStore(10 * make_block(1).layout.block_bytes(len(make_block(1).token_ids)))
+    store = MemoryStore(20_000)
     for seed in range(300):
         block = make_block(seed)
         store.write(block)

@@ -30,10 +30,11 @@ from cacheblend.core.errors import (
     StoreReadOnlyError,
 )
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
-from cacheblend.core.plan.blocks import LayerShape
+from cacheblend.core.plan.blocks import ChunkManifest, LayerShape
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
+from cacheblend.store.documents import DocumentRecord
 from cacheblend.store.format.block_file import encode_block
 from cacheblend.store.format.manifest_file import decode_manifest, encode_manifest
 from store_blocks import ROOT, holds, make_block, make_manifest, raw_block, same_bits
@@ -630,7 +631,7 @@ def test_a_lock_that_another_holds_is_waited_for(tmp_path: Path) -> None:
         store.write(make_block(1))
         fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
         try:
-            with store._folder.evicting(), pytest.raises(BlockingIOError):
+            with store._folder.locked(), pytest.raises(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
@@ -688,3 +689,50 @@ def test_what_is_evicted_from_memory_during_a_read_is_read_all_the_same(
 def test_a_label_that_was_stored_with_a_lone_surrogate_can_be_shown() -> None:
     manifest = make_manifest(make_block(1), "bad \ud800 x")
     assert decode_manifest(encode_manifest(manifest), manifest.chunk_id).label == "bad ? x"
+
+
+def occupied(folder: Path) -> int:
+    """Bytes of all files: blocks as they are, small files in whole pages."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.parent != folder]
+    return sum(_size(file) for file in files)
+
+
+def _size(file: Path) -> int:
+    size = file.stat().st_size
+    return size if file.suffix == ".safetensors" else -(-size // 4096) * 4096
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_manifests_and_records_count_against_the_bound(tmp_path: Path, blocks: int) -> None:
+    """Many chunks of a few tokens in a small store: nothing stays of those whose blocks were evicted."""
+    bound, count = 1 << 20, 700
+    with DiskStore(tmp_path / "s", max_bytes=bound, durable=False) as store:
+        for seed in range(count):
+            chain = [make_block(seed)]
+            for _ in range(blocks - 1):
+                chain.append(make_block(seed, parent=chain[-1].name))
+            for block in chain:
+                store.write(block)
+            names = tuple(block.name for block in chain)
+            ids = as_token_ids([seed, 1, 2])
+            store.put_manifest(ChunkManifest(names[-1], ROOT, as_token_ids([]), ids, names))
+            if seed % 7 == 0:
+                store.documents.put(DocumentRecord(ROOT, "c", str(seed), "", 3, (names,)))
+            if seed % 50 == 0:
+                assert occupied(tmp_path / "s") <= bound
+        assert occupied(tmp_path / "s") <= bound
+        assert store.stats().bytes == occupied(tmp_path / "s")
+        last = store.manifests()
+        assert 20 < len(last) < count
+        assert sum(all(store.held(each.block_names)) for each in last) > len(last) // 2
+        assert len(store.documents.all(ROOT)) == count // 7  # nothing asked for is dropped without a word
+        store.prune(0)
+        assert store.manifests() == [] and store.stats().blocks == 0
+
+
+def test_a_bound_that_records_of_documents_fill_is_named(tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "s", max_bytes=10 * 4096, durable=False) as store:
+        with pytest.raises(StoreFullError, match="records of documents"):
+            for number in range(20):
+                store.documents.put(DocumentRecord(ROOT, "c", str(number), "", 0, ()))
+        assert len(store.documents.all(ROOT)) == 10

@@ -1,12 +1,17 @@
-"""Figures of `bench vllm ttft|latency`, of times that are known."""
+"""Figures of `bench vllm ttft|latency|shadow`, of servers and times that are known."""
 
 import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
+from cacheblend.bench import vllm_bench
+from cacheblend.bench.prompts import PromptShape
 from cacheblend.bench.vllm_bench import median_interval
-from cacheblend.bench.vllm_server import Pair, dtype_of
+from cacheblend.bench.vllm_server import Pair, Streamed, dtype_of
 from cacheblend.cli.bench.servers import _lines
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines import processor, provenance
@@ -85,3 +90,84 @@ def test_a_result_names_the_instructions_that_decide_how_fast_a_processor_comput
     assert provenance.machine()["instructions"] == "AVX512 BF16 AMX"
     monkeypatch.delattr("torch.cpu._is_amx_tile_supported")
     assert processor.instructions() == "AVX512 BF16"
+
+
+class Asked:
+    """A stand-in for a server: notes what it is asked, and has answers that wait for a while."""
+
+    def __init__(self, log: list[str], name: str, waiting: int = 0) -> None:
+        self.log, self.name, self.waiting, self.left = log, name, waiting, 0
+        self.prompts: list[tuple[tuple[int, ...], int]] = []
+
+    def ask(self, ids: Sequence[int], tokens: int, chunks: Sequence[Sequence[int]]) -> Streamed:
+        assert all(0 < start < stop < len(ids) for start, stop in chunks) and len(chunks) == 3
+        self.prompts.append((tuple(ids), tokens))
+        self.log.append(self.name)
+        self.left = self.waiting
+        return Streamed([0.001])
+
+    def wait_for_captures(self, tokens: int) -> None:
+        assert tokens == 3 * 40
+        self.log.clear()
+
+    def shown(self, name: str) -> float:
+        assert name == "shadow_waiting"
+        self.left = max(0, self.left - 1)
+        return self.left
+
+    def counted(self, name: str) -> float:
+        return {"shadow": 7.0, "shadow_dropped": 2.0}[name]
+
+    def counters(self) -> dict[str, float]:
+        return {"vllm:cacheblend_shadow_total": 7.0}
+
+
+@pytest.mark.parametrize("waiting", [0, 3, 10**9])
+def test_both_servers_are_asked_the_same_in_turn_and_the_checked_one_settles(
+    waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    plain, checked = Asked(log, "plain"), Asked(log, "checked", waiting)
+
+    @contextmanager
+    def serving(self: Pair, max_model_len: int) -> Iterator[tuple[Asked, Asked]]:
+        assert max_model_len == 32 + 3 * 40 + 32 + 16
+        yield plain, checked
+
+    now = [0.0]
+    monkeypatch.setattr(Pair, "serving", serving)
+    monkeypatch.setattr(vllm_bench.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(vllm_bench.time, "monotonic", lambda: now[0])
+    done: list[tuple[int, int]] = []
+    pair = Pair(shape="tiny", shadow=0.02, dtype="float32")
+    found = vllm_bench.shadow(
+        pair, PromptShape(3, 40), 4, seed=1, progress=lambda *at: done.append(at), requests=5, clients=2
+    )
+    assert plain.prompts[0] != checked.prompts[0]  # stores chunks
+    assert {tokens for _, tokens in plain.prompts[1:]} == {vllm_bench.ANSWERED}
+    for at in range(1, 26, 5):  # clients are threads: within a round the order is theirs
+        assert set(plain.prompts[at : at + 5]) == set(checked.prompts[at : at + 5])
+    assert len(set(plain.prompts)) == 26 and len(plain.prompts) == len(checked.prompts) == 26
+    turns = [log[at] for at in range(0, len(log), 5)]
+    assert turns == ["checked", "plain", "plain", "checked"] * 2 + ["checked", "plain"]
+    figures, shadow = found["figures"], found["shadow"]
+    assert len(shadow["by_round"]) == 4 and figures["shadow_overhead"] == shadow["overhead"]
+    low, high = found["intervals"]["shadow_overhead"]
+    assert min(shadow["by_round"]) <= low <= figures["shadow_overhead"] <= high <= max(shadow["by_round"])
+    assert (figures["shadow_compared"], figures["shadow_dropped"], shadow["share"]) == (7, 2, 0.02)
+    assert done == [(number, 5) for number in range(1, 6)]
+    assert checked.left == 0 or now[0] >= 5 * vllm_bench.SETTLE_S
+
+
+def test_two_servers_have_the_plug_in_and_stores_of_their_own() -> None:
+    with ExitStack() as stack:
+        first, second = Pair(shape="tiny", ratio=0.3, shadow=0.02)._extras(stack)
+        assert first is not None and second is not None
+        assert (first.pop("shadow"), second.pop("shadow")) == (0.0, 0.02)
+        stores = [each.pop("store") for each in (first, second)]
+        assert first == second and first["recompute_ratio"] == 0.3
+        folders = [Path(store.removeprefix("file://").split("?")[0]) for store in stores]
+        assert folders[0] != folders[1] and all(folder.is_dir() for folder in folders)
+        without, with_it = Pair(shape="tiny")._extras(stack)
+        assert without is None and with_it is not None and "shadow" not in with_it
+    assert not any(folder.exists() for folder in folders)

@@ -10,10 +10,11 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.matching import ChunkIndex
-from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import Head, Hkvd
+from cacheblend.engines.listing import with_matches
 from cacheblend.engines.settings import Settings
-from cacheblend.engines.vllm.scheduler.chunks import named_chunks, with_matches
+from cacheblend.engines.vllm.scheduler.chunks import named_chunks
 from cacheblend.engines.vllm.scheduler.options import RequestOptions, read_options
 
 END = 9
@@ -42,7 +43,7 @@ def find_chunks(
     """By the first way that applies, as the scheduler side does."""
     tokens = as_token_ids(ids)
     found = named_chunks(tokens, read_options(params, len(tokens)).spans, chunk_end_token_id)
-    return with_matches(tokens, index or index_of()) if found is None else found
+    return with_matches(Prompt.of([text(tokens)]), index or index_of()) if found is None else found
 
 
 def test_a_prompt_that_nobody_knows_is_text() -> None:

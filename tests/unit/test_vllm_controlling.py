@@ -179,6 +179,34 @@ def test_where_loading_takes_longer_anyway_more_is_recomputed_in_few_steps() -> 
     assert len({step(control, world, plan).ratio for _ in range(40)}) <= 3
 
 
+@pytest.mark.parametrize("raised", [1.5, 2.25, 4.0])
+def test_steps_begin_at_the_ratio_in_force(raised: float) -> None:
+    """The floor of the shadow check has raised it: expected times count it, and no lower one is chosen."""
+    known = CostModel(((256, 256 * LAYERS * PACE), (4096, 4096 * LAYERS * PACE)), {"s3": TierSpeed(5e9, 0.02)})
+    one_check = BlendConfig(selector="hkvd", check_layers=(1,))
+    in_force, plan = one_check.recompute_ratio * raised, plan_of(["s3"] * 8)
+    control = LoadControl(one_check, LAYERS, BYTES, known)
+    higher = LoadControl(replace(one_check, recompute_ratio=in_force), LAYERS, BYTES, known)
+    assert control.decide(plan, in_force) == higher.decide(plan)
+    choice, lowest = control.decide(plan, in_force, raises=False), control.decide(plan, raises=False)
+    assert choice.ratio is None and choice.decision is not None and lowest.decision is not None
+    assert choice.decision.ratio >= in_force
+    fast = opened(CostModel(known.prefill_s, {"s3": TierSpeed(5e12)}))
+    times = [fast.decide(plan, ratio).decision for ratio in (None, in_force)]
+    assert times[0] is not None and times[1] is not None and times[1].compute_s > 1.2 * times[0].compute_s
+
+
+def test_a_store_that_is_slower_than_computing_stays_left_out_and_a_raised_ratio_leaves_out_more() -> None:
+    """Between the two: worth loading at the configured ratio, not where most of it is recomputed anyway."""
+    plan = plan_of(["disk"] * 8)
+    known = [CostModel(((256, 0.06), (4096, 1.0)), {"disk": TierSpeed(10 ** (6 + at / 20))}) for at in range(60)]
+    left = [
+        {ratio: opened(each).decide(plan, ratio).is_all_left_out for ratio in (None, 0.15, 0.34, 0.6)} for each in known
+    ]
+    assert all(each[None] == each[0.15] <= each[0.34] <= each[0.6] for each in left)
+    assert any(each[0.6] and not each[0.15] for each in left)
+
+
 @given(st.floats(0, 1), st.floats(1e5, 1e10), st.floats(0, 0.2), st.lists(st.sampled_from(["a", "b", ""]), min_size=1))
 @settings(max_examples=80, deadline=None)
 def test_ratios_are_steps_above_the_floor_and_never_below(

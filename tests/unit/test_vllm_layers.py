@@ -25,7 +25,7 @@ INNER, WIDTH = HEADS * HEAD_DIM, 8 * HEADS * HEAD_DIM  # no tensor of keys or va
 
 
 class Model:
-    """Stands in for `BlendModel`: layers as vLLM's, which take and return (hidden, residual)."""
+    """Stands in for `BlendModel`: layers as it calls vLLM's, whose hidden state is a sum."""
 
     def __init__(self, *, in_place: bool) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -38,21 +38,21 @@ class Model:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.table[token_ids]
 
+    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        return [()] * LAYERS
+
     @contextmanager
     def answering(self, layer: int, answer: Any) -> Iterator[None]:
         self._answer = answer
         yield
 
-    def _layer(self, weight: torch.Tensor, *, in_place: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        def layer(
-            positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            assert residual is None
+    def _layer(self, weight: torch.Tensor, *, in_place: bool) -> Callable[..., torch.Tensor]:
+        def layer(positions: torch.Tensor, hidden: torch.Tensor, inputs: Any) -> torch.Tensor:
             residual, normed = hidden, _norm(hidden)
             q, k, v = ((normed @ part + positions[:, None] / 100).view(-1, HEADS, HEAD_DIM) for part in weight.unbind())
             attended = self._answer(q, k, v).reshape(-1, INNER) @ weight[2].T
             residual = residual.add_(attended) if in_place else residual + attended
-            return _norm(residual) @ weight[0] @ weight[1].T, residual
+            return residual.add_(_norm(residual) @ weight[0] @ weight[1].T)
 
         return layer
 

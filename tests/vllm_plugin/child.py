@@ -1,7 +1,8 @@
 """Runs vLLM in a process of its own, since one process holds one engine: `python child.py JOB.json`.
 
-The job is `{"model", "engine", "extra", "steps"}`; `extra` null leaves the connector out. A step asks prompts, or does
-one of the other things below. What comes out is written beside the job, as `JOB.json.out`.
+The job is `{"model", "engine", "extra", "steps", "beside"}`; `extra` null leaves the connector out, `beside` null
+leaves it alone, else it lists the connectors of a `MultiConnector`, null for ours. A step asks prompts, or does one of
+the other things below. What comes out is written beside the job, as `JOB.json.out`.
 """
 
 import json
@@ -10,6 +11,10 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import vision
 
 MODULE = "cacheblend.engines.vllm"
 DEFAULTS = {"controller": False, "allow_untested_version": True, "lookup_timeout_s": 30.0}
@@ -20,6 +25,8 @@ LABELS = ("source", "reason", "direction", "tenant", "selector", "settings", "ag
 
 def main(path: Path) -> None:
     job = json.loads(path.read_text())
+    if "image" in job["engine"].get("limit_mm_per_prompt", {}):
+        see(job["model"])
     from vllm import LLM
 
     from cacheblend.engines.vllm.scheduler import capture_queue
@@ -36,22 +43,46 @@ def main(path: Path) -> None:
     }
     options |= job["engine"]
     if job["extra"] is not None:
-        options["kv_transfer_config"] = {
-            "kv_connector": "CacheBlendConnector",
-            "kv_connector_module_path": MODULE,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": DEFAULTS | job["extra"],
-        }
+        options["kv_transfer_config"] = connectors({**DEFAULTS, **job["extra"]}, job["beside"])
     llm = LLM(model=job["model"], **options)
     answers = [step(llm, each) for each in job["steps"]]
     Path(f"{path}.out").write_text(json.dumps({"answers": answers, "metrics": counters(llm)}))
 
 
+def see(model: str) -> None:
+    """Lets this process run a vision model; vLLM looks at classes that are not imported yet in another process."""
+    vision.make_importable()
+    from vllm import ModelRegistry
+
+    for name in json.loads(Path(model, "config.json").read_text())["architectures"]:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def connectors(extra: dict[str, Any], beside: list[Any] | None) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config`."""
+    mine = {
+        "kv_connector": "CacheBlendConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    if beside is None:
+        return mine
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [mine if other is None else other for other in beside]},
+    }
+
+
 def counters(llm: Any) -> dict[str, float]:
-    """The plug-in's counters and gauges, sums and counts of its histograms, and vLLM's preemptions, since the start."""
+    """The plug-in's counters and gauges, sums and counts of its histograms, and vLLM's preemptions and drafts."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if "cacheblend" not in metric.name and "preemptions" not in metric.name:
+        if not any(name in metric.name for name in ("cacheblend", "preemptions", "spec_decode")):
+            continue
+        if hasattr(metric, "values"):  # one for each place of a draft
             continue
         labels = " ".join(metric.labels[name] for name in LABELS if name in metric.labels)
         named = {"": metric.value} if hasattr(metric, "value") else {"_sum": metric.sum, "_count": metric.count}
@@ -59,10 +90,25 @@ def counters(llm: Any) -> dict[str, float]:
     return found
 
 
+def kv_cache(llm: Any) -> dict[str, Any]:
+    """Groups of vLLM's KV cache, and what requests hold of it now; the engine runs in this process."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    config, manager = scheduler.kv_cache_config, scheduler.kv_cache_manager
+    used = config.num_blocks - 1 - manager.block_pool.get_num_free_blocks()  # the null block is nobody's
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    parts = [layer.kv_cache.untyped_storage() for layer in layers if hasattr(layer, "kv_cache")]  # groups share them
+    block_bytes = sum({part.data_ptr(): part.nbytes() for part in parts}.values()) // config.num_blocks
+    return {"groups": len(config.kv_cache_groups), "blocks": used, "bytes": used * block_bytes}
+
+
 def step(llm: Any, what: dict[str, Any]) -> Any:
     """Asks (all prompts at once, or one by one), counts, calls the workers, removes a folder, empties a cache."""
     if "count" in what:
         return counters(llm)
+    if "embed" in what:
+        return [one.outputs.embedding for one in llm.embed([{"prompt_token_ids": ids} for ids in what["embed"]])]
+    if "cache" in what:
+        return kv_cache(llm)
     if "forget" in what:
         llm.reset_prefix_cache(reset_connector=what["forget"] == "connector")
         return None
@@ -71,6 +117,12 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
         return llm.collective_rpc(method, args=tuple(arguments))
     if {"begin", "abort", "until"} & set(what):
         return one_request(llm.llm_engine, what)
+    if "copy" in what:
+        source, target = what["copy"]
+        shutil.copytree(source, target, dirs_exist_ok=True)
+        return None
+    if "load" in what:
+        return llm.llm_engine.add_lora(adapter(what["load"]))
     if "remove" in what:
         shutil.rmtree(what["remove"])
         return None
@@ -79,8 +131,11 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
     batches = [[i] for i in range(len(prompts))] if what.get("alone") else [list(range(len(prompts)))]
     found: list[Any] = []
     sampling, salt = what.get("sampling", {}), what.get("salt")
+    adapters = [adapter(named) for named in what.get("adapters") or [None] * len(prompts)]
     for batch in batches:
-        answers = ask(llm, [prompts[i] for i in batch], [chunks[i] for i in batch], sampling, salt, what.get("options"))
+        shown = [{kind: what[kind][i] for kind in ITEMS if kind in what} for i in batch]
+        mine, own = ([prompts[i] for i in batch], [chunks[i] for i in batch]), [adapters[i] for i in batch]
+        answers = ask(llm, *mine, sampling, salt, what.get("options"), own, shown)
         began = time.monotonic()
         finish_captures(llm)
         found += [{**answer, "captured_in_s": time.monotonic() - began} for answer in answers]
@@ -88,7 +143,7 @@ def step(llm: Any, what: dict[str, Any]) -> Any:
 
 
 def one_request(engine: Any, what: dict[str, Any]) -> Any:
-    """Begins or aborts a request; or makes steps until it has its answer, or as many as `steps` says.
+    """Begins or aborts a request; or makes steps until it has its answer or `tokens` of it, or as many as `steps`.
 
     Returns:
         Of the steps: the answer, None if it is not there yet, and how many steps it took.
@@ -98,16 +153,17 @@ def one_request(engine: Any, what: dict[str, Any]) -> Any:
     if "begin" in what:
         settings = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | what.get("sampling", {})
         extra = {"kv_transfer_params": {"cacheblend": {"chunks": what.get("chunks", [])}}}
-        engine.add_request(
-            what["begin"], {"prompt_token_ids": what["ids"]}, SamplingParams(**settings, extra_args=extra)
-        )
+        given, params = {"prompt_token_ids": what["ids"]}, SamplingParams(**settings, extra_args=extra)
+        engine.add_request(what["begin"], given, params, lora_request=adapter(what.get("adapter")))
         return None
     if "abort" in what:
         engine.abort_request([what["abort"]])
         return None
     for number in range(what.get("steps", 1_000_000)):
         for output in engine.step():
-            if output.request_id == what["until"] and output.finished:
+            if output.request_id != what["until"]:
+                continue
+            if output.finished or len(output.outputs[0].token_ids) >= what.get("tokens", 1_000_000):
                 return {"tokens": [list(one.token_ids) for one in output.outputs], "steps": number + 1}
     return {"tokens": None, "steps": what["steps"]}
 
@@ -119,11 +175,17 @@ def ask(
     sampling: dict[str, Any],
     salt: str | None,
     options: dict[str, Any] | None = None,
+    adapters: list[Any] | None = None,
+    shown: list[dict[str, list[int]]] | None = None,
 ) -> list[Any]:
-    """Answers of these prompts; `options` are of the requests, beside their chunks."""
+    """Answers of these prompts; `options` are of the requests, beside their chunks; `shown`: seeds of
+    each one's sounds or images."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
+    if structured := settings.pop("structured", None):
+        settings["structured_outputs"] = StructuredOutputsParams(**structured)
     params = [
         SamplingParams(
             **settings,
@@ -134,7 +196,11 @@ def ask(
         for spans in chunks
     ]
     salted = {} if salt is None else {"cache_salt": salt}
-    outputs = llm.generate([{"prompt_token_ids": ids, **salted} for ids in prompts], params, use_tqdm=False)
+    asked: list[Any] = [{"prompt_token_ids": ids, **salted} for ids in prompts]
+    for one, items in zip(asked, shown or [], strict=False):
+        if any(items.values()):
+            one["multi_modal_data"] = {kind: [ITEMS[kind](seed) for seed in seeds] for kind, seeds in items.items()}
+    outputs = llm.generate(asked, params, use_tqdm=False, lora_request=adapters)
     return [
         {
             "tokens": [list(one.token_ids) for one in output.outputs],
@@ -143,6 +209,34 @@ def ask(
         }
         for output in outputs
     ]
+
+
+def adapter(named: dict[str, Any] | None) -> Any:
+    """vLLM's `LoRARequest` of {"name", "number", "path"}; None: none."""
+    if named is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    fields = {"load_inplace": named["inplace"]} if "inplace" in named else {}
+    return LoRARequest(named["name"], named["number"], named["path"], **fields)
+
+
+def _sound(seed: int) -> Any:
+    """A fifth of a second of noise."""
+    import numpy as np
+
+    return np.random.default_rng(seed).standard_normal(3200).astype("float32"), 16000
+
+
+def _image(seed: int) -> Any:
+    """56 x 56 pixels of noise."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype="uint8"))
+
+
+ITEMS = {"audio": _sound, "image": _image}
 
 
 def _logprobs(answer: Any) -> list[dict[str, float]]:

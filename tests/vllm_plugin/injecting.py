@@ -19,8 +19,8 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.compat import connector_of_worker
-from cacheblend.engines.vllm.compat_model import AttentionShim
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
+from cacheblend.engines.vllm.compat_shim import AttentionShim
 from cacheblend.engines.vllm.worker import checking, paged_attention
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner
@@ -38,7 +38,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "fill": (LayerLoader, "_fill"),
     "project": (VllmLayerRunner, "project"),
     "run": (VllmLayerRunner, "run"),
-    "attention": (AttentionShim, "forward"),
+    "attention": (AttentionShim, "opened"),
     "mlp": (LlamaMLP, "forward"),
     "select": (Hkvd, "select"),
     "combine": (TensorParallel, "combine"),

@@ -120,7 +120,7 @@ def test_both_sides_know_whether_a_cache_is_fp8(cache_dtype: str, stored: Any, e
 def test_queries_are_not_quantised_while_layers_run_for_a_blend() -> None:
     """As FlashAttention has them beside FP8 caches; afterwards vLLM's own passes have them quantised again."""
     from cacheblend.engines.vllm.compat_cache import plain_queries
-    from cacheblend.engines.vllm.compat_model import AttentionShim
+    from cacheblend.engines.vllm.compat_shim import AttentionShim
 
     quantiser = torch.nn.Identity()
     with_one, without = torch.nn.Module(), SimpleNamespace()

@@ -3,6 +3,7 @@ time for it, and what the floor does to new requests."""
 
 import hashlib
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def provide(side: Any, request: Request, *, recomputed: int = 15, hits: Any = No
     from cacheblend.engines.vllm.jobs import BlendOutcome
 
     claimed = start(side, request)
-    side.allocated(request, [3, 4, 5], claimed)
+    side.allocated(request, [[3, 4, 5]], claimed)
     side.take_jobs()
     side.provided([request.request_id])
     outcome = BlendOutcome(hit_tokens={"disk": 100} if hits is None else hits, recomputed_tokens=recomputed)
@@ -85,7 +86,7 @@ def test_an_answer_is_read_once_it_has_sixteen_tokens() -> None:
     answer(request, ANSWER_TOKENS + 3)
     job = side.take_jobs().check
     assert job.prompt_ids.tolist() == request.prompt_token_ids
-    assert (job.token_ids, job.block_ids) == (tuple(range(16)), [3, 4, 5])
+    assert (job.token_ids, job.block_ids) == (tuple(range(16)), [[3, 4, 5]])
     assert not job.is_held and side.take_jobs().check is None
     assert not end(side, request)
     side.reported(report(checked={job.number: GOOD}))
@@ -120,7 +121,7 @@ def test_a_front_that_was_blended_before_makes_an_answer_approximate() -> None:
     side.on_new(request)
     claimed = start(side, request)
     tracked = side._requests["r"]
-    side.allocated(request, [3, 4, 5], claimed)
+    side.allocated(request, [[3, 4, 5]], claimed)
     tracked.held_by_vllm = 96  # of which rows 40..95 were blended
     from cacheblend.engines.vllm.jobs import BlendOutcome
 
@@ -265,6 +266,49 @@ def test_disagreement_raises_the_ratio_of_requests_that_name_none() -> None:
     told = side.counts.take().data
     assert told["shadow_changes"] == {"raised": 1, "lowered": 0} and told["shadow_ratio"][""] == pytest.approx(0.3)
     assert told["shadow"] == {"|hkvd|engine": 6, "|hkvd|request": 6, "|random|request": 6}
+
+
+def test_an_answer_names_the_ratio_that_was_in_force_when_its_request_came() -> None:
+    side = scheduling([CHUNK], shadow=1.0, shadow_floor=0.8, blend_fields={"recompute_ratio": 0.2})
+    early = request_of("early")
+    provide(side, early)
+    for number in range(5):
+        check(side, number, BAD)
+    later, own, exact = request_of("later"), request_of("own"), request_of("exact")
+    own.kv_transfer_params = {"cacheblend": {"recompute_ratio": 0.1}}
+    exact.kv_transfer_params = {"cacheblend": {"mode": "full"}}
+    bare = Request([*CHUNK, 7, 8], name="all that is loaded is exact")
+    for request in (later, own, bare):
+        provide(side, request)
+    start(side, exact)
+    told = [side.finished(request)["cacheblend"] for request in (early, later, own, exact, bare)]
+    assert [each["recompute_ratio"] for each in told] == [0.2, pytest.approx(0.3), 0.1, None, None]
+    assert [each["selector"] for each in told] == ["hkvd", "hkvd", "hkvd", "", ""]
+    assert [each["blended"] for each in told] == [True, True, True, False, True]
+
+
+def test_the_loading_controller_raises_what_it_recomputes_above_the_ratio_in_force() -> None:
+    """And the answer names that; blocks that others share are named, and told, by the ratio in force."""
+    from cacheblend.engines.vllm.scheduler.controlling import LoadChoice
+
+    asked: list[Any] = []
+
+    def decide(plan: Any, in_force: float | None, *, raises: bool) -> LoadChoice:
+        asked.append((in_force, raises))
+        return LoadChoice(plan, ratio=0.45 if raises else None)
+
+    side = scheduling([CHUNK], shadow=1.0, shadow_floor=0.8, blend_fields={"recompute_ratio": 0.2})
+    side._finder._control = SimpleNamespace(decide=decide, learn=lambda *_: None)
+    for number in range(5):
+        assert check(side, number, BAD).named_by.share == pytest.approx(0.2)
+    later, own = request_of("later"), with_options([3, *PROMPT], "own", recompute_ratio=0.1)
+    for request in (later, own):
+        provide(side, request)
+    assert asked[0] == (pytest.approx(0.2), True)
+    assert asked[-2:] == [(pytest.approx(0.3), True), (0.1, False)]
+    assert side._requests["later"].found.named_by.share == pytest.approx(0.3)
+    assert side.finished(later)["cacheblend"]["recompute_ratio"] == pytest.approx(0.45)
+    assert side.finished(own)["cacheblend"]["recompute_ratio"] == pytest.approx(0.1)
 
 
 def test_full_recompute_loads_what_is_exact_and_is_left_again() -> None:

@@ -69,6 +69,7 @@ def apart(found: dict[str, float], expected: dict[str, float]) -> float:
 
 @pytest.mark.parametrize("in_pages", [False, True], ids=["buffers", "pages"])
 @pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2", "of the checkpoint"])
+@pytest.mark.feature("FP8 KV cache", "blends, within its rounding")
 def test_at_ratio_one_answers_are_those_of_vllm_with_that_cache(
     vllm: Vllm, models: dict[str, Path], scaled: Path, tmp_path: Path, cache: str, in_pages: bool
 ) -> None:
@@ -158,7 +159,8 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     texts = Texts(21)
     passages = texts.passages(5)
-    prompts = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(4)]
+    count = 1 if "triton" in attention else 4  # its interpreter takes minutes for four
+    prompts = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(count)]
     ask: dict[str, Any] = {"ask": [one.ids for one in prompts], "chunks": [one.spans for one in prompts]}
     steps = [{**ask, "alone": True}, {"forget": True}, {**ask, "sampling": {"max_tokens": 1, "logprobs": 8}}]
     steps.insert(0, {"rpc": ["attend_by", "triton" if "triton" in attention else "products"]})

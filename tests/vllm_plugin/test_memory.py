@@ -29,6 +29,7 @@ def config_of(connector: dict[str, Any] | None) -> Any:
         get_num_attention_heads=lambda parallel: 8,
         get_head_size=lambda: 32,
         get_vocab_size=lambda: 2048,
+        use_mla=False,
     )
     return SimpleNamespace(
         kv_transfer_config=None if connector is None else SimpleNamespace(**connector),
@@ -36,19 +37,18 @@ def config_of(connector: dict[str, Any] | None) -> Any:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=128),
+        speculative_config=None,
     )
 
 
 def reserved(connector: dict[str, Any] | None, device: str = "meta") -> int:
-    from cacheblend.engines.vllm import compat_model
+    from cacheblend.engines.vllm import compat_loading
 
-    compat_model.release_reserved()
-    model = nn.Linear(2, 2)
-    if device != "cpu":
-        model.to_empty(device=device)
-    compat_model._reserve(model, config_of(connector))
-    taken = compat_model.release_reserved()
-    assert compat_model.release_reserved() == 0
+    compat_loading.release_reserved()
+    attention = nn.Linear(2, 2)
+    compat_loading._reserve(attention, config_of(connector), torch.device(device))
+    taken = compat_loading.release_reserved()
+    assert compat_loading.release_reserved() == 0
     return taken
 
 
@@ -83,13 +83,69 @@ def test_the_connector_is_found_among_several() -> None:
 
 def test_a_gpu_without_that_much_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.vllm import compat_model
+    from cacheblend.engines.vllm import compat_loading
 
-    model = nn.Linear(2, 2).to_empty(device="meta")
+    attention = nn.Linear(2, 2)
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(InvalidInputError, match="set workspace_bytes, max_model_len or"):
-        compat_model._reserve(model, config_of(CONNECTOR))
+        compat_loading._reserve(attention, config_of(CONNECTOR), torch.device("meta"))
+
+
+TIER = "cuda://?max_bytes=5MiB, file:///kv"
+
+
+@pytest.mark.parametrize("workspace_bytes", [None, 0, 12345])
+def test_records_that_the_device_keeps_are_taken_as_well(workspace_bytes: int | None) -> None:
+    """Whatever is set for blending: they lie there all the time."""
+    extra = {"workspace_bytes": workspace_bytes} if workspace_bytes is not None else {}
+    with_tier, without = (
+        reserved(CONNECTOR | {"kv_connector_extra_config": {"store": store, **extra}}) for store in (TIER, "/kv")
+    )
+    assert with_tier == without + (5 << 20)
+
+
+def test_what_was_taken_for_records_goes_back_to_the_device_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm import compat_loading
+
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    model = nn.Linear(2, 2).to_empty(device="meta")
+    for to_device, times in ((False, 0), (True, 1)):
+        compat_loading._reserve(model, config_of(CONNECTOR), torch.device("meta"))
+        assert compat_loading.release_reserved(to_device=to_device) > 0 and len(emptied) == times
+    assert compat_loading.release_reserved(to_device=True) == 0 and len(emptied) == 1  # on a CPU nothing was taken
+
+
+@pytest.mark.parametrize(
+    ("store", "device", "message"),
+    [
+        (TIER, "cpu", "on a CPU: leave cuda:// out"),
+        ("cuda://1?max_bytes=5MiB, file:///kv", "meta", "names the GPU 1"),
+        ("cuda://, file:///kv", "meta", "needs a bound"),
+        ("cuda://?max_bytes=5MiB", "meta", "nothing behind"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused_while_the_model_is_loaded(store: str, device: str, message: str) -> None:
+    from cacheblend.core.errors import InvalidInputError
+
+    with pytest.raises(InvalidInputError, match=message):
+        reserved(CONNECTOR | {"kv_connector_extra_config": {"store": store}}, device)
+
+
+def test_a_gpu_without_room_for_records_is_told_which_bound_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.engines.vllm import compat_loading
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, extra = nn.Linear(2, 2).to_empty(device="meta"), {"store": "cuda://?max_bytes=500GiB, file:///kv"}
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(InvalidInputError, match=r"500.00 GiB of it for stored records.*max_bytes of cuda://"):
+        compat_loading._reserve(
+            model, config_of(CONNECTOR | {"kv_connector_extra_config": extra}), torch.device("meta")
+        )

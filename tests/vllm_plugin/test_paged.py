@@ -185,13 +185,13 @@ def test_rows_are_attended_to_by_products_where_they_are_faster(
     monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: longest)
     monkeypatch.setattr(compat, "sequences_metadata", lambda *_: object())
     backend, spec = Backend(), AttentionSpec(0.3)
-    blocks = RequestBlocks.of([0, 1], 0, rows, 300)
+    blocks = RequestBlocks.of([1, 2], 0, rows, 300)
     attention = paged_attention.PagedAttention([backend], None, blocks)  # type: ignore[list-item]
     positions = torch.arange(0, rows, step)
     query = torch.randn(4, len(positions), WIDTH)
     kv = LayerKV(torch.randn(HEADS, rows, WIDTH), torch.randn(HEADS, rows, WIDTH))
     out = attention(0, query, kv, positions, spec)
-    assert sorted(backend.written) == list(range(rows))  # whoever attends
+    assert sorted(backend.written) == list(range(300, 300 + rows))  # whoever attends
     by_products = run_rows < longest  # few rows are always the kernel's
     if by_products:
         assert backend.kernel_calls == 0

@@ -210,8 +210,10 @@ def test_no_record_is_placed_in_a_shared_block() -> None:
 
 def test_blocks_that_a_window_has_passed_keep_a_prompt_in_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The null block stands for all of them."""
+    from cacheblend.engines.vllm.worker.paged_kv import PagedKV
+
     dense, paged = scene(in_pages=False, spec="window"), scene(in_pages=True, spec="window")
-    monkeypatch.setattr(paged.opener, "_blend_in_pages", None)
+    monkeypatch.setattr(PagedKV, "write", None)
     blocks = [0, 0, *OWN[2:]]
     for one in (dense, paged):
         one.blend(one.job(blocks, held=32, selector=SELECTORS["hkvd"]))

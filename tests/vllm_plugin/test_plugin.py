@@ -49,24 +49,16 @@ def test_fifty_prompts_at_ratio_one_answer_as_without_the_plugin(
     assert blended["metrics"]["vllm:cacheblend_requests"] >= 60
 
 
-def test_a_vllm_that_keeps_its_models_elsewhere_still_starts(
+def test_a_vllm_that_lacks_what_the_plugin_needs_still_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without the connector: this package's entry point runs wherever it is installed."""
-    from vllm import ModelRegistry
-    from vllm.model_executor.models import registry
+    import sys
 
     from cacheblend.engines.vllm import plugin
 
-    registered: list[str] = []
-    monkeypatch.setattr(ModelRegistry, "register_model", lambda name, path: registered.append(name))
-    kept = dict.fromkeys(["LlamaForCausalLM", "Qwen2ForCausalLM"], ("llama", "LlamaForCausalLM"))
-    monkeypatch.setattr(registry, "_TEXT_GENERATION_MODELS", kept)
+    monkeypatch.setitem(sys.modules, "cacheblend.engines.vllm.compat_loading", None)  # importing it fails
     plugin.register()
-    assert registered == [*kept]  # those that it dropped are left out
-    monkeypatch.delattr(registry, "_TEXT_GENERATION_MODELS")
-    plugin.register()
-    assert registered == [*kept]
     assert "CacheBlendConnector cannot be used here" in caplog.text
 
 
@@ -211,6 +203,7 @@ def test_a_store_that_goes_away_costs_time_and_nothing_else(
     assert tokens(result["answers"][2]) == tokens(plain["answers"][0])
 
 
+@pytest.mark.feature("several answers (n), seeds", "blends")
 def test_several_answers_and_seeds(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
     texts = Texts(9)
     passages = texts.passages(3)
@@ -226,6 +219,7 @@ def test_several_answers_and_seeds(vllm: Vllm, models: dict[str, Path], tmp_path
     assert tokens(result["answers"][1]) == tokens(plain["answers"][0])
 
 
+@pytest.mark.feature("tensor parallel 2", "blends")
 def test_two_tensor_parallel_ranks_choose_the_rows_of_one(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
     """And a store that one filled serves two; several prompts at once go side by side on both ranks alike."""
     texts = Texts(10)
@@ -320,3 +314,24 @@ def test_what_is_not_known_or_not_tested_is_refused_by_name(
     result = vllm.start(models["llama"], [], extra, **engine)
     assert "answers" not in result
     assert words in result["words"]
+
+
+def test_what_cannot_be_blended_is_named_or_left_to_vllm(vllm: Vllm, tmp_path: Path) -> None:
+    """Positions in the embeddings are found by calling the model: by the worker, which tells the scheduler's side."""
+    from transformers import AutoModelForCausalLM, OPTConfig
+
+    config = OPTConfig(
+        vocab_size=2048, hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "opt")
+    texts = Texts(15)
+    asked = texts.prompt(texts.passages(3))
+    step = {"ask": [asked.ids], "chunks": [asked.spans]}
+    extra = {"store": f"file://{tmp_path}/store", "recompute_ratio": 0.0}
+    refused = vllm.start(tmp_path / "opt", [step], extra)
+    assert "answers" not in refused
+    assert "adds positions to its embeddings" in refused["words"]
+    plain = vllm.run(tmp_path / "opt", [step], None)
+    left = vllm.run(tmp_path / "opt", [step, {"forget": True}, step], {**extra, "on_unblendable": "plain"})
+    assert tokens(left["answers"][0]) == tokens(left["answers"][2]) == tokens(plain["answers"][0])
+    assert not any(value for name, value in left["metrics"].items() if "cacheblend" in name)

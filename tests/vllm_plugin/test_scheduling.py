@@ -19,9 +19,9 @@ def test_a_stored_passage_is_found_claimed_and_given_to_the_workers() -> None:
     side.on_new(request)
     assert claim(side, request, 0) == 141
     assert claim(side, request, 32) == 109
-    side.allocated(request, [3, 4, 5], 109)
+    side.allocated(request, [[3, 4, 5]], 109)
     (job,) = side.take_jobs().blend
-    assert (job.request_id, job.local_tokens, job.block_ids) == ("r", 32, [3, 4, 5])
+    assert (job.request_id, job.local_tokens, job.block_ids) == ("r", 32, [[3, 4, 5]])
     assert len(job.plan) == 141
     assert side.take_jobs().blend == []
 
@@ -43,11 +43,10 @@ def test_nothing_is_claimed_where_nothing_is_loaded() -> None:
     [
         {"sampling_params": None},
         {"sampling_params": SimpleNamespace(prompt_logprobs=1)},
-        {"lora_request": object()},
-        {"mm_features": [object()]},
+        {"mm_features": [SimpleNamespace(mm_position=SimpleNamespace(offset=1))]},
         {"prompt_embeds": torch.zeros(1)},
     ],
-    ids=["pooling", "prompt log-probabilities", "LoRA", "images", "embeddings"],
+    ids=["pooling", "prompt log-probabilities", "images", "embeddings"],
 )
 def test_what_needs_more_than_ids_is_left_to_vllm(fields: dict[str, Any]) -> None:
     side = scheduling([CHUNK])
@@ -108,10 +107,10 @@ def test_a_request_of_one_tenant_finds_nothing_of_another() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 20], ids=["no full block", "the passage begins behind the last full block"])
 def test_blocks_that_are_not_full_yet_get_other_names_too(tokens: int) -> None:
-    from cacheblend.engines.vllm import compat
+    from cacheblend.engines.vllm import compat_prefix
 
     request = Request(list(range(tokens)))
-    compat.salt_from(request, tokens - 2, SIZE, b"salt")
+    compat_prefix.salt_from(request, tokens - 2, SIZE, b"salt")
     request.prompt_token_ids += [1] * 40
     request.num_tokens += 40
     request.update_block_hashes()
@@ -126,7 +125,7 @@ def test_a_missed_passage_is_captured_once_after_the_first_token() -> None:
     for request in requests:
         side.on_new(request)
         assert claim(side, request, 0) == 0
-        side.allocated(request, [1], 0)
+        side.allocated(request, [[1]], 0)
     assert side.take_jobs().capture == []
     requests[0].num_output_tokens = 1
     jobs = side.take_jobs()
@@ -142,14 +141,14 @@ def test_the_captures_that_wait_are_bounded_and_counted() -> None:
     side = scheduling([], blend_fields={"capture_queue": 1})
     request = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]])
     start(side, request)
-    side.allocated(request, [1], 0)
+    side.allocated(request, [[1]], 0)
     side.finished(request)
     assert len(side.take_jobs().capture) == 1
     assert side.counts.take().data["fallbacks"] == {"capture queue full": 1}
     side.reported(captured(1))
     again = Request([*CHUNK, 4, *range(300, 400), 5], [[0, 100], [101, 201]], "again")
     start(side, again)
-    side.allocated(again, [1], 0)
+    side.allocated(again, [[1]], 0)
     side.finished(again)
     assert len(side.take_jobs().capture) == 1  # the queue has capacity again
 
@@ -158,7 +157,7 @@ def test_what_the_workers_could_not_provide_is_not_given_to_them_again() -> None
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8])
     side.on_new(request)
-    side.allocated(request, [1], claim(side, request, 0))
+    side.allocated(request, [[1]], claim(side, request, 0))
     assert claim(side, request, 0) == 0
     side.reported(failed(request))
     request.num_preemptions = 1
@@ -168,7 +167,7 @@ def test_what_the_workers_could_not_provide_is_not_given_to_them_again() -> None
 def test_what_vllm_holds_exactly_stays_plain_also_after_a_preemption() -> None:
     side, ids = scheduling([CHUNK]), [*range(40), *CHUNK, *range(400, 420)]
     plain = Request(ids)
-    side.pool = SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes)
+    side.cache.bind(SimpleNamespace(get_cached_block=lambda name, groups: name in plain.block_hashes))
     request = Request(ids)
     side.on_new(request)
     assert claim(side, request, 144) == 0
@@ -197,7 +196,7 @@ def test_few_prompts_are_outstanding_at_a_time() -> None:
         request.block_hashes.clear()
         request.update_block_hashes()
     for request in requests[:-1]:
-        side.allocated(request, [1], start(side, request))
+        side.allocated(request, [[1]], start(side, request))
     assert start(side, requests[-1]) is None
     side.provided(["0"])
     assert claim(side, requests[-1], 0) == 141
@@ -224,14 +223,14 @@ def test_a_passage_that_ends_the_prompt_gives_its_last_token_to_vllm() -> None:
     request = Request([*range(40), *CHUNK])
     side.on_new(request)
     assert claim(side, request, 0) == 139
-    side.allocated(request, [1], 139)
+    side.allocated(request, [[1]], 139)
     assert np.array_equal(side.take_jobs().blend[0].plan.prompt.token_ids, request.prompt_token_ids[:-1])
 
 
 def test_a_request_that_ends_early_is_dropped() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8])
-    side.allocated(request, [1], start(side, request))
+    side.allocated(request, [[1]], start(side, request))
     side.finished(request)
     assert side.take_jobs().dropped == ["r"]
     assert claim(side, request, 0) == 0
@@ -240,7 +239,7 @@ def test_a_request_that_ends_early_is_dropped() -> None:
 def test_a_request_that_ends_after_its_prompt_is_not_dropped() -> None:
     side = scheduling([CHUNK])
     request = Request([*range(40), *CHUNK, 7, 8])
-    side.allocated(request, [1], start(side, request))
+    side.allocated(request, [[1]], start(side, request))
     side.provided(["r"])
     side.finished(request)
     assert side.take_jobs().dropped == []
@@ -255,3 +254,21 @@ def test_an_untested_version_is_refused_before_anything_else(monkeypatch: pytest
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     with pytest.raises(InvalidInputError, match=r"this is vLLM 0\.99\.0"):
         CacheBlendConnector(config, compat.KVConnectorRole.SCHEDULER, None)
+
+
+def test_of_a_prompt_with_an_image_what_stands_before_it_is_claimed() -> None:
+    """Chunks behind it, or around it, are left to vLLM; so are the names of blocks in front of what is loaded."""
+    front = [*range(40), *CHUNK, 7, 8]
+    image = [SimpleNamespace(mm_position=SimpleNamespace(offset=len(front)))]
+    ids = [*front, 9, 9, 9, *CHUNK, 5]
+    side = scheduling([CHUNK])
+    spans = [[40, 140], [len(front) + 1, len(front) + 3], [len(front) + 3, len(front) + 103]]
+    request, plain = Request(ids, spans, mm_features=image), Request(ids)
+    assert start(side, request) == len(front) - 1
+    named = zip(request.block_hashes, plain.block_hashes, strict=True)
+    assert [mine == its for mine, its in named] == [True] * 2 + [False] * (len(ids) // SIZE - 2)
+    side.allocated(request, [[1] * 40], len(front) - 1)
+    assert len(side.take_jobs().blend[0].plan) == len(front) - 1
+    behind = Request(ids, [spans[2]], "behind", mm_features=image)
+    assert start(side, behind) == 0
+    assert behind.block_hashes == plain.block_hashes

@@ -22,7 +22,7 @@ def test_modes() -> None:
     exact = with_options([*CHUNK, *range(40), *CHUNK, 7], "exact", mode="prefix")
     assert start(side, exact) == 240
     assert exact.block_hashes == Request(exact.prompt_token_ids).block_hashes
-    side.allocated(exact, [1] * 16, 240)
+    side.allocated(exact, [[1] * 16], 240)
     (job,) = side.take_jobs().blend
     assert job.plan.hit_tokens() == {"prefix": 100, "memory": 0, "disk": 0}
 
@@ -60,8 +60,7 @@ def test_every_request_is_told_what_became_of_it() -> None:
     requests = {
         "nothing stored": Request(list(range(300, 400)), name="a"),
         "below min_reused_share": Request([*range(1000, 1400), *CHUNK, 7], name="b"),
-        "image": Request(PROMPT, name="c", mm_features=[1]),
-        "LoRA": Request(PROMPT, name="d", lora_request=1),
+        "image": Request(PROMPT, name="c", mm_features=[SimpleNamespace(mm_position=SimpleNamespace(offset=0))]),
         "pooling": Request(PROMPT, name="e", sampling_params=None),
         "prompt too short": Request([1], name="f"),
         "asked not to read caches": Request(PROMPT, name="g", sampling_params=sampling, skip_reading_prefix_cache=True),
@@ -71,7 +70,7 @@ def test_every_request_is_told_what_became_of_it() -> None:
         told = side.finished(request)["cacheblend"]
         assert (told["blended"], told["reason"], told["hit_tokens"]) == (False, reason, {})
     done = Request(PROMPT, name="done")
-    side.allocated(done, [1] * 9, start(side, done))
+    side.allocated(done, [[1] * 9], start(side, done))
     outcome = BlendOutcome("", {"disk": 100}, 15, 300, 0.31, 1.0)
     side.reported(StepReport(0, {"done": outcome}))
     side.provided(["done"])
@@ -79,6 +78,8 @@ def test_every_request_is_told_what_became_of_it() -> None:
         "blended": True,
         "reason": "",
         "hit_tokens": {"disk": 100},
+        "selector": "hkvd",
+        "recompute_ratio": 0.15,
         "recomputed_tokens": 15,
         "row_layers": 300,
         "prefill_share": 0.31,
@@ -90,7 +91,7 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> Non
     side = scheduling([CHUNK])
     missing = Request([1, 2, 3, *OTHER, 4, 5], [[3, 103]], "missing")
     start(side, missing)
-    side.allocated(missing, [1], 0)
+    side.allocated(missing, [[1]], 0)
     waiting = Request(PROMPT, name="waiting")
     side.on_new(waiting)
     side.reset()
@@ -103,7 +104,7 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> Non
     assert start(side, Request(PROMPT, name="later")) == 0
     again = Request([1, 2, 3, *OTHER, 4, 5], [[3, 103]], "again")
     start(side, again)
-    side.allocated(again, [1], 0)
+    side.allocated(again, [[1]], 0)
     side.finished(again)
     (job,) = side.take_jobs().capture
     assert job.planner.root == side._finder._planners.of().root
@@ -112,9 +113,9 @@ def test_after_a_reset_nothing_old_is_found_and_nothing_old_is_captured() -> Non
 def test_after_a_reset_a_request_that_was_blended_before_is_not_blended_again() -> None:
     side = scheduling([CHUNK])
     running, refused = Request(PROMPT, name="running"), Request([*range(1000, 1400), *CHUNK, 7], name="refused")
-    side.allocated(running, [1] * 9, start(side, running))
+    side.allocated(running, [[1] * 9], start(side, running))
     side.provided(["running"])
-    side.allocated(running, [1] * 9, 0)
+    side.allocated(running, [[1] * 9], 0)
     assert start(side, refused) == 0
     ids, spans = [1, 2, 3, *CHUNK, *OTHER, 4, 5], [[3, 103], [103, 203]]
     follower = Request(ids, spans, "settled")  # it has missed a chunk, and waits for its blocks
@@ -125,7 +126,7 @@ def test_after_a_reset_a_request_that_was_blended_before_is_not_blended_again() 
     running.num_preemptions = 1
     for request in (running, follower):
         assert side.claim(request, 0) == 0
-        side.allocated(request, [1] * 9, 0)
+        side.allocated(request, [[1] * 9], 0)
     reasons = [side.finished(request)["cacheblend"]["reason"] for request in (refused, follower)]
     assert reasons == ["below min_reused_share", "cache reset"]
     assert side.take_jobs().capture == []  # with the new weights it would be stored under the old ones' names

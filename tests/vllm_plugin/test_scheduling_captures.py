@@ -45,7 +45,7 @@ def test_an_idle_engine_does_not_wait_for_captures_that_hang(monkeypatch: pytest
     side = scheduling([])
     missing = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], "missing")
     start(side, missing)
-    side.allocated(missing, [1], 0)
+    side.allocated(missing, [[1]], 0)
     side.finished(missing)
     side.take_jobs()
     assert side.is_busy
@@ -62,7 +62,7 @@ def test_what_is_captured_is_found_by_content_and_announced() -> None:
     side._finder._listing._keeps_changes = True
     missing = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], "missing")
     start(side, missing)
-    side.allocated(missing, [1], 0)
+    side.allocated(missing, [[1]], 0)
     side.finished(missing)
     (job,) = side.take_jobs().capture
     scheduling([CHUNK], store)  # the workers store it
@@ -84,7 +84,7 @@ def test_a_capture_that_failed_is_tried_again_for_the_next_request_that_misses_t
     def misses(name: str) -> Request:
         request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]], name)
         assert start(side, request) == 0
-        side.allocated(request, [1], 0)
+        side.allocated(request, [[1]], 0)
         return request
 
     side.finished(misses("first"))
@@ -111,7 +111,7 @@ def test_captures_are_bounded_in_bytes() -> None:
         ids += chunk
     request = Request([*ids, 5], spans)
     start(side, request)
-    side.allocated(request, [1], 0)
+    side.allocated(request, [[1]], 0)
     side.finished(request)
     assert len(side.take_jobs().capture) == 2
     assert side.take_jobs().capture == []
@@ -124,7 +124,7 @@ def test_captures_are_bounded_in_bytes() -> None:
 
 
 def test_a_bound_of_less_than_a_token_is_a_bound() -> None:
-    from cacheblend.engines.vllm.scheduler.scheduling import tokens_within
+    from cacheblend.engines.vllm.scheduler.capture_queue import tokens_within
 
     assert [tokens_within(nbytes, 320) for nbytes in (1, 319, 320, 641)] == [1, 1, 1, 2]
     assert tokens_within(1, 0) == 0  # nothing is known of the sizes

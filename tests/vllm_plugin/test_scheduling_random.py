@@ -26,7 +26,7 @@ class Engine:
         self.rng = random.Random(seed)
         self.store = MemoryStore(1 << 24)
         self.side = scheduling(self.rng.sample(CHUNKS, 4), self.store, refresh_s=0.001, min_reused_share=0.1)
-        self.side.pool = self
+        self.side.cache.bind(self)
         self.exact: dict[bytes, bool] = {}
         self.plain_names: set[bytes] = set()
         self.waiting: list[Request] = []
@@ -70,7 +70,7 @@ class Engine:
             if claimed is None:
                 continue
             self.waiting.remove(request)
-            self.side.allocated(request, [1], claimed)
+            self.side.allocated(request, [[1]], claimed)
             if not claimed:
                 self.compute(request, held, True)
         for job in self.side.take_jobs().blend:
@@ -108,7 +108,7 @@ class Engine:
             failure = self.rng.choice(["RuntimeError", "slow store"])  # after the second nothing is blended for a while
             self.side.reported(StepReport(0, {name: BlendOutcome(failure=failure)}))
             assert self.side.claim(request, self.computed(request)) == 0
-            self.side.allocated(request, [1], 0)
+            self.side.allocated(request, [[1]], 0)
             self.compute(request, self.computed(request), True)
             return
         self.blended += 1
@@ -118,7 +118,7 @@ class Engine:
         for at in range(job.local_tokens // SIZE, len(job.plan) // SIZE):
             is_exact = is_exact and not any(start < (at + 1) * SIZE for start in loaded)
             self.put(request, at, is_exact)
-        self.side.allocated(request, [1], 0)
+        self.side.allocated(request, [[1]], 0)
         if how == "preempted":
             request.num_preemptions += 1
             self.waiting.append(request)

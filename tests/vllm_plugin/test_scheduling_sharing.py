@@ -25,16 +25,16 @@ pytestmark = needs_vllm
 
 def test_equal_prompts_wait_for_the_first_and_share_its_blocks() -> None:
     side, pool = scheduling([CHUNK]), Pool()
-    side.pool = pool
+    side.cache.bind(pool)
     first, *others = [Request(PROMPT, name=str(number)) for number in range(8)]
-    side.allocated(first, [1] * 9, start(side, first))
+    side.allocated(first, [[1] * 9], start(side, first))
     for request in others:
         assert start(side, request) is None
     side.provided([first.request_id])
     for request in others:  # its blocks are not in vLLM's cache yet
         assert side.claim(request, 0) is None
     pool.held |= set(first.block_hashes[:8])
-    side.allocated(first, [1] * 9, 0)
+    side.allocated(first, [[1] * 9], 0)
     for request in others:
         assert side.claim(request, pool.computed(request)) == 0
         told = side.finished(request)["cacheblend"]
@@ -46,7 +46,7 @@ def test_equal_prompts_wait_for_the_first_and_share_its_blocks() -> None:
 def test_one_of_the_others_goes_on_if_the_first_brings_nothing(how: str) -> None:
     side = scheduling([CHUNK])
     first, second, third = [Request(PROMPT, name=str(number)) for number in range(3)]
-    side.allocated(first, [1] * 9, start(side, first))
+    side.allocated(first, [[1] * 9], start(side, first))
     assert start(side, second) is None and start(side, third) is None
     if how == "fails":
         side.provided([first.request_id])
@@ -55,8 +55,8 @@ def test_one_of_the_others_goes_on_if_the_first_brings_nothing(how: str) -> None
         side.finished(first)
     else:  # no prefix caching, or evicted at once
         side.provided([first.request_id])
-        side.allocated(first, [1] * 9, 0)
-    side.allocated(second, [2] * 9, side.claim(second, 0))
+        side.allocated(first, [[1] * 9], 0)
+    side.allocated(second, [[2] * 9], side.claim(second, 0))
     assert side.claim(third, 0) is None
 
 
@@ -64,14 +64,14 @@ def test_prompts_that_share_little_do_not_wait_for_each_other() -> None:
     side = scheduling([CHUNK, OTHER])
     one = Request([*range(40), *CHUNK, *OTHER, *OTHER, 7], name="one")
     two = Request([*range(40), *CHUNK, 9, *OTHER, 10, *OTHER, 7], name="two")
-    side.allocated(one, [1] * 22, start(side, one))
+    side.allocated(one, [[1] * 22], start(side, one))
     assert start(side, two) == len(two.prompt_token_ids) - 1
 
 
 def test_the_settings_of_a_request_are_part_of_what_is_shared() -> None:
     side = scheduling([CHUNK])
     first = Request(PROMPT, name="first")
-    side.allocated(first, [1] * 9, start(side, first))
+    side.allocated(first, [[1] * 9], start(side, first))
     assert start(side, with_options(PROMPT, "same", recompute_ratio=0.15)) is None
     assert start(side, with_options(PROMPT, "other", recompute_ratio=0.5)) == 141
     jobs = side.take_jobs().blend
@@ -84,7 +84,7 @@ def test_the_second_turn_finds_the_blocks_of_the_first_although_a_miss_was_captu
 ) -> None:
     first_chunk = list(range(900, 1000))
     side, pool = scheduling([CHUNK, OTHER]), Pool()
-    side.pool = pool
+    side.cache.bind(pool)
     ids, spans = [*front], []
     for chunk in (first_chunk, CHUNK, OTHER):
         spans.append([len(ids), len(ids) + len(chunk)])
@@ -93,7 +93,7 @@ def test_the_second_turn_finds_the_blocks_of_the_first_although_a_miss_was_captu
     held, _ = turn(side, pool, ids, spans, "one")
     assert held == 0
     side = scheduling([first_chunk], side._finder._store)
-    side.pool = pool
+    side.cache.bind(pool)
     more = [*ids, *range(600, 670)]
     held, second = turn(side, pool, more, spans, "two")
     assert held >= len(ids) // SIZE * SIZE
@@ -104,10 +104,10 @@ def test_the_second_turn_finds_the_blocks_of_the_first_although_a_miss_was_captu
 def test_blended_rows_are_never_written_to_blocks_with_plain_names() -> None:
     """Salting begins after a block that vLLM held; once it is evicted, the request must not be blended over it."""
     side, pool = scheduling([CHUNK, OTHER]), Pool()
-    side.pool = pool
+    side.cache.bind(pool)
     ids, spans = [*range(40), *CHUNK, *OTHER, *range(40)], [[40, 140], [140, 240]]
     plain = scheduling([OTHER])
-    plain.pool = pool
+    plain.cache.bind(pool)
     _, earlier = turn(plain, pool, ids, spans, "earlier")  # the first chunk was a miss: exact, with plain names
     request = Request(ids, spans)
     side.on_new(request)
@@ -123,24 +123,24 @@ def test_blended_rows_are_never_written_to_blocks_with_plain_names() -> None:
 
 def test_exact_mode_takes_nothing_of_what_an_equal_prompt_was_blended_into() -> None:
     side, pool = scheduling([CHUNK]), Pool()
-    side.pool = pool
+    side.cache.bind(pool)
     _, blended = turn(side, pool, PROMPT, [[40, 140]], "blended")
     plain = Request(PROMPT).block_hashes
     assert blended.block_hashes != plain
     exact = with_options(PROMPT, "exact", mode="prefix", chunks=[[40, 140]])
     assert start(side, exact) == 0
     assert exact.block_hashes == plain
-    side.allocated(exact, [1] * 9, 0)
+    side.allocated(exact, [[1] * 9], 0)
     assert not side.finished(exact)["cacheblend"]["blended"]
 
 
 def test_what_vllm_holds_of_an_earlier_turn_is_used_although_nothing_is_stored_any_more() -> None:
     side, pool = scheduling([CHUNK, OTHER]), Pool()
-    side.pool = pool
+    side.cache.bind(pool)
     ids, spans = [*range(40), *CHUNK, *OTHER, *range(40)], [[40, 140], [140, 240]]
     turn(side, pool, ids, spans, "one")
     empty = scheduling([])
-    empty.pool = pool
+    empty.cache.bind(pool)
     held, request = turn(empty, pool, [*ids, *range(700, 730)], spans, "two")
     assert held >= len(ids) // SIZE * SIZE
     assert len(request.block_hashes) > held // SIZE
@@ -148,7 +148,7 @@ def test_what_vllm_holds_of_an_earlier_turn_is_used_although_nothing_is_stored_a
 
 def test_what_vllm_held_exactly_is_not_called_blended() -> None:
     side, pool = scheduling([CHUNK]), Pool()
-    side.pool = pool
+    side.cache.bind(pool)
     ids = [*range(40), *CHUNK, *range(300, 600), *CHUNK, 7]
     plain = Request(ids)
     pool.held |= set(plain.block_hashes[:26])

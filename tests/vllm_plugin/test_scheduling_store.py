@@ -46,7 +46,7 @@ def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.Mo
 
     side = scheduling([CHUNK])
     first = Request(PROMPT, name="first")
-    side.allocated(first, [1] * 9, start(side, first))
+    side.allocated(first, [[1] * 9], start(side, first))
     side.reported(StepReport(0, {"first": BlendOutcome("slow store")}))
     assert start(side, Request([5, *PROMPT], name="second")) == 0
     now = time.monotonic()
@@ -60,13 +60,13 @@ def test_who_was_looked_up_before_the_store_became_slow_does_not_wait_for_it_in_
 
     side = scheduling([CHUNK])
     first, *others = [Request(PROMPT, name=str(number)) for number in range(4)]
-    side.allocated(first, [1] * 9, start(side, first))
+    side.allocated(first, [[1] * 9], start(side, first))
     assert [start(side, other) for other in others] == [None] * 3
     side.provided([first.request_id])
     side.reported(StepReport(0, {first.request_id: BlendOutcome("slow store")}))
     for other in others:
         assert side.claim(other, 0) == 0
-        side.allocated(other, [2] * 9, 0)
+        side.allocated(other, [[2] * 9], 0)
         assert side.finished(other)["cacheblend"]["reason"] == "slow store"
 
 
@@ -74,7 +74,7 @@ def test_what_is_shared_in_such_a_pause_is_said_to_be_blended() -> None:
     from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
 
     side, pool = scheduling([CHUNK, OTHER]), Pool()
-    side.pool = pool
+    side.cache.bind(pool)
     ids, spans = [*range(40), *CHUNK, *range(40)], [[40, 140]]
     turn(side, pool, ids, spans, "first turn")
     more = Request([*ids, *OTHER, 7, 8], [*spans, [180, 280]], "second turn")
@@ -82,9 +82,10 @@ def test_what_is_shared_in_such_a_pause_is_said_to_be_blended() -> None:
     side.reported(StepReport(0, {"another": BlendOutcome("slow store")}))
     assert claim(side, more, pool.computed(more)) in (0, None)
     assert side.claim(more, pool.computed(more)) == 0
-    side.allocated(more, [1] * 20, 0)
+    side.allocated(more, [[1] * 20], 0)
     told = side.finished(more)["cacheblend"]
     assert (told["blended"], told["reason"]) == (True, "prefix cache has it, blended")
+    assert (told["selector"], told["recompute_ratio"]) == ("hkvd", 0.15)
 
 
 def test_a_request_that_ends_during_its_look_up() -> None:
@@ -114,7 +115,7 @@ def test_a_request_asks_the_store_once(by: str, stored: int) -> None:
         ids += chunk
     request = Request([*ids, 4, 5], spans if by == "spans" else None)
     start(side, request)
-    side.allocated(request, [1], 0)
+    side.allocated(request, [[1]], 0)
     request.num_output_tokens = 1
     side.take_jobs()
     side.finished(request)
@@ -181,7 +182,7 @@ def test_a_look_up_is_waited_for_only_while_nothing_is_computed(monkeypatch: pyt
         side.finished(plain)
         step(is_idle=True)
         assert step(is_idle=True) == 3
-        side.allocated(Request([7, 8, 9], None, "unknown to the connector"), [1], 0)
+        side.allocated(Request([7, 8, 9], None, "unknown to the connector"), [[1]], 0)
         assert step(is_idle=True) == 0
 
 

@@ -1,11 +1,11 @@
 """The plug-in behind vLLM's OpenAI server: bad input, streaming, aborted requests, its metrics. One server for all."""
 
 import json
+import random
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +13,22 @@ from transformers import AutoTokenizer
 
 from cacheblend.bench.vllm_server import NAME, Server, ServerSettings, serving
 from cacheblend.nano import model_path
-from vllm_running import Asked, Texts, needs_vllm
+from vllm_running import NANO_VOCAB, Asked, Texts, needs_vllm
 
 pytestmark = needs_vllm
 
 BATCHED = 256
 """Tokens of a step: fewer than a prompt has, so that prefills come in pieces."""
 
+OPTIONS = (
+    "--enforce-eager",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=hermes",
+)
+
 
 @pytest.fixture(scope="module")
-def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    AutoTokenizer.from_pretrained(model_path()).save_pretrained(models["llama"])
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     extra = {
         "allow_untested_version": True,
         "store": f"file://{tmp_path_factory.mktemp('store')}",
@@ -32,7 +37,7 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         "refresh_s": 0,
         "controller": False,  # it decides by times
     }
-    settings = ServerSettings(models["llama"], extra, 2048, BATCHED, "float32", ("--enforce-eager",))
+    settings = ServerSettings(model_path(), extra, 2048, BATCHED, "float32", OPTIONS)
     with serving(settings) as running:
         yield running
 
@@ -40,7 +45,7 @@ def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def asked(server: Server) -> list[Asked]:
     """Prompts whose passages are stored."""
-    texts = Texts(31)
+    texts = Texts(31, NANO_VOCAB)
     passages = texts.passages(5)
     first, *others = [texts.prompt(texts.rng.sample(passages, 5)) for _ in range(4)]
     server.ask(first.ids, 1, first.spans)
@@ -48,11 +53,11 @@ def asked(server: Server) -> list[Asked]:
     return others
 
 
-def post(server: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
-    """Status and answer, whatever the status."""
+def post(server: Server, kind: str = "", **fields: Any) -> tuple[int, dict[str, Any]]:
+    """Status and answer, whatever the status; of `/v1/chat/completions` where it is a chat."""
     body = {"model": NAME, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | fields
     request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{server.url}/v1/{kind}completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request) as response:
@@ -82,7 +87,7 @@ def test_spans_contents_and_plain_requests_answer_alike_at_ratio_one(server: Ser
 
 
 def test_the_endpoint_reports_what_was_done(server: Server, asked: list[Asked]) -> None:
-    texts = Texts(32)
+    texts = Texts(32, NANO_VOCAB)
     server.ask([*texts.ids(30), *asked[0].ids], 1)
     found = server.counters()
     assert any('source="disk"' in key or 'source="memory"' in key for key in found)
@@ -135,6 +140,7 @@ def test_a_prompt_that_is_one_chunk_and_one_without_a_question(server: Server, a
     assert tokens(server, one.ids[:end], one.spans) == tokens(server, one.ids[:end], [])
 
 
+@pytest.mark.feature("prompt log-probabilities", "plain")
 def test_what_cannot_be_blended_is_answered_plainly_or_refused(server: Server, asked: list[Asked]) -> None:
     spans = {"kv_transfer_params": {"cacheblend": {"chunks": asked[2].spans}}}
     before = server.counted("requests")
@@ -164,7 +170,7 @@ def test_a_stream_has_the_answer_and_several_choices_share_the_blend(server: Ser
 
 
 def test_clients_that_go_away_and_many_at_once_harm_nobody(server: Server, asked: list[Asked]) -> None:
-    texts = Texts(33)
+    texts = Texts(33, NANO_VOCAB)
     prompts = [[*texts.ids(19), *one.ids] for one in asked * 3]
     plain = [tokens(server, ids, []) for ids in prompts]
     found: list[Any] = [None] * len(prompts)
@@ -267,7 +273,7 @@ def test_requests_of_every_selector_at_once_answer_as_without_blending_at_ratio_
 
 
 def test_tenants_share_nothing(server: Server, asked: list[Asked]) -> None:
-    texts = Texts(35)
+    texts = Texts(35, NANO_VOCAB)
     passage = texts.ids(200)
     ids = [*texts.ids(9), *passage, *texts.ids(9)]
     before = server.counted("captured_tokens")
@@ -278,3 +284,35 @@ def test_tenants_share_nothing(server: Server, asked: list[Asked]) -> None:
         status, answer = post(server, prompt=[*texts.ids(11), *passage, *texts.ids(7)], **fields)
         assert status == 200
         assert told(answer)["blended"] == blended, fields
+
+
+@pytest.mark.feature("tools", "blends")
+def test_a_tool_is_called_as_without_blending(server: Server) -> None:
+    """Its arguments obey the schema; the passage in the message is found by its content."""
+    rng = random.Random(36)
+    passage = " ".join("".join(rng.choices("abcdefg", k=4)) for _ in range(60))
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    ids = tokenizer.encode(passage)
+    spaces = [number for number in range(6, len(tokenizer)) if not tokenizer.decode([number]).strip()]
+    before = server.counted("captured_tokens")
+    tokens(server, [30, *ids, 31], [[11, 1 + len(ids)]])
+    server.wait_for_captures(before + len(ids) - 10)
+    properties = {"city": {"enum": ["Bern", "Oslo"]}, "day": {"enum": [7, 9]}}
+    schema = {"type": "object", "properties": properties, "required": ["city", "day"], "additionalProperties": False}
+    fields: dict[str, Any] = {
+        "tools": [{"type": "function", "function": {"name": "weather", "strict": True, "parameters": schema}}],
+        "max_tokens": 90,
+        "ignore_eos": False,
+        "logit_bias": {str(number): -100 for number in spaces},  # the model would write spaces for ever
+    }
+    for front, choice in (("Look", {"type": "function", "function": {"name": "weather"}}), ("See", "required")):
+        message = {"role": "user", "content": f"{front} {passage} What is the weather?"}
+        calls = []
+        for more in ({}, options(chunks=[])):
+            status, answer = post(server, "chat/", messages=[message], tool_choice=choice, **fields, **more)
+            assert status == 200
+            assert told(answer)["blended"] == (more == {})
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            calls.append(call["function"])
+        assert calls[0] == calls[1]
+        assert json.loads(calls[0]["arguments"])["city"] in {"Bern", "Oslo"}

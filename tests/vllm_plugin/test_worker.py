@@ -164,6 +164,7 @@ def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
         for _ in range(3):  # a chunk is counted once, however often there is a reset
             worker.side.step(jobs(is_reset=True))
             assert worker.side.captured == 3
+        assert worker.store.drops == 3
         worker.store.gate.set()
         while worker.side.captured < 4:
             worker.side._capture_writer.wait(1.0)

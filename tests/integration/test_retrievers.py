@@ -1,0 +1,284 @@
+"""Retrievers' adapters, each against the real package, with a running server.
+
+Situations: passages indexed and retrieved; one twice in a request, equal texts under two ids; one edited between being
+indexed and retrieved; nothing retrieved; no id; a huge one, a tiny one, odd letters; a retriever that raises, and its
+`ainvoke`; a server that is down, has keys, or holds another collection with the same ids; entries deleted from Chroma,
+or all of them by mistake; a library that is not installed.
+"""
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.documents import Document
+from cacheblend.retrievers import DocumentServer, DocumentServerError, text_id
+from cacheblend.serve.keys import KeyRing, add_key, read_keys
+from cacheblend.serve.settings import ServeSettings
+from serving import free_port, running
+
+WORDS = ["lamp", "ferry", "keeper", "tower", "salt", "rope", "winter", "bell", "harbour", "stone", "letter"]
+QUESTION = "Who has the boot?"
+
+
+def text_of(seed: int, count: int = 20) -> str:
+    rng = random.Random(seed)
+    return " ".join(f"The {rng.choice(WORDS)} of the {rng.choice(WORDS)} is {rng.randrange(99)}." for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(ServeSettings()) as address:
+        yield address
+
+
+@pytest.fixture
+def server(url: str, request: pytest.FixtureRequest) -> Iterator[DocumentServer]:
+    """A collection and salt of the test's own."""
+    with DocumentServer(url, collection=request.node.name[:200], salt=request.node.name[-200:]) as opened:
+        yield opened
+
+
+def reuse(server: DocumentServer, documents: list[dict[str, str]], key: str = "") -> dict[str, Any]:
+    """The server's report of a request with these documents."""
+    body: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
+    body |= {"documents": documents, "cacheblend": {"salt": server.salt}}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return stored(answer.json())
+
+
+def stored(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer's report, of its hits only passages: a prompt's first tokens are an exact prefix soon."""
+    report: dict[str, Any] = answer["cacheblend"]
+    return report | {"hit_tokens": report["hit_tokens"]["memory"]}
+
+
+class Adapter:
+    """One library, as a user has it: index, what is retrieved to a request's documents, and remove."""
+
+    def __init__(self, name: str, server: DocumentServer) -> None:
+        self.name = name
+        if name == "langchain":
+            pytest.importorskip("langchain_core")
+            from langchain_core.documents import Document as Passage
+            from langchain_core.retrievers import BaseRetriever
+
+            from cacheblend.retrievers.langchain import PassageRetriever, documents_of
+
+            class Fixed(BaseRetriever):
+                found: list[Passage] = []  # noqa: RUF012  # pydantic's
+
+                def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Passage]:
+                    if query == "raise":
+                        raise RuntimeError("the index is gone")
+                    return self.found
+
+            self.inner = Fixed()
+            self.adapter: Any = PassageRetriever(retriever=self.inner, server=server)
+            self.make = lambda each, text: Passage(page_content=text, id=each)
+            self.documents_of: Callable[[Any], list[dict[str, str]]] = documents_of
+        else:
+            pytest.importorskip("llama_index.core")
+            from llama_index.core.schema import NodeWithScore, TextNode
+
+            from cacheblend.retrievers.llamaindex import PassagePostprocessor, documents_of
+
+            self.adapter, self.documents_of = PassagePostprocessor(server=server), documents_of
+            self.make = lambda each, text: TextNode(text=text, **({"id_": each} if each else {}))
+            self.scored = NodeWithScore
+
+    def index(self, passages: dict[str, str]) -> Any:
+        return self.adapter.index([self.make(each, text) for each, text in passages.items()])
+
+    def retrieved(self, texts: list[str]) -> list[dict[str, str]]:
+        made = [self.make(None, text) for text in texts]
+        if self.name == "langchain":
+            self.inner.found = made
+            return self.documents_of(self.adapter.invoke(QUESTION))
+        nodes = [self.scored(node=each, score=0.5) for each in made]
+        return self.documents_of(self.adapter.postprocess_nodes(nodes, query_str=QUESTION))
+
+
+@pytest.fixture(params=["langchain", "llamaindex"])
+def adapter(request: pytest.FixtureRequest, server: DocumentServer) -> Adapter:
+    return Adapter(request.param, server)
+
+
+def test_indexed_passages_are_reused_wherever_they_stand(adapter: Adapter, server: DocumentServer) -> None:
+    """Sent whole, they are stored whole: longer than the 512 tokens to which other documents are cut, too."""
+    passages = {"a": text_of(1), "huge": text_of(2, 60), "tiny": "A bell.", "ü/ 🦩": "Der Fährmann 🦩 läutet. " * 4}
+    report = adapter.index(passages)
+    assert (report.added, report.computed_tokens) == (4, report.tokens) and report.tokens > 700
+    again = adapter.index(passages)
+    assert (again.kept, again.computed_tokens) == (4, 0)
+    texts = list(passages.values())
+    for order in (texts, texts[::-1]):
+        found = reuse(server, adapter.retrieved(order))
+        assert (found["hit_tokens"], found["missed_tokens"]) == (report.tokens, 0)
+    assert sorted(server.ids()) == sorted(passages)
+
+
+def test_an_edited_passage_is_computed_with_the_request_until_it_is_indexed(
+    adapter: Adapter, server: DocumentServer
+) -> None:
+    before, after = text_of(3), text_of(3) + " A new end."
+    adapter.index({"a": before, "b": text_of(4)})
+    found = reuse(server, adapter.retrieved([after, text_of(4)]))
+    assert found["missed_tokens"] > 0 and found["hit_tokens"] > 0  # the other one
+    assert adapter.index({"a": after, "b": text_of(4)}).changed == 1
+    assert reuse(server, adapter.retrieved([after, text_of(4)]))["missed_tokens"] == 0
+    assert reuse(server, adapter.retrieved([before]))["hit_tokens"] == 0  # dropped
+
+
+def test_equal_texts_are_sent_once_and_stay_until_both_ids_are_gone(adapter: Adapter, server: DocumentServer) -> None:
+    text = text_of(5)
+    report = adapter.index({"one": text, "two": text})
+    assert report.added == 2 and 0 < report.computed_tokens < report.tokens
+    documents = adapter.retrieved([text, text, text_of(6), text])
+    assert [each["text"] for each in documents] == [text, text_of(6)]
+    assert adapter.adapter.remove(["one", "never there"]) == 1
+    assert reuse(server, documents[:1])["missed_tokens"] == 0
+    assert asyncio.run(adapter.adapter.aremove(["two", "two"])) == 1
+    assert reuse(server, documents[:1])["hit_tokens"] == 0
+
+
+def test_nothing_retrieved_and_texts_that_are_empty(adapter: Adapter, server: DocumentServer) -> None:
+    assert adapter.retrieved([]) == adapter.retrieved([""]) == []
+    assert reuse(server, [])["hit_tokens"] == 0
+    report = adapter.index({})
+    assert (report.added, report.tokens) == (0, 0)
+    assert adapter.index({"empty": ""}).without_text == 1
+
+
+def test_what_cannot_be_kept_is_named(adapter: Adapter) -> None:
+    passages = [adapter.make("same", text_of(7)), adapter.make("same", text_of(8))]
+    with pytest.raises(InvalidInputError, match="'same' and different texts"):
+        adapter.adapter.index(passages)
+    with pytest.raises(InvalidInputError, match="at most 1024"):
+        adapter.index({"x" * 1025: "text"})
+    adapter.adapter.server = None
+    with pytest.raises(InvalidInputError, match="server=DocumentServer"):
+        adapter.index({"a": "text"})
+
+
+def test_a_server_that_is_down_is_named_and_retrieving_goes_on(adapter: Adapter) -> None:
+    adapter.adapter.server = DocumentServer(f"http://127.0.0.1:{free_port()}", timeout=5)
+    with pytest.raises(DocumentServerError, match=r"127\.0\.0\.1.*`cacheblend serve` running"):
+        adapter.index({"a": "text"})
+    assert [each["text"] for each in adapter.retrieved(["text"])] == ["text"]
+
+
+def test_langchain_without_ids_errors_and_async(server: DocumentServer) -> None:
+    adapter = Adapter("langchain", server)
+    from cacheblend.retrievers.langchain import chat_message, documents_of
+
+    made = [adapter.make(None, text_of(seed)) for seed in (9, 9, 10)]
+    made[2].metadata |= {"source": "a.txt", "title": 7}
+    assert asyncio.run(adapter.adapter.aindex(made)).added == 2  # known by their texts
+    assert sorted(server.ids()) == sorted(text_id(text_of(seed)) for seed in (9, 10))
+    adapter.inner.found = made
+    found = asyncio.run(adapter.adapter.ainvoke(QUESTION))
+    assert found == [made[0], made[2]]
+    assert reuse(server, documents_of(found))["missed_tokens"] == 0
+    for ask in (adapter.adapter.invoke, lambda query: asyncio.run(adapter.adapter.ainvoke(query))):
+        with pytest.raises(RuntimeError, match="the index is gone"):
+            ask("raise")
+    message = chat_message(QUESTION, found)
+    assert [part["text"] for part in message.content] == [text_of(9), text_of(10), QUESTION]
+    body = {"model": "nano", "messages": [{"role": "user", "content": message.content}], "max_tokens": 2}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body | {"cacheblend": {"salt": server.salt}})
+    found = stored(answer.json())
+    assert found["missed_tokens"] == 0 < found["hit_tokens"]
+    assert [part["text"] for part in chat_message(QUESTION, []).content] == [QUESTION]
+
+
+def test_keys_are_asked_for_and_keep_documents_apart(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    keys = [add_key(file, name) for name in ("one", "two")]
+    with running(ServeSettings(keys=KeyRing(read_keys(file)))) as url:
+        with DocumentServer(url) as nobody, pytest.raises(DocumentServerError, match=r"401.*key=") as refused:
+            nobody.put([Document("a", text_of(1))])
+        assert refused.value.status == 401 and not any(key in str(refused.value) for key in keys)
+        with DocumentServer(url, key=keys[0]) as one, DocumentServer(url, key=keys[1]) as two:
+            one.put([Document("a", text_of(1))])
+            assert (one.ids(), two.ids(), two.drop(["a"])) == (["a"], [], 0)
+            hits = [reuse(one, [{"text": text_of(1)}], key)["hit_tokens"] for key in keys]
+            assert hits[0] > 0 == hits[1]
+
+
+@pytest.fixture
+def chroma(tmp_path: Path) -> Any:
+    chromadb = pytest.importorskip("chromadb")
+    return chromadb.PersistentClient(str(tmp_path), chromadb.Settings(anonymized_telemetry=False))
+
+
+def add(collection: Any, texts: dict[str, str]) -> None:
+    """Adds entries with embeddings of their own: Chroma's model would have to be downloaded."""
+    vectors = [[float(len(text)), float(sum(map(ord, text)) % 97)] for text in texts.values()]
+    collection.upsert(ids=list(texts), documents=list(texts.values()), embeddings=vectors)
+
+
+def test_a_chroma_collection_is_followed_by_id(chroma: Any, server: DocumentServer) -> None:
+    from cacheblend.retrievers.chroma import documents_of, sync_collection
+
+    collection = chroma.create_collection("manuals")
+    texts = {f"id {seed} ü/..": text_of(seed) for seed in range(20, 26)}
+    add(collection, texts)
+    collection.upsert(ids=["vector alone"], embeddings=[[1e6, 1e6]])
+    first = sync_collection(collection, server)
+    assert (first.added, first.without_text, first.computed_tokens) == (6, 1, first.tokens)
+    found = documents_of(collection.query(query_embeddings=[[9.0, 9.0]], n_results=6))
+    assert len(found) == 6 and {each["text"] for each in found} <= set(texts.values())
+    assert reuse(server, found)["missed_tokens"] == 0
+    assert documents_of(collection.query(query_embeddings=[[1e6, 1e6]], n_results=1)) == documents_of({}) == []
+
+    names = list(texts)
+    collection.delete(ids=names[:2])
+    add(collection, {names[2]: text_of(40)})
+    second = sync_collection(collection, server)
+    assert (second.dropped, second.changed, second.kept) == (2, 1, 3)
+    assert sorted(server.ids()) == sorted(names[2:])
+    assert reuse(server, [{"text": texts[names[0]]}])["hit_tokens"] == 0
+    again = sync_collection(collection, server)
+    assert (again.kept, again.dropped, again.computed_tokens) == (4, 0, 0)
+
+    collection.delete(ids=names)
+    with pytest.raises(InvalidInputError, match=r"4 of the 4 documents .* max_drop=1"):
+        sync_collection(collection, server)
+    assert len(server.ids()) == 4
+    assert sync_collection(collection, server, max_drop=1).dropped == 4
+
+
+def test_chroma_collections_with_the_same_ids_are_kept_apart(chroma: Any, url: str) -> None:
+    from cacheblend.retrievers.chroma import sync_collection
+
+    both = [chroma.create_collection(name) for name in ("north", "south")]
+    for seed, collection in enumerate(both):
+        add(collection, {"1": text_of(50 + seed), "2": text_of(60)})  # the second is the same text in both
+    with DocumentServer(url, collection="north") as north, DocumentServer(url, collection="south") as south:
+        reports = [sync_collection(each, to) for each, to in zip(both, (north, south), strict=True)]
+        assert [report.added for report in reports] == [2, 2]
+        assert reports[1].computed_tokens < reports[1].tokens
+        both[0].delete(ids=["1", "2"])
+        sync_collection(both[0], north, max_drop=1)
+        assert (north.ids(), sorted(south.ids())) == ([], ["1", "2"])
+        found = reuse(south, [{"text": text_of(51)}, {"text": text_of(60)}])
+        assert found["missed_tokens"] == 0 < found["hit_tokens"]
+
+
+@pytest.mark.parametrize(
+    "module, library", [("langchain", "langchain_core"), ("llamaindex", "llama_index"), ("chroma", "chromadb")]
+)
+def test_a_library_that_is_not_installed_is_named(module: str, library: str) -> None:
+    code = f"import sys; sys.modules[{library!r}] = None; import cacheblend.retrievers.{module}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"pip install 'cacheblend[{module}]'" in ended.stderr.splitlines()[-1]

@@ -1,0 +1,343 @@
+"""Documents in step with their source: what is computed, kept and dropped, whoever else is there and whatever fails."""
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError, StoreFullError
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.documents import Document, referring
+from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
+from cacheblend.engines.hf.syncing import cutter
+from cacheblend.engines.tokens.cutting import Cutting
+from cacheblend.nano import model_path
+from cacheblend.store import DiskStore, KVStore, MemoryStore
+from cacheblend.store.documents import DocumentRecord
+
+NO_CAPTURE = BlendConfig(capture=False, discover=False)
+CUTTING = Cutting(48, 12)
+
+
+def opened(store: KVStore | str | Path, config: BlendConfig = NO_CAPTURE) -> BlendEngine:
+    return BlendEngine.from_pretrained(model_path(), store=store, config=config)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[BlendEngine]:
+    """One engine; each test takes it with a store, or a tenant, of its own."""
+    with opened(MemoryStore(1 << 28)) as engine:
+        yield engine
+
+
+def sync(engine: BlendEngine, documents: dict[str, str], most: float = 1.0, **options: Any) -> SyncReport:
+    work = DocumentSync(engine, **{"cutting": CUTTING, **options})
+    gone = work.vanished(documents.keys(), most)
+    work.put(Document(name, body) for name, body in documents.items())
+    return work.finish(gone)
+
+
+def sentences(rng: random.Random, count: int) -> list[str]:
+    words = ["lamp", "ferry", "keeper", "tower", "salt", "rope", "winter", "bell", "harbour", "stone", "letter"]
+    return [" ".join(rng.choice(words) for _ in range(rng.randint(4, 9))).capitalize() + "." for _ in range(count)]
+
+
+def records(engine: BlendEngine, tenant: str = "") -> list[DocumentRecord]:
+    found = engine.store.documents.all(engine.planner_of(tenant).root)
+    assert all(isinstance(each, DocumentRecord) for each in found)
+    return [each for each in found if isinstance(each, DocumentRecord)]
+
+
+def check(engine: BlendEngine, documents: dict[str, str], tenant: str = "") -> None:
+    """The store has the chunks of these documents, complete, and no other of the tenant."""
+    root = engine.planner_of(tenant).root
+    listed = {manifest.chunk_id: manifest for manifest in engine.store.manifests() if manifest.root == root}
+    found = records(engine, tenant)
+    assert {each.id for each in found} == documents.keys()
+    assert {blocks[-1] for each in found for blocks in each.chunks} == listed.keys()
+    assert engine.builder is not None
+    for each in found:
+        assert each.stale == ()
+        ids = [int(i) for blocks in each.chunks for i in listed[blocks[-1]].token_ids]
+        body = documents[each.id]
+        assert ids == (engine.builder.encode(body) if body.strip() else [])
+        assert all(engine.store.held([name for blocks in each.chunks for name in blocks]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_history_ends_with_the_chunks_of_what_is_there(shared: BlendEngine, seed: int) -> None:
+    """Documents that are added, edited, copied, renamed, emptied and dropped; a dry run says what the run then does."""
+    rng, tenant = random.Random(seed), f"history {seed}"
+    pool = sentences(rng, 40)
+    documents: dict[str, str] = {}
+    for _ in range(7):
+        for _ in range(rng.randint(1, 4)):
+            name, others = f"d{rng.randrange(6)}", sorted(documents)
+            what = rng.choice(["new", "edit", "copy", "drop", "empty", "insert"])
+            if what == "new" or not others:
+                documents[name] = " ".join(rng.choices(pool, k=rng.randint(1, 40)))
+            elif what == "copy":
+                documents[name] = documents[rng.choice(others)]
+            elif what == "drop":
+                documents.pop(rng.choice(others))
+            elif what == "empty":
+                documents[rng.choice(others)] = rng.choice(["", " \n"])
+            else:
+                edited = rng.choice(others)
+                parts = documents[edited].split(". ")
+                at = rng.randrange(len(parts))
+                parts[at : at + (what == "edit")] = [rng.choice(pool)]
+                documents[edited] = ". ".join(parts)
+        expected = sync(shared, documents, tenant=tenant, dry_run=True)
+        done = sync(shared, documents, tenant=tenant)
+        for field in ("kept", "added", "changed", "dropped", "computed_tokens", "computed_chunks", "empty"):
+            assert getattr(done, field) == getattr(expected, field), field
+        check(shared, documents, tenant)
+        again = sync(shared, documents, tenant=tenant)
+        assert (again.kept, again.computed_tokens, again.dropped_chunks) == (len(documents), 0, 0)
+    sync(shared, {}, tenant=tenant)
+    check(shared, {}, tenant)
+
+
+def test_a_chunk_of_two_documents_stays_until_both_are_gone(shared: BlendEngine) -> None:
+    body = " ".join(sentences(random.Random(1), 3))
+    first = sync(shared, {"a": body, "b": body}, tenant="two")
+    assert first.chunks == 2 * first.computed_chunks and first.tokens == 2 * first.computed_tokens
+    (has,) = {
+        tuple(sorted(r.id for r in each)) for each in referring(shared.store, shared.planner_of("two").root).values()
+    }
+    assert has == ("a", "b")
+    assert sync(shared, {"b": body}, tenant="two").dropped_chunks == 0
+    check(shared, {"b": body}, "two")
+    assert sync(shared, {}, tenant="two").dropped_chunks == first.computed_chunks
+    check(shared, {}, "two")
+
+
+def test_collections_and_tenants_with_equal_ids_are_apart(shared: BlendEngine) -> None:
+    one, other = ({"same": " ".join(sentences(random.Random(seed), 12))} for seed in (2, 3))
+    sync(shared, one, tenant="t1")
+    sync(shared, other, tenant="t2")
+    sync(shared, other, tenant="t1", collection="second")
+    assert sync(shared, {}, tenant="t2").dropped == 1
+    assert {each.collection for each in records(shared, "t1")} == {"documents", "second"}
+    assert sync(shared, one, tenant="t1").kept == 1
+    assert sync(shared, {}, tenant="t1", collection="second").dropped == 1
+    check(shared, one, "t1")
+
+
+def test_pinned_chunks_stay_and_are_counted(shared: BlendEngine) -> None:
+    sync(shared, {"a": "The bell rings. The rope holds."}, tenant="pins")
+    (record,) = records(shared, "pins")
+    shared.store.pin(record.chunks[0])
+    done = sync(shared, {}, tenant="pins")
+    assert (done.dropped, done.dropped_chunks, done.pinned_chunks) == (1, 0, 1)
+    assert all(shared.store.held(record.chunks[0]))
+    shared.store.unpin(record.chunks[0])
+    sync(shared, {"a": "The bell rings. The rope holds."}, tenant="pins")
+    assert sync(shared, {}, tenant="pins").dropped_chunks == 1
+
+
+def test_a_source_that_is_empty_by_mistake_drops_nothing(shared: BlendEngine) -> None:
+    documents = {str(n): f"The ferry number {n} leaves." for n in range(4)}
+    sync(shared, documents, tenant="empty")
+    for left in ({}, {"0": documents["0"]}):
+        with pytest.raises(InvalidInputError, match=r"of the 4 documents .* --max-drop 1"):
+            sync(shared, left, 0.5, tenant="empty")
+    check(shared, documents, "empty")
+    half = {n: documents[n] for n in ("0", "1")}
+    assert sync(shared, half, 0.5, tenant="empty").dropped == 2
+
+
+def test_two_documents_with_one_id_are_refused(shared: BlendEngine) -> None:
+    work = DocumentSync(shared, tenant="twice")
+    with pytest.raises(InvalidInputError, match="two documents have the id 'a'"):
+        work.put([Document("a", "One."), Document("b", "Two."), Document("a", "Three.")])
+
+
+@pytest.mark.parametrize("wrong", ["", "x" * 1025, "\ud800"])
+def test_ids_that_cannot_be_kept_are_refused(wrong: str) -> None:
+    with pytest.raises(InvalidInputError, match="a document's id"):
+        Document(wrong, "text")
+
+
+def test_stored_chunks_are_exact_and_found_in_plain_text(tmp_path: Path) -> None:
+    """In another order in a prompt at r = 1: no miss, and the logits of full prefill. Unmarked: found all the same."""
+    body = " ".join(sentences(random.Random(7), 60))
+    config = BlendConfig(capture=False)
+    with BlendEngine.from_pretrained(model_path(), store=tmp_path / "s", config=config, dtype="float32") as engine:
+        sync(engine, {"a": body}, cutting=Cutting(140, 64))
+        (record,) = records(engine)
+        listed = {manifest.chunk_id: manifest for manifest in engine.store.manifests()}
+        parts = [chunk(listed[blocks[-1]].token_ids) for blocks in reversed(record.chunks)]
+        assert len(parts) > 3
+        prompt = Prompt.of([text([5]), *parts, text([7])])
+        blended = engine.prefill(prompt, ratio=1.0)
+        assert blended.plan.missed_chunks() == []
+        full = engine.prefill(prompt, mode="full")
+        assert torch.allclose(blended.logits, full.logits, atol=1e-4)
+        plain = engine.prompt([f"Read this. {body} What rings?"])
+        found = next(known for _ in range(500) if (known := _found(engine, plain)).chunks)
+        assert sum(map(len, found.chunks)) > 0.9 * record.tokens
+
+
+def _found(engine: BlendEngine, prompt: Prompt) -> Prompt:
+    time.sleep(0.01)
+    return engine.known_in(prompt, engine.follow())
+
+
+def test_chunks_that_vanished_are_restored(tmp_path: Path) -> None:
+    documents = {name: " ".join(sentences(random.Random(name), 20)) for name in "abc"}
+    with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
+        sync(engine, documents)
+        (record,) = [each for each in records(engine) if each.id == "b"]
+        lost = record.chunks[1]
+        engine.store.delete(lost[0])
+        engine.store.delete_manifest(record.chunks[2][-1])
+        done = sync(engine, documents)
+        assert (done.kept, done.restored, done.computed_chunks) == (2, 1, 2)
+        check(engine, documents)
+
+
+def test_damaged_records_are_named_and_replaced_by_what_is_given(tmp_path: Path) -> None:
+    documents = {name: " ".join(sentences(random.Random(name), 10)) for name in "abc"}
+    with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
+        sync(engine, documents)
+        for each in records(engine):
+            if each.id in "ab":
+                (file,) = (tmp_path / "s").rglob(f"{each.name.hex()}.json")
+                file.write_bytes(b"{}")
+        done = sync(engine, {name: documents[name] for name in "ac"})
+        assert len(done.damaged) == 2 and all(".json" in reason for reason in done.damaged)
+        assert (done.added, done.kept, done.computed_tokens) == (1, 1, 0)  # its chunks were there
+        again = sync(engine, {name: documents[name] for name in "ac"})
+        assert len(again.damaged) == 1 and again.kept == 2  # what `b` had is unknown until it is given again
+        assert sync(engine, documents).added == 1
+        check(engine, documents)
+
+
+def test_a_sync_that_is_cut_short_anywhere_goes_on(tmp_path: Path) -> None:
+    """The store fails at each of its writes in turn; what was computed before is not computed again."""
+    before = {name: " ".join(sentences(random.Random(name), 12)) for name in "abcd"}
+    after = {"a": before["a"], "b": before["b"] + " The end is new.", "c": "All else.", "e": "A letter came."}
+
+    class Failing(DiskStore):
+        left = 10**9
+
+        def _step(self) -> None:
+            type(self).left -= 1
+            if type(self).left < 0:
+                raise StoreFullError("no more writes")
+
+        def write(self, block: Any) -> bool:
+            self._step()
+            return super().write(block)
+
+        def put_manifest(self, manifest: Any) -> None:
+            self._step()
+            super().put_manifest(manifest)
+
+        def delete(self, name: Any) -> bool:
+            self._step()
+            return super().delete(name)
+
+        def delete_manifest(self, name: Any) -> bool:
+            self._step()
+            return super().delete_manifest(name)
+
+    for fails_at in range(0, 40, 3):
+        Failing.left = 10**9
+        with opened(Failing(tmp_path / f"s{fails_at}", durable=False)) as engine:
+            whole = sync(engine, before)
+            Failing.left = fails_at
+            with contextlib.suppress(StoreFullError):
+                sync(engine, after)
+            Failing.left = 10**9
+            done = sync(engine, after)
+            assert done.missing_documents == 0
+            check(engine, after)
+            assert done.computed_tokens < whole.tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_syncs_at_the_same_time_leave_what_they_refer_to(tmp_path: Path, seed: int) -> None:
+    """Four syncs of their own collections with the same texts, through two store objects; all ids share chunks."""
+    rng = random.Random(seed)
+    texts = [" ".join(sentences(rng, 8)) for _ in range(4)]
+    errors: list[BaseException] = []
+    last: dict[int, dict[str, str]] = {}
+    with (
+        opened(DiskStore(tmp_path / "s", durable=False)) as one,
+        opened(DiskStore(tmp_path / "s", durable=False)) as two,
+    ):
+
+        def work(number: int) -> None:
+            mine = random.Random(100 * seed + number)
+            try:
+                for _ in range(6):
+                    documents = {f"d{n}": mine.choice(texts) for n in range(mine.randint(0, 4))}
+                    sync((one, two)[number % 2], documents, collection=f"c{number}")
+                    last[number] = documents
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert errors == []
+        for number, documents in last.items():
+            done = sync(one, documents, collection=f"c{number}")
+            assert (done.kept, done.restored, done.computed_tokens) == (len(documents), 0, 0)
+        used = {blocks[-1] for each in records(one) for blocks in each.chunks}
+        assert {manifest.chunk_id for manifest in one.store.manifests()} == used
+
+
+def test_a_store_that_is_too_small_says_so(tmp_path: Path) -> None:
+    documents = {str(n): " ".join(sentences(random.Random(n), 20)) for n in range(6)}
+    with opened(DiskStore(tmp_path / "s", durable=False)) as engine:
+        sync(engine, documents)
+        nbytes = engine.store.stats().bytes
+    with opened(DiskStore(tmp_path / "t", durable=False, max_bytes=nbytes // 2)) as engine:
+        done = sync(engine, documents)
+        assert done.missing_documents > 0
+        assert engine.store.stats().bytes <= nbytes // 2
+
+
+def test_another_model_or_setting_has_documents_of_its_own(tmp_path: Path) -> None:
+    documents = {"a": " ".join(sentences(random.Random(1), 20))}
+    with opened(tmp_path / "s") as engine:
+        sync(engine, documents)
+        old = engine.planner.root
+    with opened(tmp_path / "s", BlendConfig(capture=False, discover=False, codec="fp8")) as engine:
+        assert sync(engine, documents).added == 1
+        assert set(engine.store.documents.roots()) == {old, engine.planner.root}
+        assert sync(engine, {}).dropped == 1
+        assert [each.id for each in engine.store.documents.all(old)] == ["a"]  # type: ignore[union-attr]
+
+
+def test_other_cuts_are_a_change(shared: BlendEngine) -> None:
+    documents = {"a": " ".join(sentences(random.Random(1), 20))}
+    sync(shared, documents, tenant="cuts")
+    done = sync(shared, documents, tenant="cuts", cutting=Cutting(100, 20))
+    assert done.changed == 1 and done.dropped_chunks > 0
+    check(shared, documents, "cuts")
+
+
+@pytest.mark.parametrize("between", [" ", ""])
+def test_a_long_document_is_tokenised_in_parts(
+    shared: BlendEngine, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    monkeypatch.setattr("cacheblend.engines.hf.syncing._ENCODED_AT_ONCE", 100)
+    body = between.join(["Lamp", "ferry"] * 60)
+    cut, _ = cutter(shared, CUTTING, 0)
+    pieces = cut(Document("a", body))
+    assert shared.builder is not None
+    assert shared.builder.decode([int(i) for piece in pieces for i in piece]).strip() == body

@@ -1,0 +1,104 @@
+"""`cacheblend sync` and `bench sync`, as a user runs them: reports, refusals, a process that is killed."""
+
+import io
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cacheblend.nano import model_path
+from cacheblend.store import DiskStore
+from command_line import Run, runner
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(capsys, "sync", "--model", "nano")
+
+
+def text_of(seed: int, count: int) -> str:
+    rng = random.Random(seed)
+    words = ["lamp", "ferry", "keeper", "tower", "salt", "rope", "winter", "bell", "harbour", "stone", "letter"]
+    return " ".join(f"The {rng.choice(words)} of the {rng.choice(words)} is {rng.randrange(99)}." for _ in range(count))
+
+
+def test_a_folder_from_its_first_sync_to_its_end(run: Run, tmp_path: Path) -> None:
+    source, store = tmp_path / "docs", tmp_path / "s"
+    source.mkdir()
+    for name in "abc":
+        (source / f"{name}.txt").write_text(text_of(ord(name), 80))
+    (source / "picture.png").write_bytes(b"")
+    common = ("--store", store, "--source", source, "--chunk-tokens", 128)
+    planned = run(*common, "--dry-run", "--json").json
+    done = run(*common, "--json").json
+    assert planned["computed_tokens"] == done["computed_tokens"] > 0 and done["added"] == 3
+    assert done["skipped"] == ["1 files *.png"]
+    (source / "b.txt").write_text(text_of(ord("b"), 80) + " One more.")
+    (source / "c.txt").unlink()
+    changed = run(*common)
+    assert "1 documents kept, 0 added, 1 changed, 0 restored, 1 dropped" in " ".join(changed.out.split())
+    (source / "a.txt").write_bytes(b"\xff")
+    failed = run(*common, "--json")
+    assert failed.code == 1 and failed.json["kept"] == 1 and "not UTF-8" in failed.json["failed"]["a.txt"]
+    for file in source.iterdir():
+        file.unlink()
+    refused = run(*common)
+    assert refused.code == 2 and "--max-drop 1" in refused.err
+    assert run(*common, "--max-drop", 1, "--json").json["dropped"] == 2
+    with DiskStore(store, read_only=True) as left:
+        assert left.manifests() == [] and left.documents.roots() == []
+
+
+def test_standard_input_and_what_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def piped(data: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    common = ("--store", tmp_path / "s", "--source", "-", "--json")
+    piped(b'{"id": "a", "text": "One bell."}\n')
+    assert run(*common).json["added"] == 1
+    piped(b'{"id": "a", "text": "One bell."}\n{"id": "a", "text": "Two."}\n')
+    assert "standard input, line 2: an earlier line has the id 'a'" in run(*common).json["error"]
+    piped(b'{"id": "a", "text": "One bell."}\n')
+    assert run(*common).json["kept"] == 1
+    piped(b"")
+    assert run(*common, "--salt", "another").json["other_models"] == 1
+    assert "a store in memory" in run("--store", "memory", "--source", tmp_path, "--json").json["error"]
+    assert "does not exist" in run("--store", tmp_path / "s", "--source", tmp_path / "no", "--json").json["error"]
+
+
+def test_a_killed_sync_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
+    rows = [{"id": str(number), "text": text_of(number, 300)} for number in range(60)]
+    source, store = tmp_path / "d.jsonl", tmp_path / "s"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    command = [sys.executable, "-m", "cacheblend", "sync", "--model", "nano", "--store", str(store)]
+    process = subprocess.Popen(
+        [*command, "--source", str(source)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not len(list((store / "manifests").glob("*.json"))) > 40 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.wait(30)
+    with DiskStore(store) as left:
+        held = len(left.manifests())
+        assert left.verify() == []
+    done = run("--store", store, "--source", source, "--json").json
+    assert done["documents"] == 60 and done["missing_documents"] == 0
+    assert 0 < done["computed_chunks"] <= done["chunks"] - held
+    assert run("--store", store, "--source", source, "--json").json["kept"] == 60
+
+
+def test_bench_sync_counts_what_is_computed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = tmp_path / "passages.txt"
+    data.write_text("\n\n".join(text_of(seed, 12) for seed in range(80)))
+    bench = runner(capsys, "bench", "sync", "--model", str(model_path()), "--data", str(data), "--json")
+    found = bench("--documents", 9, "--tokens", 400, "--chunk-tokens", 64, "--json-file", tmp_path / "out.json").json
+    assert 0 < found["figures"]["sync_recomputed"] < 0.6
+    assert found["without_edits"]["computed_tokens"] == 0 and len(found["by_edit"]) == 9
+    assert json.loads((tmp_path / "out.json").read_text())["figures"] == found["figures"]
+    assert "9 are needed" not in bench("--documents", 2, "--tokens", 50).out
+    assert "documents of 400 tokens, 900 are needed" in bench("--documents", 900, "--tokens", 400).json["error"]

@@ -1,0 +1,288 @@
+"""Text that recurs is reused by itself, and no history of requests changes an answer at r = 1, or stores another KV
+than a plain prefill's.
+
+Situations: passages of several tenants in any order, marked by some clients and not by others, cut short, with text
+between; requests one at a time and at once; a store that is small, and one that others fill; chunks that are deleted;
+runs longer than the context leaves room for; clients whose text must not be kept; engines with discovery off, without
+capture, with the anchor "system".
+"""
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits
+from cacheblend.store import MemoryStore
+from families import VOCAB, tiny_model
+from poison import Tally, Witness, Written, compare, names_in
+from reference import plain_kv
+
+BOS, ANSWER = 1, SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True)
+FAMILY = "llama"
+
+
+class WitnessMemory(Witness, MemoryStore):
+    """In memory."""
+
+
+def open_engine(store: Any = None, **config: Any) -> BlendEngine:
+    settings = BlendConfig.of({"anchor": "bos", "block_size": 32} | config)
+    return BlendEngine(
+        tiny_model(FAMILY),  # type: ignore[arg-type]
+        store=store or MemoryStore(1 << 28),
+        config=settings,
+        bos_id=BOS,
+        fingerprint="weights",
+    )
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with open_engine() as opened:
+        yield opened
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=count)
+
+
+A, B, C = ids(1, 90), ids(2, 120), ids(3, 70)
+
+
+def ask(engine: BlendEngine, *parts: list[int], ratio: float | None = None) -> Any:
+    """The report of a request without any mark, after what it is worth has been learnt."""
+    answer = engine.generate(Prompt.of([text([BOS, *chain(*parts)])]), ANSWER, ratio=ratio)
+    assert engine.flush(60)
+    return answer.report
+
+
+def full(engine: BlendEngine, prompt: Prompt) -> list[int]:
+    """Oracle: the model's own greedy answer, token by token."""
+    tokens = prompt.token_ids.tolist()
+    with torch.no_grad():
+        for _ in range(ANSWER.max_new_tokens):
+            tokens.append(int(engine.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_text_that_recurs_is_reused_at_its_third_sighting(engine: BlendEngine) -> None:
+    assert ask(engine, ids(10, 5), A, B, ids(11, 9)).hit_tokens["memory"] == 0
+    assert ask(engine, ids(12, 7), B, A, ids(13, 9)).hit_tokens["memory"] == 0
+    third = ask(engine, ids(14, 3), A, ids(15, 6), B, ids(16, 9))
+    assert third.hit_tokens["memory"] == len(A) + len(B) and third.recomputed_tokens < len(A)
+    found = engine.discovery.figures if engine.discovery else None
+    assert found is not None and (found.runs, found.stored_tokens, found.hit_tokens) == (2, 210, 210)
+    assert found.wasted_tokens == 0 and found.unwatched == 0
+
+
+def test_a_used_run_that_is_split_still_counts_what_is_loaded_from_it(engine: BlendEngine) -> None:
+    for seed in (10, 20, 30):  # A B recurs as one run, and is loaded
+        ask(engine, ids(seed, 5), A, B, ids(seed + 1, 9))
+    loaded = len(A) + len(B)
+    for seed, part in ((40, A), (50, B), (60, A), (70, [*A, *ids(80, 6), *B])):  # the run is split, its chunk stays
+        loaded += ask(engine, ids(seed, 5), part, ids(seed + 1, 9)).hit_tokens["memory"]
+    assert engine.discovery is not None and engine.discovery.figures.hit_tokens == loaded > 4 * len(A)
+    assert engine.discovery.figures.stored_tokens == len(A) + len(B)  # the parts are loaded from it
+
+
+def test_parts_of_a_chunk_that_is_gone_are_stored_by_themselves(engine: BlendEngine) -> None:
+    for seed, part in ((10, [*A, *B]), (20, [*A, *B]), (30, [*A, *B]), (40, A)):
+        ask(engine, ids(seed, 5), part, ids(seed + 1, 9))
+    for name in names_in(engine.store):
+        engine.store.delete(name)  # type: ignore[arg-type]
+    assert ask(engine, ids(50, 5), A, ids(51, 9)).hit_tokens["memory"] == 0
+    assert ask(engine, ids(60, 5), A, ids(61, 9)).hit_tokens["memory"] == len(A)
+    assert engine.discovery is not None and engine.discovery.figures.stored_tokens == 2 * len(A) + len(B)
+
+
+def test_a_chunk_that_somebody_marked_is_found_where_nobody_does(engine: BlendEngine) -> None:
+    engine.generate(Prompt.of([text([BOS]), chunk(A), text(ids(10, 5))]), ANSWER)
+    assert engine.flush(60)
+    assert ask(engine, ids(11, 8), A, ids(12, 5)).hit_tokens["memory"] == len(A)
+
+
+def test_marked_chunks_go_first(engine: BlendEngine) -> None:
+    for seed in (10, 20, 30):
+        ask(engine, ids(seed, 5), A, B, ids(seed + 1, 9))
+    marked = Prompt.of([text([BOS]), chunk([*A[40:], *B[:50]]), text([*A, *ids(40, 9)])])
+    report = engine.generate(marked, ANSWER).report
+    assert report.missed_tokens == 100 and report.hit_tokens["memory"] == len(A)
+
+
+def test_what_another_store_user_listed_is_found_after_the_list_is_read() -> None:
+    store = MemoryStore(1 << 28)
+    with open_engine(store) as first:
+        first.warm([chunk(A)])
+    with open_engine(store) as second:
+        ask(second, ids(10, 5), B)  # while the list is read
+        assert ask(second, ids(11, 6), A, ids(12, 5)).hit_tokens["memory"] == len(A)
+
+
+def test_one_tenant_learns_nothing_from_another(engine: BlendEngine) -> None:
+    for number, tenant in enumerate(("t", "u", "")):
+        serve(engine, [Ask(Prompt.of([text([BOS, *ids(number, 5), *A, *ids(50 + number, 6)])]), ANSWER, tenant=tenant)])
+    assert engine.discovery is not None and engine.discovery.figures.runs == 0
+    serve(engine, [Ask(Prompt.of([text([BOS, *ids(9, 5), *A, *ids(59, 6)])]), ANSWER, tenant="u")])
+    assert engine.discovery.figures.runs == 1
+    assert [m.root for m in engine.store.manifests()] == [engine.planner_of("u").root]
+
+
+def test_what_must_not_be_kept_is_not(engine: BlendEngine) -> None:
+    for number in range(3):
+        prompt = Prompt.of([text([BOS, *ids(number, 5), *A, *ids(50 + number, 6)])])
+        serve(engine, [Ask(prompt, ANSWER, may_keep=lambda tokens: False)])
+    assert not engine.store.manifests() and engine.discovery is not None and engine.discovery.figures.stored_tokens == 0
+
+
+def test_what_prompts_begin_with_is_an_exact_prefix_at_the_third_sighting(engine: BlendEngine) -> None:
+    system = ids(5, 100)
+    for number in range(2):
+        assert ask(engine, system, ids(20 + number, 40)).hit_tokens["prefix"] == 0
+    third = Prompt.of([text([BOS, *system, *ids(30, 40)])])
+    answer = engine.generate(third, ANSWER)
+    assert answer.report.hit_tokens["prefix"] == 1 + 96 and answer.token_ids == full(engine, third)
+    assert not engine.store.manifests()  # no chunk: a run that always stands at the beginning is none
+    assert engine.store.stats().blocks == 1 + len(system) // 32  # and no text that was seen once
+
+
+@pytest.mark.parametrize("off", [{"discover": False}, {"anchor": "system"}, {"capture": False}])
+def test_nothing_is_learnt_where_it_is_off(off: dict[str, Any]) -> None:
+    with open_engine(**off) as engine:
+        for seed in (10, 20, 30):
+            assert ask(engine, ids(seed, 5), A, ids(seed + 1, 5)).hit_tokens["memory"] == 0
+        assert not engine.store.manifests()
+
+
+@pytest.mark.parametrize("wrong", [{"min_run_tokens": 62}, {"watch_tokens": 63}])
+def test_limits_that_cannot_work_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidInputError, match=f"{next(iter(wrong))}.*{next(iter(wrong.values()))}"):
+        BlendConfig(**wrong)
+
+
+def test_evicted_runs_are_stored_again(engine: BlendEngine) -> None:
+    for seed in (10, 20):
+        ask(engine, ids(seed, 5), A, ids(seed + 1, 5))
+    for name in names_in(engine.store):
+        engine.store.delete(name)  # type: ignore[arg-type]
+    assert ask(engine, ids(30, 5), A, ids(31, 5)).hit_tokens["memory"] == 0
+    assert ask(engine, ids(40, 5), A, ids(41, 5)).hit_tokens["memory"] == len(A)
+
+
+def test_a_watcher_that_fails_affects_no_answer(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("for a test")
+
+    assert engine.discovery is not None
+    monkeypatch.setattr(engine.discovery._recurrences, "see", fail)
+    assert ask(engine, A, B).prompt_tokens == 1 + len(A) + len(B)
+    assert "its answer is not affected" in caplog.text
+
+
+def serve(engine: BlendEngine, asks: Sequence[Ask]) -> list[Any]:
+    """Their reports, asked at once."""
+    scheduler, done = Scheduler(engine, Limits(active=4, catch_up_s=0.0)), threading.Event()
+    reports: dict[int, Any] = {}
+
+    def listener(number: int) -> Any:
+        def hear(event: Event) -> None:
+            if isinstance(event, DoneEvent):
+                assert event.error is None
+                reports[number] = event.report
+                if len(reports) == len(asks):
+                    done.set()
+
+        return hear
+
+    try:
+        for number, each in enumerate(asks):
+            scheduler.submit(each, listener(number))
+        assert done.wait(60)
+    finally:
+        scheduler.close()
+    assert engine.flush(60)
+    return [reports[number] for number in range(len(asks))]
+
+
+class History:
+    """Random requests on one engine, and the comparison afterwards."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.pool = [ids(1000 * seed + number, rng.randint(40, 150)) for number in range(4)]
+        size = rng.choice([1 << 28, 1 << 28, 1 << 19])
+        self.store = WitnessMemory(size)
+        self.engine = open_engine(self.store, recompute_ratio=1.0, block_size=rng.choice([8, 32, 256]))
+        self.tally = Tally(histories=1)
+
+    def prompt(self) -> Prompt:
+        rng = self.rng
+        parts = [text([BOS])]
+        for _ in range(rng.randint(1, 3)):
+            passage = rng.choice(self.pool)[rng.choice([0, 0, 0, 5, 64]) :]
+            parts.append(text(ids(rng.randrange(1 << 30), rng.randint(0, 9))))
+            if passage:
+                parts.append(chunk(passage) if rng.random() < 0.2 else text(passage))
+        parts.append(text(ids(rng.randrange(1 << 30), rng.randint(1, 9))))
+        joined: list[Any] = []
+        for part in parts:  # without a mark a text is one segment
+            if joined and not joined[-1].is_chunk and not part.is_chunk:
+                joined[-1] = text([*joined[-1].token_ids.tolist(), *part.token_ids.tolist()])
+            else:
+                joined.append(part)
+        return Prompt.of(joined)
+
+    def play(self) -> Tally:
+        tenants = ["", "t"]
+        with self.engine as engine:
+            for _ in range(self.rng.randint(4, 9)):
+                if self.rng.random() < 0.3:
+                    prompts = [self.prompt() for _ in range(3)]
+                    serve(engine, [Ask(each, ANSWER, tenant=self.rng.choice(tenants)) for each in prompts])
+                else:
+                    prompt = self.prompt()
+                    answer = engine.generate(prompt, ANSWER, ratio=1.0)
+                    assert answer.token_ids == full(engine, prompt)
+                    self.tally.meet("hit tokens", sum(answer.report.hit_tokens.values()))
+                    assert engine.flush(60)
+                if self.rng.random() < 0.2:
+                    names = sorted(names_in(self.store))
+                    for name in self.rng.sample(names, min(2, len(names))):
+                        self.store.delete(name)  # type: ignore[arg-type]
+            assert engine.flush(60) and engine.background.failed == 0 and engine.discovery is not None
+            self.tally.meet("runs", engine.discovery.figures.runs)
+            roots = {bytes(engine.planner_of(tenant).root): tenant for tenant in tenants}
+            written: dict[bytes, Written] = getattr(self.store, "written", {})
+            names = names_in(self.store)
+            self.tally.add(
+                compare(self.store, names, written, roots, lambda root, seen: plain_kv(engine.model, seen)[1])
+            )
+        return self.tally
+
+
+def test_no_history_gives_another_answer_or_stores_another_kv() -> None:
+    tally = Tally()
+    for seed in range(12):
+        tally.add(History(seed).play())
+    assert tally.poisoned == 0, tally.what[:5]
+    assert tally.met["runs"] > 12 and tally.met["hit tokens"] > 1000 and tally.blocks > 50
+
+
+def test_a_closed_engine_is_watched_no_more_and_nobody_waits_for_it(engine: BlendEngine) -> None:
+    assert engine.discovery is not None
+    request = engine.start(Prompt.of([text([BOS, *A, *B])]), ANSWER)
+    engine.close(wait=False)
+    request.step()
+    request.finish()
+    assert engine.discovery.flush(1) and engine.known_in(Prompt.of([text([BOS, *A])]), engine.follow()) is not None
