@@ -1,6 +1,7 @@
 """Stores in order, nearest first: reads that fall through, promotion, and writes to farther stores."""
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,10 +142,50 @@ def test_manifests_and_pins_are_in_all_and_found_in_any(tmp_path: Path) -> None:
         assert near.has_manifest(block.name) and far.has_manifest(block.name)
         assert {manifest.label for manifest in store.manifests()} == {"title", "elsewhere"}
         store.pin([block.name])
+        assert store.prune(0) > 0  # the manifest of a chunk that holds no block
+        assert {manifest.label for manifest in store.manifests()} == {"title"}
         assert store.prune(0) == 0
         assert store.stats().blocks == 1
         assert store.pinned() == {block.name}
         assert len(store.stats().tiers) == 2
+
+
+class Waiting(MemoryStore):
+    """A store whose writes wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def write(self, block: Block) -> bool:
+        assert self.go.wait(30)
+        return super().write(block)
+
+
+def test_a_manifest_reaches_a_slow_store_behind_its_blocks() -> None:
+    """Before them it would list an empty chunk, which a store may take off its list at any time."""
+    near, far = MemoryStore(), Waiting()
+    with CascadeStore([near, far]) as store:
+        block = make_block(1)
+        store.write(block)
+        store.put_manifest(make_manifest(block))
+        assert store.has_manifest(block.name)
+        far.prune(0)
+        far.go.set()
+        store.flush()
+        assert holds(far, block) and far.has_manifest(block.name)
+
+
+def test_a_manifest_that_waits_is_deleted_with_the_others() -> None:
+    near, far = MemoryStore(), Waiting()
+    with CascadeStore([near, far]) as store:
+        block = make_block(1)
+        store.write(block)
+        store.put_manifest(make_manifest(block))
+        assert store.delete_manifest(block.name)
+        far.go.set()
+        store.flush()
+        assert holds(far, block) and not store.has_manifest(block.name)
 
 
 def kinds_of(store: KVStore, *seeds: int) -> list[str]:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError
@@ -137,6 +137,11 @@ class WriteBehind:
         if block is not None:
             self._written += new
             self._held += not new
+
+    def is_waiting(self, names: Iterable[BlockName]) -> bool:
+        """Whether any of these blocks waits or is being written."""
+        with self._changed:
+            return any(name in self._waiting for name in names)
 
     def withdraw(self, name: BlockName) -> bool:
         """Takes a waiting block out of the queue, and waits for it if it is being written; False if it did not wait.

@@ -13,13 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
 from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
+from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, FindCounter, KVStore, Progress, StoreStats, read_all_layers
 from cacheblend.store.combined.base import CombinedStore, TierNames
 from cacheblend.store.writer import WriteBehind
@@ -135,6 +136,24 @@ class CascadeStore(CombinedStore):
         waited = [writer.withdraw(name) for writer in self._writers]
         return super().delete(name) or any(waited)
 
+    # ---- manifests --------------------------------------------------------------------------------------
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        """See `KVStore.put_manifest`. Behind the blocks that wait: where none is held yet, a manifest is an empty chunk's
+        (`EmptyChunks`), which may go at any time."""
+        queued = []
+        for member, writer in zip(self.members, self._writers, strict=True):
+            put = partial(_put_manifest, member, manifest)
+            if writer.is_waiting(manifest.block_names) and writer.submit(put, _manifest_key(manifest.chunk_id)):
+                queued.append(member)
+        if now := [member for member in self.members if member not in queued]:
+            self._ask(now, lambda member: member.put_manifest(manifest))
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.delete_manifest`. From all stores, and from what waits to be written to them."""
+        waited = [writer.withdraw(_manifest_key(chunk_id)) for writer in self._writers]
+        return super().delete_manifest(chunk_id) or any(waited)
+
     # ---- promotion --------------------------------------------------------------------------------------
 
     def promote(self, names: Sequence[BlockName]) -> None:
@@ -204,6 +223,15 @@ class CascadeStore(CombinedStore):
         for writer in self._writers:
             writer.close()
         super().close()
+
+
+def _manifest_key(chunk_id: BlockName) -> BlockName:
+    """Under which a manifest waits among blocks; no block has such a name."""
+    return BlockName(b"manifest:" + chunk_id)
+
+
+def _put_manifest(member: KVStore, manifest: ChunkManifest) -> None:
+    member.put_manifest(manifest)
 
 
 def close_all(stores: Iterable[KVStore]) -> None:
