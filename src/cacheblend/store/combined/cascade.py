@@ -139,8 +139,9 @@ class CascadeStore(CombinedStore):
     # ---- manifests --------------------------------------------------------------------------------------
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
-        """See `KVStore.put_manifest`. Behind the blocks that wait: where none is held yet, a manifest is an empty chunk's
-        (`EmptyChunks`), which may go at any time."""
+        """See `KVStore.put_manifest`. Behind the blocks that wait: before them it would list an empty chunk, and these
+        may go at any time (`EmptyChunks`).
+        """
         queued = []
         for member, writer in zip(self.members, self._writers, strict=True):
             put = partial(_put_manifest, member, manifest)
