@@ -62,8 +62,16 @@ class BlendConfig(Selection):
         check_least = {"block_size": 1, "tile_rows": 0, "capture_batch_tokens": 1, "read_ahead": 0, "capture_queue": 0}
         check_least |= {"min_run_tokens": SHORTEST, "watch_tokens": self.min_run_tokens}
         for name, least in check_least.items():
-            if getattr(self, name) < least:
-                raise InvalidInputError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise InvalidInputError(f"{name} must be a whole number, got {value!r}")
+            if value < least:
+                raise InvalidInputError(f"{name} must be at least {least}, got {value}")
+        for name in ("compile_layers", "capture", "discover"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.salt, str):
+            raise InvalidInputError(f"salt must be a text, got {self.salt!r}")
         if self.anchor not in get_args(AnchorKind):
             raise InvalidInputError(f"anchor must be one of {', '.join(get_args(AnchorKind))}, got {self.anchor!r}")
         codec_of(self.codec)

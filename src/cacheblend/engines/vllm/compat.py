@@ -75,15 +75,20 @@ def write_paged(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: tor
 
 
 def metadata_builders(config: VllmConfig, layers: Sequence[Any], kv_cache_config: Any) -> list[Any]:
-    """A builder of attention metadata for each group of KV cache, by the backend of its first layer.
+    """A builder of attention metadata for each group of KV cache, by the backend of its first layer; None: the group
+    has none of these layers, but a drafter's.
 
     Args:
         config, kv_cache_config: vLLM's.
         layers: vLLM's attention modules.
     """
-    named, found = {layer.layer_name: layer for layer in layers}, []
+    found: list[Any] = []
+    named = {layer.layer_name: layer for layer in layers}
     for group in kv_cache_config.kv_cache_groups:
-        layer = named[next(name for name in group.layer_names if name in named)]
+        layer = next((named[name] for name in group.layer_names if name in named), None)
+        if layer is None:
+            found.append(None)
+            continue
         builder = layer.get_attn_backend().get_builder_cls()
         spec = group.kv_cache_spec  # of several where a drafter's layers have other heads
         spec = getattr(spec, "kv_cache_specs", {}).get(layer.layer_name, spec)

@@ -235,14 +235,18 @@ def _copies(leaves: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def computed_by(layers: Sequence[nn.Module], functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Inside, these functions stand in for the layers' `forward`."""
+    """Inside, these functions stand in for the layers' `forward`. Afterwards it is what it was: where weights are kept
+    on the host, vLLM has set one that brings them."""
+    before = [layer.__dict__.get("forward") for layer in layers]
     for layer, function in zip(layers, functions, strict=True):
         layer.__dict__["forward"] = function
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, own in zip(layers, before, strict=True):
             layer.__dict__.pop("forward", None)
+            if own is not None:
+                layer.__dict__["forward"] = own
 
 
 Replacement = tuple[Any, Callable[..., Any]]

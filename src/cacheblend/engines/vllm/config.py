@@ -122,7 +122,7 @@ class ConnectorConfig:
                 raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.on_unblendable not in ("error", "plain"):
             raise InvalidInputError(f'on_unblendable must be "error" or "plain", got {self.on_unblendable!r}')
-        if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or self.refresh_s < 0:
+        if not isinstance(self.refresh_s, int | float) or isinstance(self.refresh_s, bool) or not self.refresh_s >= 0:
             raise InvalidInputError(f"refresh_s must be a number of seconds, 0 or more, got {self.refresh_s!r}")
         for name in ("lookup_timeout_s", "read_timeout_s"):
             timeout = getattr(self, name)

@@ -21,6 +21,7 @@ from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 from cacheblend.engines.vllm.stores import device_bytes, shared_store
 from cacheblend.engines.vllm.worker.groups import LayerGroups
 from cacheblend.engines.vllm.worker.model import BlendModel
+from cacheblend.engines.vllm.worker.refusing import Refusal
 from cacheblend.engines.vllm.worker.worker import Worker
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
@@ -51,7 +52,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
         versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
         self._scheduling: Scheduling | None = None
-        self._worker: Worker | None = None
+        self._worker: Worker | Refusal | None = None
         self._unblendable = ""  # the reason, where `on_unblendable` is "plain"
         self._publishes_events = compat.publishes_events(vllm_config)
         try:
@@ -151,9 +152,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """See `Scheduling.on_new`."""
-        if self._scheduling is None:
-            return
-        self._scheduler.on_new(request)
+        if self._scheduling is not None:
+            self._scheduling.on_new(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Receives vLLM's block pool, which tells what its own prefix cache holds."""
@@ -190,7 +190,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See `request_finished`; vLLM calls one of the two, and their blocks are not asked for."""
-        return self.request_finished(request, block_ids[0])
+        return self.request_finished(request, [])  # encoders have no group at all
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Receives what the workers finished."""
@@ -227,13 +227,15 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         reserved = compat_loading.release_reserved(to_device=device_bytes(self._config.store) > 0)
         if self._unblendable:
             return
-        scheduler = self._vllm_config.scheduler_config
-        rows = int(scheduler.max_num_batched_tokens)
         try:
-            model = BlendModel(self._vllm_config)
+            self._worker = self._open_worker(reserved)
         except ModelNotBlendableError as error:
             self._leave_to_vllm(error)
-            return
+            self._worker = Refusal(self._block_size, self._unblendable)
+
+    def _open_worker(self, reserved: int) -> Worker:
+        rows = int(self._vllm_config.scheduler_config.max_num_batched_tokens)
+        model = BlendModel(self._vllm_config)
         layers = len(model.layers)
         extra = self._kv_transfer_config.kv_connector_extra_config
         needed = workspace_of(compat_model.model_sizes(self._vllm_config, model.device, extra))
@@ -243,7 +245,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         # to the cache for decoded rows only.
         by_backend = model.device.type == "cpu" and not any(shape.is_latent for shape in model.head_shapes)
         builders = compat.metadata_builders(self._vllm_config, model.attention, self._kv_caches) if by_backend else None
-        self._worker = Worker(
+        return Worker(
             model,
             self._store,
             self._planner,

@@ -81,8 +81,7 @@ class BlendModel:
         self.total_kv_heads = compat.kv_layout(config).layers[0].kv_heads
         self.heads = self._heads_of_rank(kinds[0].kept.kv_heads)
         with torch.inference_mode(), compat_lora.without_adapters(self.adapters, _PROBE_ROWS):
-            self.layers = self._learn_layers()
-            self.rotations = self._find_rotations()
+            self._learn()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n, width] input of the first layer: the model's own forward up to there, whatever it does to embeddings."""
@@ -163,6 +162,24 @@ class BlendModel:
         return slice(first, first + kv_heads)
 
     # ---- checks -----------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """How the layers are called, and how their keys turn.
+
+        Raises:
+            ModelNotBlendableError: see the class; also for whatever the model's own code raises, since nobody knows
+                what layers need that cannot be called one by one.
+        """
+        try:
+            self.layers = self._learn_layers()
+            self.rotations = self._find_rotations()
+        except torch.OutOfMemoryError:
+            raise
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            first_line = f"{error}".partition("\n")[0]
+            raise ModelNotBlendableError(
+                f"the layers of {self._name} cannot be called one by one: {type(error).__name__}: {first_line}"
+            ) from error
 
     def _learn_layers(self) -> list[LayerCall]:
         """How the layers are called; checked.

@@ -141,7 +141,7 @@ class Opener:
     def _attention_of(self, rows: RequestRows, builders: Sequence[Any]) -> RowAttention:
         """By the backend's kernel, in the groups whose blocks hold all that is seen."""
         found = [
-            PagedAttention(self._paged, builder, own.blocks) if own.is_whole else None
+            PagedAttention(self._paged, builder, own.blocks) if own.is_whole and builder is not None else None
             for own, builder in zip(rows.groups, builders, strict=True)
         ]
 
