@@ -46,6 +46,40 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_read(tmp_path: Path) -> No
     json.dumps(bad)
 
 
+def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its documents would count as vanished, and be dropped."""
+    for name in ("a/x.txt", "b/y.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if os.fspath(path).endswith("a"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(InvalidInputError, match=r"a cannot be read: Permission denied"):
+        read_documents(str(tmp_path))
+
+
+def test_links_whose_target_is_gone_stay_and_linked_folders_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for name in ("inside", "outside"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "inside").rename(source)
+    (tmp_path / "outside/x.txt").write_text("text")
+    (source / "whole").symlink_to(tmp_path / "outside")
+    (source / "one.txt").symlink_to(tmp_path / "outside/x.txt")
+    (source / "gone.txt").symlink_to(tmp_path / "elsewhere")
+    (source / "ring.txt").symlink_to(source / "ring.txt")
+    os.mkfifo(source / "pipe.txt")
+    found = read_documents(str(source))
+    assert list(found.ids) == ["gone.txt", "one.txt", "ring.txt"] and found.skipped == ["1 linked folders"]
+    read = {each.id: isinstance(each, Document) for each in found.documents()}
+    assert read == {"gone.txt": False, "one.txt": True, "ring.txt": False}
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_json_lines_from_a_file_or_a_stream(tmp_path: Path, is_stream: bool) -> None:
     rows = [{"id": "../../etc/passwd", "text": "a\u2028b"}, {"id": 7, "text": "", "title": "t"}]
@@ -63,6 +97,7 @@ def test_json_lines_from_a_file_or_a_stream(tmp_path: Path, is_stream: bool) -> 
     [
         (b'{"id": "a", "text": "again"}', "line 3: an earlier line has the id 'a'"),
         (b"{", "line 3: not JSON"),
+        (b"[" * 100_000, "line 3: not JSON"),
         (b"[]", "line 3: expected an object"),
         (b'{"id": "b"}', "line 3: the field 'text' is missing"),
         (b'{"text": "b"}', "line 3: the field 'id' is missing"),

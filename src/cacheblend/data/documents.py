@@ -9,6 +9,10 @@ A source is read twice: first all ids, so that nothing is changed where two are 
 one by one, so that a large source does not have to fit into memory.
 """
 
+# Many files, listed by the system's walk, which tells of folders that it cannot read:
+# ruff: noqa: PTH110, PTH113, PTH114, PTH118
+
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -97,19 +101,29 @@ class FolderSource:
     skipped: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        try:
-            files = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        except OSError as error:
-            raise InvalidInputError(f"{self.folder} cannot be read: {error.strerror}") from error
-        names = [path.relative_to(self.folder).as_posix() for path in files]
-        shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
-        self.ids = {name: None for name in shown if name.endswith(ENDINGS)}
-        others: dict[str, int] = {}
-        for name in shown:
-            if not name.endswith(ENDINGS):
-                ending = f"*{Path(name).suffix}"
-                others[ending] = others.get(ending, 0) + 1
-        self.skipped = [f"{count} files {ending}" for ending, count in sorted(others.items())]
+        """Lists the files; a folder that cannot be read is an error, since its documents would seem to be gone."""
+        others, names = dict[str, int](), list[str]()
+        for folder, folders, files in os.walk(self.folder, onerror=self._unreadable):
+            linked = [
+                name for name in folders if not name.startswith(".") and os.path.islink(os.path.join(folder, name))
+            ]
+            if linked:
+                others["linked folders"] = others.get("linked folders", 0) + len(linked)
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in files:
+                path = Path(folder, name)
+                if name.startswith(".") or (os.path.exists(path) and not os.path.isfile(path)):  # a device, a pipe
+                    continue
+                if name.endswith(ENDINGS):
+                    names.append(path.relative_to(self.folder).as_posix())
+                else:
+                    ending = f"files *{path.suffix}"
+                    others[ending] = others.get(ending, 0) + 1
+        self.ids = dict.fromkeys(sorted(names, key=lambda name: name.split("/")))
+        self.skipped = [f"{count} {what}" for what, count in sorted(others.items())]
+
+    def _unreadable(self, error: OSError) -> None:
+        raise InvalidInputError(f"{error.filename or self.folder} cannot be read: {error.strerror}") from error
 
     def documents(self) -> Iterator[Document | Unreadable]:
         """See `DocumentSource`."""

@@ -39,7 +39,7 @@ def parse_json(text: str, where: str) -> Any:
     """
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{where}: not JSON: {error}") from error
 
 

@@ -20,9 +20,10 @@ from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.intervals import Interval
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.plan.recurrence import Recurrences, Run
+from cacheblend.core.plan.recurrence import Learnt, Recurrences, Run
 from cacheblend.engines.listing import ChunkListing
 from cacheblend.store import KVStore
+from cacheblend.store.documents import DocumentRecord
 
 MOST_WANTED = 1024
 """Runs that wait to be stored; those of least worth go."""
@@ -104,16 +105,14 @@ class Discovery(Generic[Asker]):
         self._wanted: dict[BlockName, Wanted[Asker]] = {}
         self._stored: dict[BlockName, _Stored] = {}  # by chunk
         self._chunk_of: dict[BlockName, BlockName] = {}  # by run
-        self._figures = DiscoveryFigures()
+        self._figures, self._resets = DiscoveryFigures(), 0
         self._pool, self._behind = DaemonPool(1, "cacheblend-discovery"), 0
         self._caught_up = threading.Condition(self._lock)
 
     @property
     def figures(self) -> DiscoveryFigures:
-        """What it has done."""
-        with self._lock:
-            wasted = sum(len(each) for each in self._stored.values() if each.is_wasted)
-            return replace(self._figures, wasted_tokens=self._figures.wasted_tokens + wasted)
+        """What it has done; takes the same time whatever is stored."""
+        return self._figures
 
     @property
     def has_work(self) -> bool:
@@ -141,9 +140,9 @@ class Discovery(Generic[Asker]):
             if self._behind >= MOST_BEHIND:
                 self._figures = replace(self._figures, unwatched=self._figures.unwatched + 1)
                 return
-            self._behind += 1
+            self._behind, resets = self._behind + 1, self._resets
         try:
-            self._pool.submit(self._watch, root, prompt, plan, asker, wanted)
+            self._pool.submit(self._watch, resets, root, prompt, plan, asker, wanted)
         except RuntimeError:  # closed while the request was answered
             with self._caught_up:
                 self._behind -= 1
@@ -158,18 +157,21 @@ class Discovery(Generic[Asker]):
     def stored(self, run: Run, manifest: ChunkManifest, *, computed: bool = True) -> None:
         """A run is in the store, and was computed for it or was there: it is found from now on."""
         with self._lock:
-            before = self._stored.get(manifest.chunk_id)
-            runs = {run.name} | (before.runs if before else set())
-            self._stored[manifest.chunk_id] = _Stored(manifest, computed, runs)
-            self._chunk_of[run.name] = manifest.chunk_id
+            before = self._stored.get(manifest.chunk_id) or _Stored(manifest, computed, set())
+            stored = _Stored(manifest, True, before.runs) if computed else before
+            stored.is_split = False
+            stored.runs.add(run.name)
+            self._stored[manifest.chunk_id], self._chunk_of[run.name] = stored, manifest.chunk_id
             if computed:
-                self._figures = replace(self._figures, stored_tokens=self._figures.stored_tokens + len(run))
+                self._add(stored_tokens=len(run), wasted_tokens=len(run))
         self._listing.add([manifest])
 
     def reset(self) -> None:
-        """Forgets all that was seen: the names of everything stored have changed."""
+        """Forgets all that was seen: the names of everything stored have changed. Nothing that was asked before it is
+        wanted after it, since it would be computed with new weights and stored under old names."""
         with self._lock:
             self._wanted, self._stored, self._chunk_of = {}, {}, {}
+            self._resets += 1
         with suppress(RuntimeError):  # closed
             self._pool.submit(self._recurrences.forget)
 
@@ -188,16 +190,25 @@ class Discovery(Generic[Asker]):
     # ---- in the thread ----------------------------------------------------------------------------------
 
     def _watch(
-        self, root: BlockName, prompt: Prompt, plan: BlendPlan | None, asker: Asker, wanted: Callable[[], None]
+        self,
+        resets: int,
+        root: BlockName,
+        prompt: Prompt,
+        plan: BlendPlan | None,
+        asker: Asker,
+        wanted: Callable[[], None],
     ) -> None:
         try:
             learnt = self._recurrences.see(root, prompt.token_ids, chunks_in(prompt))
             with self._lock:
+                if resets != self._resets:
+                    return
                 gone = [] if plan is None else self._count_hits(plan)
-                gone += [chunk for run in learnt.dropped if (chunk := self._give_up(run, learnt.new)) is not None]
-                self._want([*learnt.new, *learnt.seen], asker)
-                figures = replace(self._figures, runs=self._figures.runs + len(learnt.new))
-                self._figures = replace(figures, watched_tokens=self._recurrences.watched_tokens)
+                gone += self._give_up(learnt)
+                forgotten = set(learnt.forgotten)
+                self._want([run for run in (*learnt.new, *learnt.seen) if run not in forgotten], asker)
+                self._add(runs=len(learnt.new))
+                self._figures = replace(self._figures, watched_tokens=self._recurrences.watched_tokens)
                 is_any_wanted = bool(self._wanted)
             self._delete(gone)
             if is_any_wanted:
@@ -212,12 +223,14 @@ class Discovery(Generic[Asker]):
     def _count_hits(self, plan: BlendPlan) -> list[ChunkManifest]:
         """Returns what is to be deleted: evicted chunks of runs that were split, which would hide their parts."""
         lost = {name for name, is_held in plan.held_chunks().items() if not is_held and name in self._stored}
+        last = {span.segment: span.name for span in plan.spans}  # of a marked chunk the name of its last block
         for span in plan.spans:
-            found_in = plan.prompt.segments[span.segment].found_in
-            stored = None if found_in is None else self._stored.get(found_in.chunk_id)
+            segment = plan.prompt.segments[span.segment]
+            name = last[span.segment] if segment.found_in is None else segment.found_in.chunk_id
+            stored = self._stored.get(name) if segment.is_chunk else None
             if stored is not None and span.source in (Source.LOADED, Source.PREFIX):
+                self._add(hit_tokens=len(span), wasted_tokens=-len(stored) if stored.is_wasted else 0)
                 stored.hits += len(span)
-                self._figures = replace(self._figures, hit_tokens=self._figures.hit_tokens + len(span))
         evicted = [self._forget(name) for name in lost]  # their runs are stored again if they are seen again
         return [each.manifest for each in evicted if each.computed and each.is_split]
 
@@ -229,36 +242,58 @@ class Discovery(Generic[Asker]):
             worth = sorted(self._wanted.values(), key=lambda each: -each.run.worth(self._recurrences.number))
             self._wanted = {each.run.name: each for each in worth[: MOST_WANTED * 3 // 4]}
 
-    def _give_up(self, run: Run, new: Sequence[Run]) -> ChunkManifest | None:
-        """Forgets a run. Its chunk, if it was stored: one that was used stays, and serves the parts that the run was
-        split into; another is returned, to be deleted."""
-        self._wanted.pop(run.name, None)
-        name = self._chunk_of.pop(run.name, None)
-        if name is None:
-            return None
-        stored = self._stored[name]
-        if stored.is_wasted:
-            self._forget(name)
-            return stored.manifest
-        parts = {part.name for part in new if part.part_of == run.name}
-        stored.runs, stored.is_split = (stored.runs - {run.name}) | parts, True
-        self._chunk_of |= dict.fromkeys(parts, name)
-        return None
+    def _give_up(self, learnt: Learnt) -> list[ChunkManifest]:
+        """Forgets runs. Of those that were stored, the chunks that were used stay, and serve the parts that a run was
+        split into; the others are returned, to be deleted."""
+        gone, parts = [], dict[BlockName, set[BlockName]]()
+        for part in learnt.new:
+            if part.part_of is not None:
+                parts.setdefault(part.part_of, set()).add(part.name)
+        for run in (*learnt.split, *learnt.forgotten):
+            self._wanted.pop(run.name, None)
+            name = self._chunk_of.pop(run.name, None)
+            if name is None:
+                continue
+            stored, found = self._stored[name], parts.get(run.name, set())
+            if stored.is_wasted:
+                gone.append(self._forget(name).manifest)
+                continue
+            stored.runs = (stored.runs - {run.name}) | found
+            stored.is_split |= run in learnt.split
+            self._chunk_of |= dict.fromkeys(found, name)
+            if not stored.runs and not stored.is_split:
+                del self._stored[name]  # nothing of it was seen for long
+        return gone
 
     def _forget(self, name: BlockName) -> _Stored:
         stored = self._stored.pop(name)
         for run in stored.runs:
             self._chunk_of.pop(run, None)
-        if stored.is_wasted:
-            self._figures = replace(self._figures, wasted_tokens=self._figures.wasted_tokens + len(stored))
         return stored
 
+    def _add(self, **more: int) -> None:
+        """Adds to figures."""
+        self._figures = replace(self._figures, **{name: getattr(self._figures, name) + n for name, n in more.items()})
+
     def _delete(self, chunks: Sequence[ChunkManifest]) -> None:
-        """Takes chunks off the store, so that others keep their place and parts are found elsewhere."""
+        """Takes chunks off the store, so that others keep their place and parts are found elsewhere; those stay that
+        are pinned, or that a document has."""
+        for root in dict.fromkeys(chunk.root for chunk in chunks):
+            with self._store.documents.changing(root):
+                kept = self._store.pinned() | {
+                    name
+                    for record in self._store.documents.all(root)
+                    if isinstance(record, DocumentRecord)
+                    for blocks in record.chunks
+                    for name in blocks
+                }
+                self._remove([each for each in chunks if each.root == root and each.chunk_id not in kept], kept)
+
+    def _remove(self, chunks: Sequence[ChunkManifest], kept: set[BlockName]) -> None:
+        """Takes chunks off the store, and their blocks but the kept ones."""
         self._listing.forget(chunk.chunk_id for chunk in chunks)
         with self._lock:
-            kept = {name for each in self._stored.values() for name in each.manifest.block_names}
-        kept |= self._store.pinned() if chunks else set()
+            kept = kept.union(*(each.manifest.block_names for each in self._stored.values()))
         for chunk in chunks:
             self._store.delete_manifest(chunk.chunk_id)
             for name in chunk.block_names:

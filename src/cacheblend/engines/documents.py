@@ -141,12 +141,33 @@ class DocumentBook:
         segments = [chunk(ids, label) for ids, label in zip(pieces, labels, strict=True)]
         return PlannedDocument(record, segments)
 
-    def put(self, records: Iterable[DocumentRecord]) -> None:
-        """Keeps records, before their chunks are computed. Raises `StoreError`."""
-        with self.store.documents.changing(self.planner.root):
+    def put(self, records: Iterable[DocumentRecord]) -> list[DocumentRecord]:
+        """Keeps records, before their chunks are computed; returns them with the stale chunks of those that another
+        sync has put since they were planned. Raises `StoreError`."""
+        put, root, kept = list[DocumentRecord](), self.planner.root, self.store.documents
+        with kept.changing(root):
             for record in records:
-                self.store.documents.put(record)
+                now, before = kept.get(root, record.name), dict.fromkeys(record.stale)
+                if isinstance(now, DocumentRecord):
+                    before |= dict.fromkeys((*now.chunks, *now.stale))
+                record = replace(record, stale=tuple(each for each in before if each not in set(record.chunks)))
+                kept.put(record)
                 self.known[record.name] = record
+                put.append(record)
+        return put
+
+    def settle(self, records: Iterable[DocumentRecord]) -> Dropped:
+        """Drops the chunks of records that others have dropped or replaced while these chunks were computed, except
+        those that a document has. Raises `StoreError`."""
+        root, kept = self.planner.root, self.store.documents
+        with kept.changing(root):
+            gone = []
+            for record in records:
+                now = kept.get(root, record.name)
+                if now is None or (isinstance(now, DocumentRecord) and now.chunks != record.chunks):
+                    gone.append(record)
+                    self.known.pop(record.name, None)
+            return self._drop([blocks for record in gone for blocks in record.chunks], frozenset())
 
     def release(self, records: Iterable[DocumentRecord]) -> Dropped:
         """Drops the stale chunks of records, except those that another document has. Raises `StoreError`."""

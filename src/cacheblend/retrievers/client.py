@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cacheblend.core.errors import CacheBlendError, InvalidInputError
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_encodable
 from cacheblend.engines.documents import COLLECTION, Document
 
 MOST_DROPPED = 0.5
 """Share of a collection's documents that is dropped without being asked: a source may be empty by mistake."""
 
 _BATCH_DOCUMENTS, _BATCH_BYTES = 256, 1 << 20  # of a request; one document may be larger
+_HINTS = {
+    401: ": give the key of the server as key=...",
+    404: ": is the url right, without /v1?",
+    413: ": cut the passages smaller",
+}
 _WHOLE = 1 << 20  # tokens: a passage is sent whole, so it is stored whole, as long as the model's context
 
 
@@ -23,11 +28,12 @@ class DocumentServerError(CacheBlendError):
 
     Attributes:
         status: of HTTP; None: no answer.
+        code: the server's own name of what is wrong; None: it gave none.
     """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 @dataclass
@@ -62,7 +68,7 @@ class DocumentServer:
         timeout: seconds that a request may take; storing computes the passages first.
 
     Raises:
-        InvalidInputError: httpx is not installed.
+        InvalidInputError: httpx is not installed, or the key or the salt cannot be sent.
     """
 
     def __init__(
@@ -79,6 +85,9 @@ class DocumentServer:
         except ImportError as error:
             raise InvalidInputError("a server of documents needs httpx: pip install httpx") from error
         self.url, self.collection, self.salt = url.rstrip("/"), collection, salt
+        check_encodable(collection + salt, "the collection's name or the salt")
+        if key and not (key.isascii() and key.isprintable()):
+            raise InvalidInputError("the key has characters that no key of a server has; is it the right one?")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
         self._failed = (httpx.HTTPError, httpx.InvalidURL)
@@ -99,22 +108,24 @@ class DocumentServer:
                 "salt": self.salt,
                 "chunk_tokens": _WHOLE,
             }
-            answer = self._ask("POST", "/v1/documents", json=body)
+            answer = self._ask("POST", "/v1/documents", "documents", json=body)
             for name in counted & answer.keys():
                 setattr(report, name, getattr(report, name) + int(answer[name]))
             report.without_text += len(answer.get("empty", ()))
         return report
 
     def drop(self, ids: Iterable[str]) -> int:
-        """Drops documents; how many there were. Raises `DocumentServerError`."""
+        """Drops documents; how many there were. Raises `DocumentServerError`, `InvalidInputError` for an id that is no
+        text."""
         return sum(self._drop(each) for each in dict.fromkeys(ids))
 
     def _drop(self, document_id: str) -> bool:
+        check_encodable(document_id, "a document's id")
         place = {"id": document_id, "collection": self.collection, "salt": self.salt}
         try:
-            self._ask("DELETE", "/v1/documents", params=place)
+            self._ask("DELETE", "/v1/documents", "deleted", params=place)
         except DocumentServerError as error:
-            if error.status == 404:
+            if error.code == "document_not_found":  # not any 404: a wrong url has dropped nothing
                 return False
             raise
         return True
@@ -124,7 +135,7 @@ class DocumentServer:
         found, after = list[str](), ""
         while True:
             place = {"collection": self.collection, "salt": self.salt, "limit": 1000, "after": after}
-            page = self._ask("GET", "/v1/documents", params=place)
+            page = self._ask("GET", "/v1/documents", "data", params=place)
             found += [each["id"] for each in page["data"] if each["id"] is not None]  # a damaged one has none
             if not page["has_more"]:
                 return found
@@ -156,21 +167,30 @@ class DocumentServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, method: str, path: str, **what: Any) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, has: str, **what: Any) -> dict[str, Any]:
+        """The server's answer, an object that `has` a field."""
         try:
             answer = self._http.request(method, path, **what)
         except self._failed as error:
             raise DocumentServerError(
                 f"{self.url} does not answer ({type(error).__name__}: {error}): is `cacheblend serve` running there?"
             ) from error
-        if answer.is_success:
-            found: dict[str, Any] = answer.json()
+        found = _json(answer)
+        if answer.is_success and has in found:
             return found
-        hint = {401: ": give the key of the server as key=...", 413: ": cut the passages smaller"}
+        if answer.is_success:
+            raise DocumentServerError(
+                f"{self.url} answers {method} {path} as no `cacheblend serve` does: {answer.text[:80]!r}; is the url "
+                "right, without /v1?",
+                answer.status_code,
+            )
+        refusal = found.get("error")
+        told: dict[str, Any] = refusal if isinstance(refusal, dict) else {}
         raise DocumentServerError(
-            f"{self.url} refused {method} {path}: {answer.status_code} {_message(answer)}"
-            f"{hint.get(answer.status_code, '')}",
+            f"{self.url} refused {method} {path}: {answer.status_code} {told.get('message') or answer.text[:200]}"
+            f"{_HINTS.get(answer.status_code, '')}",
             answer.status_code,
+            told.get("code"),
         )
 
 
@@ -213,9 +233,10 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _message(answer: Any) -> str:
-    """What a server says of a refusal, in one line."""
+def _json(answer: Any) -> dict[str, Any]:
+    """What a server answers; empty if that is no JSON object."""
     try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(answer.text[:200])
+        found = answer.json()
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -75,12 +75,14 @@ class Learnt:
     Attributes:
         new: runs that were seen for the second time, those of split runs among them.
         seen: runs that were known.
-        dropped: runs that were given up for the parts that they were split into, or because there were too many.
+        split: runs that were given up for the parts that they were split into.
+        forgotten: runs that were given up because there were too many.
     """
 
     new: Sequence[Run] = ()
     seen: Sequence[Run] = ()
-    dropped: Sequence[Run] = ()
+    split: Sequence[Run] = ()
+    forgotten: Sequence[Run] = ()
 
 
 @dataclass(eq=False)
@@ -173,7 +175,7 @@ class Recurrences:
         self._watch(root, token_ids, hashes, at)
         if not known.runs:
             del self._known[root]
-        return Learnt(new, seen, [*split, *self._forget_runs()])
+        return Learnt(new, seen, split, self._forget_runs())
 
     def forget(self, root: BlockName | None = None) -> None:
         """Drops what is known of a root; of all roots if None."""

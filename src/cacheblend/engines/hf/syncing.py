@@ -238,13 +238,14 @@ class DocumentSync:
         if self._dry_run:
             self._note_missing(batch)
         elif batch:
-            self.book.put(planned.record for planned in batch)
+            records = self.book.put(planned.record for planned in batch)
+            self._release += [record for record in records if record.stale]
             for some in slices([segment for planned in batch for segment in planned.segments], tokens):
                 yield
                 warmed = self._engine.warm(some, system=self._system, tenant=self._tenant, state=self._state)
                 self.report.computed_chunks += warmed.stored
                 self.report.computed_tokens += warmed.tokens
-        self._release += [planned.record for planned in batch if planned.record.stale]
+            self._count_dropped(self.book.settle(records))
         if len(self._release) >= max(_FEW_RELEASES, len(self.book.known) // 8):
             self._do_release()
 

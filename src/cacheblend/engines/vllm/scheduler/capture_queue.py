@@ -58,10 +58,9 @@ class CaptureQueue:
         """
         self._waiting[request.request_id] = (request, jobs, missed_at)
 
-    def add(self, jobs: Sequence[CaptureJob]) -> None:
-        """Queues chunks at once."""
-        for job in jobs:
-            self._add(job, time.monotonic())
+    def add(self, job: CaptureJob) -> bool:
+        """Queues a chunk at once; False: it will not be captured."""
+        return self._add(job, time.monotonic())
 
     @property
     def is_empty(self) -> bool:
@@ -122,20 +121,21 @@ class CaptureQueue:
     def _has_capacity(self, job: CaptureJob) -> bool:
         return not self._most_tokens or self._sent_tokens + len(job.chunk) <= self._most_tokens
 
-    def _add(self, job: CaptureJob, missed_at: float) -> None:
+    def _add(self, job: CaptureJob, missed_at: float) -> bool:
         if len(self._unfinished) >= self._limit:  # before names are computed
             self._counts.add_fallback("capture queue full")
-            return
+            return False
         chunk_id = manifest_of(job.chunk, job.planner, "").chunk_id
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:
-            return  # another request missed it as well
+            return chunk_id in self._unfinished  # another request missed it as well
         if self._most_tokens and len(job.chunk) > self._most_tokens:
             self._counts.add_fallback("capture too large")
-        else:
-            if not self._queued and not self._sent:
-                self._progress_at = time.monotonic()
-            self._unfinished.add(chunk_id)
-            self._queued.append((chunk_id, job))
+            return False
+        if not self._queued and not self._sent:
+            self._progress_at = time.monotonic()
+        self._unfinished.add(chunk_id)
+        self._queued.append((chunk_id, job))
+        return True
 
 
 def tokens_within(nbytes: int, bytes_per_token: int) -> int:

@@ -148,8 +148,8 @@ class ChunkFinder:
         if wanted is not None:
             planner, adapter = wanted.asker
             job = CaptureJob(ChunkJob(tuple(planner.anchor.segments(None)), wanted.run.token_ids), planner, adapter)
-            self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = wanted.run
-            captures.add([job])
+            if captures.add(job):
+                self._discovered[manifest_of(job.chunk, planner, "").chunk_id] = wanted.run
 
     @property
     def is_discovering(self) -> bool:
@@ -173,6 +173,7 @@ class ChunkFinder:
             self._listing.withdraw()
         if self._discovery is not None:
             self._discovery.reset()
+            self._discovered.clear()
 
     def take_changes(self, most: int) -> ListChanges:
         """See `ChunkListing.take_changes`."""
