@@ -33,7 +33,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
-        self.config.http_protocol_class = watched(self.config.http_protocol_class)
+        self.config.http_protocol_class = watched(self.config.http_protocol_class, self._state.settings.connections)
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
