@@ -130,10 +130,9 @@ def test_one_more_connection_ends_the_one_that_has_waited_longest() -> None:
 def test_where_all_connections_have_requests_the_next_is_told_why() -> None:
     with running(ServeSettings(connections=2, drain_s=1)) as url, contextlib.ExitStack() as closing:
         for _ in range(2):
-            http = closing.enter_context(httpx.Client(timeout=HANG_S))
-            stream = closing.enter_context(http.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}))
-            lines = stream.iter_lines()
-            next(lines)
+            client = closing.enter_context(opened(url))
+            client.sendall(post(b"", 100).replace(b"Host: here", b"Host: here\r\nExpect: 100-continue"))
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 100")  # the server waits for the body
         answer = httpx.get(f"{url}/health", timeout=HANG_S)
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert answer.json()["error"]["code"] == "too_many_connections"
