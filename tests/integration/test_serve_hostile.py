@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.tickets import Limits, QueueFullError, TooLateError
 from cacheblend.nano.questions import draw_questions
 from cacheblend.serve.bodies import CONTAINERS, FREE, VALUES, BodyBudget, check_shape
@@ -401,3 +402,30 @@ def test_a_stream_that_a_drain_cuts_ends_with_an_error() -> None:
     reader.join(30)
     told = [line for line in events if line]
     assert told[-1] == "data: [DONE]" and json.loads(told[-2][6:])["error"]["code"] == "shutting_down"
+
+
+def test_a_post_that_a_drain_cuts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = BlendEngine.warm
+
+    def slowly(engine: BlendEngine, *given: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return warm(engine, *given, **options)
+
+    monkeypatch.setattr(BlendEngine, "warm", slowly)
+    chunks, found = [{"text": words(600)} for _ in range(60)], list[httpx.Response]()
+    with running(ServeSettings(drain_s=0.5)) as url:
+        client = threading.Thread(
+            target=lambda: found.append(httpx.post(f"{url}/v1/chunks", json={"chunks": chunks}, timeout=300))
+        )
+        client.start()
+        while not httpx.get(f"{url}/v1/chunks", timeout=300).json()["data"]:
+            time.sleep(0.05)
+    client.join(60)
+    assert [answer.status_code for answer in found] == [503]
+    assert found[0].json()["error"]["code"] == "shutting_down"
+
+
+def test_a_wrong_method_is_told_the_right_ones_and_a_wrong_query_its_name(url: str) -> None:
+    answer = httpx.options(f"{url}/v1/chunks")
+    assert answer.status_code == 405 and answer.headers["allow"]
+    assert httpx.get(f"{url}/v1/chunks?limit=0").json()["error"]["param"] == "limit"
