@@ -117,6 +117,30 @@ def test_many_that_wait_leave_no_connection_behind(url: str) -> None:
             until_closed(client)
 
 
+def test_one_more_connection_ends_the_one_that_has_waited_longest() -> None:
+    with running(ServeSettings(connections=3, drain_s=1)) as url, contextlib.ExitStack() as closing:
+        first, *others = [closing.enter_context(opened(url)) for _ in range(3)]
+        httpx.get(f"{url}/health", timeout=HANG_S).raise_for_status()  # the fourth
+        assert until_closed(first).startswith(b"HTTP/1.1 503")
+        for client in others:
+            client.sendall(GET)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_where_all_connections_have_requests_the_next_is_told_why() -> None:
+    with running(ServeSettings(connections=2, drain_s=1)) as url, contextlib.ExitStack() as closing:
+        for _ in range(2):
+            client = closing.enter_context(opened(url))
+            client.sendall(post(b"", 100).replace(b"Host: here", b"Host: here\r\nExpect: 100-continue"))
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 100")  # the server waits for the body
+        answer = httpx.get(f"{url}/health", timeout=HANG_S)
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "too_many_connections"
+    with running(ServeSettings(connections=2, drain_s=1)) as url:
+        for _ in range(5):  # places are given back
+            assert httpx.get(f"{url}/health", timeout=HANG_S).status_code == 200
+
+
 def test_there_are_no_websockets(url: str) -> None:
     lines = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: eA==", "Sec-WebSocket-Version: 13")
     with opened(url) as client:

@@ -7,6 +7,7 @@ import random
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.tickets import Limits, QueueFullError, TooLateError
 from cacheblend.nano.questions import draw_questions
-from cacheblend.serve.bodies import CONTAINERS, VALUES, check_shape
+from cacheblend.serve.bodies import CONTAINERS, FREE, VALUES, BodyBudget, check_shape
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue
 from cacheblend.serve.keys import KeyRing, add_key, read_keys, remove_key
@@ -93,18 +95,49 @@ def test_bodies_of_too_many_values(body: bytes, is_taken: bool) -> None:
 
 
 def test_half_sent_bodies_share_a_bound() -> None:
-    settings = ServeSettings(max_body_bytes=100_000, body_s=20)
-    head = b"POST /v1/chunks HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n"
+    settings = ServeSettings(max_body_bytes=1_000_000, body_s=20)
+    head = b"POST /v1/chunks HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n"
     with running(settings) as url, contextlib.ExitStack() as closing:
         port = int(url.rpartition(":")[2])
         for _ in range(4):
             half = closing.enter_context(socket.create_connection(("127.0.0.1", port)))
-            half.sendall(head + b" " * 99_000)
+            half.sendall(head + b" " * 990_000)
         time.sleep(0.5)
-        answer = httpx.post(f"{url}/v1/chunks", content=b" " * 90_000, timeout=30)
+        answer = httpx.post(f"{url}/v1/chunks", content=b" " * 900_000, timeout=30)
         assert answer.status_code == 503 and answer.headers["retry-after"]
+        short = {"prompt": "The boot was sold to Luden.", "max_tokens": 1}
+        assert httpx.post(f"{url}/v1/completions", json=short, timeout=30).status_code == 200
     with running(settings) as url:
-        assert httpx.post(f"{url}/v1/chunks", content=b" " * 90_000, timeout=30).status_code == 400
+        assert httpx.post(f"{url}/v1/chunks", content=b" " * 900_000, timeout=30).status_code == 400
+
+
+def test_a_tenant_with_long_bodies_leaves_half_of_the_rest_to_each_other_one() -> None:
+    budget, given = BodyBudget(64 << 20), contextlib.ExitStack()
+    for tenant in ("many", "few", "last"):
+        taken = 0
+        with pytest.raises(ApiError, match="being read") as refused:
+            while True:
+                share = given.enter_context(budget.open(tenant))
+                share.take(FREE + (1 << 20))
+                taken += share.bytes
+        assert refused.value.status == 503
+        assert taken == {"many": 32, "few": 16, "last": 8}[tenant] << 20
+    given.close()
+    with budget.open("many") as share:
+        share.take(FREE + (32 << 20))
+
+
+@pytest.mark.parametrize("piece", [b"of the sea, ", b"a\\n,", b'\\",'])
+def test_a_long_text_with_commas_is_looked_at_in_a_moment(piece: bytes) -> None:
+    """Nothing is kept of each character: that took 130 bytes of each, and seconds without the interpreter's lock."""
+    body = b'{"text":"' + piece * (4_000_000 // len(piece)) + b'"}'
+    assert body.count(b",") > VALUES
+    tracemalloc.start()
+    try:
+        check_shape(body)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # ---- many chunks --------------------------------------------------------------------------------------------
@@ -369,3 +402,30 @@ def test_a_stream_that_a_drain_cuts_ends_with_an_error() -> None:
     reader.join(30)
     told = [line for line in events if line]
     assert told[-1] == "data: [DONE]" and json.loads(told[-2][6:])["error"]["code"] == "shutting_down"
+
+
+def test_a_post_that_a_drain_cuts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = BlendEngine.warm
+
+    def slowly(engine: BlendEngine, *given: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return warm(engine, *given, **options)
+
+    monkeypatch.setattr(BlendEngine, "warm", slowly)
+    chunks, found = [{"text": words(600)} for _ in range(60)], list[httpx.Response]()
+    with running(ServeSettings(drain_s=0.5)) as url:
+        client = threading.Thread(
+            target=lambda: found.append(httpx.post(f"{url}/v1/chunks", json={"chunks": chunks}, timeout=300))
+        )
+        client.start()
+        while not httpx.get(f"{url}/v1/chunks", timeout=300).json()["data"]:
+            time.sleep(0.05)
+    client.join(60)
+    assert [answer.status_code for answer in found] == [503]
+    assert found[0].json()["error"]["code"] == "shutting_down"
+
+
+def test_a_wrong_method_is_told_the_right_ones_and_a_wrong_query_its_name(url: str) -> None:
+    answer = httpx.options(f"{url}/v1/chunks")
+    assert answer.status_code == 405 and answer.headers["allow"]
+    assert httpx.get(f"{url}/v1/chunks?limit=0").json()["error"]["param"] == "limit"

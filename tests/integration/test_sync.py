@@ -16,7 +16,7 @@ from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.documents import Document, referring
 from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
-from cacheblend.engines.hf.syncing import cutter
+from cacheblend.engines.hf.document_cutting import cut_whole, cutter
 from cacheblend.engines.tokens.cutting import Cutting
 from cacheblend.nano import model_path
 from cacheblend.store import DiskStore, KVStore, MemoryStore
@@ -335,9 +335,24 @@ def test_other_cuts_are_a_change(shared: BlendEngine) -> None:
 def test_a_long_document_is_tokenised_in_parts(
     shared: BlendEngine, monkeypatch: pytest.MonkeyPatch, between: str
 ) -> None:
-    monkeypatch.setattr("cacheblend.engines.hf.syncing._ENCODED_AT_ONCE", 100)
+    monkeypatch.setattr("cacheblend.engines.hf.document_cutting.ENCODED_AT_ONCE", 100)
     body = between.join(["Lamp", "ferry"] * 60)
     cut, _ = cutter(shared, CUTTING, 0)
-    pieces = cut(Document("a", body))
+    pieces = cut_whole(cut, Document("a", body))
     assert shared.builder is not None
     assert shared.builder.decode([int(i) for piece in pieces for i in piece]).strip() == body
+
+
+def test_others_have_their_turn_between_the_parts_of_a_long_document(
+    shared: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that meanwhile stored another text of the same document included: its chunks are stale then, and go."""
+    monkeypatch.setattr("cacheblend.engines.hf.document_cutting.ENCODED_AT_ONCE", 100)
+    text, other = (" ".join(sentences(random.Random(seed), 20)) for seed in (5, 6))
+    long = DocumentSync(shared, tenant="turns", cutting=CUTTING, reads_all=False)
+    steps = long.steps([Document("a", text)], 1 << 16)
+    assert [next(steps) for _ in range(len(text) // 100)] == [None] * (len(text) // 100)
+    sync(shared, {"a": other}, tenant="turns")
+    assert [each for each in steps if each is not None] == [1]
+    assert long.finish().changed == 1 and long.dropped_chunks
+    check(shared, {"a": text}, "turns")

@@ -51,6 +51,13 @@ def test_options_of_a_stream_are_not_silent_either(options: dict[str, Any]) -> N
     StreamOptions.model_validate({"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_null_is_not_said(kind: str) -> None:
+    schema, body, _ = KINDS[kind]
+    nulls = dict.fromkeys((openai_fields(kind) | VLLM) - set(body))
+    assert schema.model_validate(body | nulls) == schema.model_validate(body)
+
+
 def test_true_is_not_one() -> None:
     check_fields({"best_of": 1, "echo": False, "priority": 0}, ())
     for name, value in (("best_of", True), ("echo", 0), ("priority", False)):

@@ -106,13 +106,13 @@ def _by_edit(
     cutting: Cutting,
 ) -> dict[str, float]:
     """The share of its document's tokens that each kind of edit changes, by how the documents are cut."""
-    from cacheblend.engines.hf.syncing import cutter
+    from cacheblend.engines.hf.document_cutting import cut_whole, cutter
 
     cut, _ = cutter(engine, cutting, 0)
     shares: dict[str, list[float]] = {}
     for before, after, kind in zip(texts, edited, edits, strict=True):
-        held = {piece.tobytes() for piece in cut(Document("before", " ".join(before)))}
-        pieces = cut(Document("after", " ".join(after)))
+        held = {piece.tobytes() for piece in cut_whole(cut, Document("before", " ".join(before)))}
+        pieces = cut_whole(cut, Document("after", " ".join(after)))
         new = sum(len(piece) for piece in pieces if piece.tobytes() not in held)
         shares.setdefault(" ".join(kind), []).append(new / sum(map(len, pieces)))
     return {kind: sum(each) / len(each) for kind, each in shares.items()}

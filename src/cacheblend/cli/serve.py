@@ -113,6 +113,9 @@ class BoundOptions:
             "--timeout", min=0.001, max=LONGEST_S, help="Seconds of a request at most.", rich_help_panel=BOUNDS
         ),
     ] = 600.0
+    connections: Annotated[
+        int, typer.Option("--connections", min=1, max=1_000_000, help="Open at once at most.", rich_help_panel=BOUNDS)
+    ] = 1000
     header_timeout: Annotated[
         float,
         typer.Option(
@@ -270,6 +273,7 @@ def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
         max_prompt_tokens=bounds.max_prompt_tokens,
         max_tokens=bounds.max_tokens,
         timeout_s=bounds.timeout,
+        connections=bounds.connections,
         headers_s=bounds.header_timeout,
         body_s=bounds.body_timeout,
         drain_s=bounds.drain,

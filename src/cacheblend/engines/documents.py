@@ -8,7 +8,7 @@ Knows stores and token ids. Does not know how a chunk is computed.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
@@ -84,15 +84,13 @@ class DocumentBook:
         planner: names the chunks.
         anchor: in front of each chunk, segment by segment.
         collection: the documents' own name space.
-        cut: gives a document's chunks for its text, [tokens] each.
-        rules: says how `cut` cuts; texts are cut again when it changes.
+        rules: says how documents are cut; they are cut again when it changes.
     """
 
     store: KVStore
     planner: Planner
     anchor: Sequence[TokenIds]
     collection: str
-    cut: Callable[[Document], list[TokenIds]]
     rules: str
     known: dict[BlockName, DocumentRecord | DamagedRecord] = field(default_factory=dict)
 
@@ -120,15 +118,17 @@ class DocumentBook:
         held = all(self.store.held([name for blocks in record.chunks for name in blocks]))
         return held and all(self.store.has_manifest(blocks[-1]) for blocks in record.chunks)
 
-    def plan(self, document: Document, digest: str, before: DocumentRecord | None) -> PlannedDocument:
-        """Cuts a document.
+    def plan(
+        self, document: Document, pieces: list[TokenIds], digest: str, before: DocumentRecord | None
+    ) -> PlannedDocument:
+        """What is to be stored of a document.
 
         Args:
-            document: to be cut.
+            document: to be stored.
+            pieces: the chunks that it was cut into, [tokens] each.
             digest: of it.
             before: what is known of it; chunks that it has no longer become stale.
         """
-        pieces = self.cut(document)
         label = document.title or document.id
         labels = [f"{label} #{number}" if len(pieces) > 1 else label for number in range(1, len(pieces) + 1)]
         anchor = tuple(self.anchor)

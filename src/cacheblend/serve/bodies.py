@@ -13,7 +13,9 @@ LARGE = 1 << 16
 """Bytes from which on a body is looked at before it is parsed."""
 VALUES, CONTAINERS = 1 << 18, 1 << 16
 """Values, and lists and objects, of a body: these are parsed and checked in a tenth of a second."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+FREE = 1 << 16
+"""Bytes of every body that count against no bound: short requests are read whatever long ones there are."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # keeps no way back: a text may have 16 MB
 
 
 def check_shape(body: bytes, values: int = VALUES) -> None:
@@ -46,46 +48,58 @@ def check_shape(body: bytes, values: int = VALUES) -> None:
 class BodyBudget:
     """Bytes of all bodies that are in memory at a time, since many connections may send a part of a long one.
 
+    A tenant takes at most half of what the others leave, so that there is always something left for one more.
+
     Args:
         limit: bytes.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._taken = limit, 0
+        self._limit = limit
+        self._taken: dict[str, int] = {}
 
     @contextmanager
-    def open(self) -> Iterator["BodyShare"]:
-        """What one body takes; given back in the end."""
-        share = BodyShare(self)
+    def open(self, tenant: str) -> Iterator["BodyShare"]:
+        """What one body of a tenant takes; given back in the end."""
+        share = BodyShare(self, tenant)
         try:
             yield share
         finally:
-            self._taken -= share.bytes
+            self.take(tenant, -share.bytes)
 
-    def take(self, count: int) -> None:
-        """Takes so many bytes.
+    def take(self, tenant: str, count: int) -> None:
+        """Takes so many bytes, or gives them back.
 
         Raises:
             ApiError: 503, other bodies have them.
         """
-        if self._taken + count > self._limit:
+        taken, own = sum(self._taken.values()), self._taken.get(tenant, 0)
+        if count > 0 and own + count > (self._limit - (taken - own)) // 2:
             raise ApiError(
-                503, f"{self._taken:,} bytes of other requests are being read", code="overloaded", retry_after_s=5
+                503,
+                f"{taken:,} bytes of other requests are being read, {own:,} of this key's own",
+                code="overloaded",
+                retry_after_s=5,
             )
-        self._taken += count
+        self._taken[tenant] = own + count
+        if not self._taken[tenant]:
+            del self._taken[tenant]
 
 
 class BodyShare:
-    """One body's part of a `BodyBudget`.
+    """One body's part of a `BodyBudget`; its first `FREE` bytes are none of it.
 
     Attributes:
         bytes: taken so far.
     """
 
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget, self.bytes = budget, 0
+    def __init__(self, budget: BodyBudget, tenant: str) -> None:
+        self._budget, self._tenant = budget, tenant
+        self._read = self.bytes = 0
 
     def take(self, count: int) -> None:
         """Takes more; raises as `BodyBudget.take`."""
-        self._budget.take(count)
-        self.bytes += count
+        self._read += count
+        more = max(0, self._read - FREE) - self.bytes
+        self._budget.take(self._tenant, more)
+        self.bytes += more

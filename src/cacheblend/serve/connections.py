@@ -5,10 +5,14 @@
 
 uvicorn closes a connection on which nothing more comes behind an answer, and no other. What a body may take is bounded
 by `BodyLimit`.
+
+Each takes a file descriptor, which the store needs, too. So there is a bound: one more than that ends the connection
+that has waited longest without a request, or is refused where all have one.
 """
 
 import asyncio
 import json
+import resource
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -17,11 +21,15 @@ from starlette.types import Receive, Scope, Send
 
 from cacheblend.serve.errors import ApiError
 
+_REFUSED_S = 1.0
+"""Seconds for which a refused connection stays, so that its client reads why and is not cut while it sends."""
+
 
 class Watched(asyncio.Protocol):
     """Mixed into uvicorn's protocols: knows since when a connection waits for its client.
 
     Attributes:
+        most: connections at a time.
         running: requests of the connection that are being answered.
         since: when it was opened, or its last request ended (`time.monotonic`).
         unread_since: since when the client does not read what was sent; None: it does.
@@ -29,13 +37,15 @@ class Watched(asyncio.Protocol):
 
     app: Any
     transport: asyncio.Transport
+    connections: set[Any]
+    most: int
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.running, self.since = 0, time.monotonic()
         self.unread_since: float | None = None
         self._inner, self.app = self.app, self._serve
-        self._began = False
+        self._began = self._refused = False
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.running += 1
@@ -45,10 +55,39 @@ class Watched(asyncio.Protocol):
             self.running -= 1
             self.since, self._began = time.monotonic(), False
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        open_ones = [each for each in self.connections if isinstance(each, Watched) and not each.is_ending]
+        if len(open_ones) > self.most:
+            waiting = [each for each in open_ones if each.is_waiting and each is not self]
+            min(waiting, key=lambda each: each.since, default=self).refuse(self.most)
+
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        if self._refused:
+            return
         self._began = True
         super().data_received(data)
+
+    @property
+    def is_waiting(self) -> bool:
+        """It has no request, not even one whose answer begins in a moment (uvicorn's ``cycle``)."""
+        cycle = getattr(self, "cycle", None)
+        return not self.running and (cycle is None or cycle.response_complete)
+
+    @property
+    def is_ending(self) -> bool:
+        """It takes no more requests."""
+        return self._refused or self.transport.is_closing()
+
+    def refuse(self, most: int) -> None:
+        """Ends the connection with 503, since there are too many."""
+        self._refused = True
+        error = ApiError(503, f"{most:,} connections are open (--connections); try again", code="too_many_connections")
+        self.transport.write(_answer("503 Service Unavailable", error, "Retry-After: 5"))
+        stays = len(self.connections) <= most + most // 4 + 8  # a flood of refused ones takes no files either
+        asyncio.get_running_loop().call_later(_REFUSED_S if stays else 0, self.transport.close)
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -71,7 +110,7 @@ class Watched(asyncio.Protocol):
         if self.unread_since is not None:
             if now > self.unread_since + unread_s:
                 self.transport.abort()  # closing would wait for the client to read
-        elif not self.running and now > self.since + headers_s:
+        elif not self._refused and not self.running and now > self.since + headers_s:
             if self._began and not self.transport.is_closing():
                 self.transport.write(_refusal(headers_s))
             self.transport.close()
@@ -79,14 +118,25 @@ class Watched(asyncio.Protocol):
 
 def _refusal(seconds: float) -> bytes:
     error = ApiError(408, f"a request's headers must be sent within {seconds:g} s (--header-timeout)", code="timeout")
+    return _answer("408 Request Timeout", error)
+
+
+def _answer(status: str, error: ApiError, *headers: str) -> bytes:
     body = json.dumps(error.body()).encode()
-    lines = ("HTTP/1.1 408 Request Timeout", "Content-Type: application/json", "Connection: close")
+    lines = (f"HTTP/1.1 {status}", "Content-Type: application/json", "Connection: close", *headers)
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-def watched(protocol: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-    """One of uvicorn's protocols whose connections `end_overdue` looks at."""
-    return type(f"Watched{protocol.__name__}", (Watched, protocol), {})
+def watched(protocol: type[asyncio.Protocol], most: int) -> type[asyncio.Protocol]:
+    """One of uvicorn's protocols whose connections `end_overdue` looks at.
+
+    Args:
+        protocol: uvicorn's.
+        most: connections at a time; never more than half of the files that the process may open.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    fitting = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
+    return type(f"Watched{protocol.__name__}", (Watched, protocol), {"most": fitting})
 
 
 def end_overdue(connections: Iterable[object], headers_s: float, unread_s: float) -> None:

@@ -1,6 +1,6 @@
 """Runs a server: ends connections that only hold a place, and stops in order.
 
-Requests may finish for a while, and streams that do not end with an error event.
+Requests may finish for a while. Streams that do not end with an error event, and posts that store with 503.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
-        self.config.http_protocol_class = watched(self.config.http_protocol_class)
+        self.config.http_protocol_class = watched(self.config.http_protocol_class, self._state.settings.connections)
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
@@ -47,7 +47,9 @@ class DrainingServer(uvicorn.Server):
         """See uvicorn. Takes no more requests, and ends those that run after ``drain_s``."""
         closing = asyncio.to_thread(self._state.scheduler.close, self._state.settings.drain_s)
         drained = asyncio.create_task(closing)
+        ending = asyncio.get_running_loop().call_later(self._state.settings.drain_s, self._state.end_queues)
         await super().shutdown(sockets)
+        ending.cancel()
         await drained
 
 

@@ -105,14 +105,16 @@ def add_error_handlers(app: FastAPI) -> None:
         if first["type"] == "json_invalid":
             where = f"character {first['loc'][-1]}"
             return ApiError(400, f"the body is not JSON: {first['ctx']['error']}, {where}").response()
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
         if not where:
             return ApiError(400, "the body is not a JSON object, sent as application/json").response()
         return ApiError(400, f"{where}: {first['msg']}", param=where).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
-        return api_error(error).response()
+        response = api_error(error).response()
+        response.headers.update(error.headers or {})  # a 405's Allow
+        return response
 
     @app.exception_handler(ApiError)
     async def own_error(_: Request, error: ApiError) -> Response:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from inspect import isgenerator
 from typing import Any, TypeVar, cast
 
-from cacheblend.engines.hf.tickets import QueueFullError, TooLateError
+from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
 from cacheblend.serve.errors import ApiError
 
 T = TypeVar("T")
@@ -83,6 +83,7 @@ class FairQueue:
         self._served: dict[str, int] = {}  # by tenant its last slice's number; who has waited longest is next
         self._slices = 0
         self._running = 0
+        self._ended = False
 
     @property
     def waiting(self) -> int:
@@ -103,6 +104,7 @@ class FairQueue:
         Raises:
             QueueFullError: too much waits.
             TooLateError: the deadline has passed.
+            ClosedError: the queue has ended.
             ApiError: 499, nobody waits any more.
         """
         self._make_room(tenant)
@@ -117,6 +119,10 @@ class FairQueue:
         finally:
             del self._jobs[job]
             self._forget(job)
+
+    def end(self) -> None:
+        """Ends all work before its next slice, with `ClosedError`."""
+        self._ended = True
 
     def close(self) -> None:
         """Starts no further slice."""
@@ -146,6 +152,8 @@ class FairQueue:
             while True:
                 if await is_gone():
                     raise ApiError(499, "the client has disconnected")
+                if self._ended:
+                    raise ClosedError("the server is being stopped; what was stored until then stays stored")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TooLateError("the request's deadline has passed; what it stored until then stays stored")

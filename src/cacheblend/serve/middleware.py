@@ -13,11 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend.serve.bodies import LARGE, VALUES, BodyBudget, BodyShare, check_shape
 from cacheblend.serve.errors import ApiError, log_internal
+from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.log_lines import new_request_id, request_id
 from cacheblend.serve.metrics import Metrics
 
-BODIES = 4
-"""Bodies of the longest kind that are in memory at a time."""
+BODIES = 8
+"""Bodies of the longest kind that are in memory at a time; half of them, where there is one tenant."""
 requests_log = logging.getLogger("cacheblend.serve.requests")
 
 
@@ -90,8 +91,8 @@ class BodyLimit:
         app: the next ASGI app.
         max_bytes: bytes of a body.
         seconds: time from a body's first to its last byte.
-        check: called with the header ``authorization`` (None: missing) before a body is read; raises `ApiError` if it
-            has no valid key.
+        check: called with the header ``authorization`` (None: missing) before a body is read; whose it is. Raises
+            `ApiError` if it has no valid key.
         limit_of: bytes of a body to this path; at most `max_bytes`. What is longer is read and not kept, so that
             the client reads the refusal.
         values: see `check_shape`.
@@ -102,7 +103,7 @@ class BodyLimit:
         app: ASGIApp,
         max_bytes: int,
         seconds: float,
-        check: Callable[[str | None], Any],
+        check: Callable[[str | None], ApiKey],
         limit_of: Callable[[str], int],
         values: int = VALUES,
     ) -> None:
@@ -120,10 +121,10 @@ class BodyLimit:
         try:
             if not announced.isdecimal() or int(announced) > self._max_bytes:
                 raise _refusal(self._max_bytes)
-            if announced != "0" or "transfer-encoding" in headers:
-                self._check(headers.get("authorization"))
+            has_body = announced != "0" or "transfer-encoding" in headers
+            tenant = self._check(headers.get("authorization")).name if has_body else ""
             limit = min(self._max_bytes, self._limit_of(scope["path"]))
-            with self._budget.open() as share:
+            with self._budget.open(tenant) as share:
                 await self._serve(limit, share, scope, receive, send)
         except TimeoutError:
             refusal = ApiError(

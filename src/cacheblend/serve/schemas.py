@@ -130,6 +130,8 @@ class Sampling(Body):
     @classmethod
     def _check_fields(cls, data: Any) -> Any:
         check_fields(data, cls.model_fields, cls.refused)
+        if isinstance(data, dict):  # null is "not said", as OpenAI has it
+            data = {name: value for name, value in data.items() if value is not None}
         return data
 
     model: Name = ""

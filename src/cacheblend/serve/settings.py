@@ -18,6 +18,7 @@ class ServeSettings:
         chunk_tokens: smallest number of tokens of a text that becomes a chunk of its own.
         limits: numbers of active and waiting requests.
         max_body_bytes: bytes of a request's body.
+        connections: open at a time; further ones end the one that has waited longest, or are refused.
         headers_s: seconds that a connection may be open without a request, half-sent ones included.
         body_s: seconds that a client may take to send a request's body, or to go on reading its answer.
         max_prompt_tokens: tokens of a prompt; None: the model's context.
@@ -43,6 +44,7 @@ class ServeSettings:
     chunk_tokens: int = 64
     limits: Limits = field(default_factory=Limits)
     max_body_bytes: int = 16 << 20
+    connections: int = 1000
     headers_s: float = 30.0
     body_s: float = 60.0
     max_prompt_tokens: int | None = None
@@ -61,8 +63,8 @@ class ServeSettings:
     shadow_floor: float | None = None
 
     def __post_init__(self) -> None:
-        at_least_1 = ("chunk_tokens", "max_body_bytes", "max_prompt_tokens", "max_chunks", "max_choices", "max_tokens")
-        least: dict[str, float] = dict.fromkeys(at_least_1, 1)
+        names = "chunk_tokens max_body_bytes connections max_prompt_tokens max_chunks max_choices max_tokens"
+        least: dict[str, float] = dict.fromkeys(names.split(), 1)
         least |= {"drain_s": 0, "store_bytes": 0, "pin_bytes": 0}
         for name, bound in least.items():
             value = getattr(self, name)

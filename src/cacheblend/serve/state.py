@@ -96,6 +96,11 @@ class ServerState:
         deadline = time.monotonic() + self.settings.timeout_s
         return await self._side.run(request.state.key, work, deadline, request.is_disconnected)
 
+    def end_queues(self) -> None:
+        """Ends what the queues hold; their clients are told."""
+        self._side.end()
+        self._parsing.end()
+
     def close(self) -> None:
         """Ends the queues, as far as they have not begun."""
         self._side.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, join_ids
+from cacheblend.core.naming import BlockName, join_ids
 from cacheblend.core.plan.prompt import Segment
 from cacheblend.engines.documents import (
     COLLECTION,
@@ -24,6 +24,7 @@ from cacheblend.engines.documents import (
     PlannedDocument,
     check_name,
 )
+from cacheblend.engines.hf.document_cutting import cutter, is_long
 from cacheblend.engines.tokens.cutting import Cutting
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_name
 
@@ -39,7 +40,6 @@ MOST_DROPPED = 0.5
 """Share of a collection's documents that one sync drops without being asked: a source may be empty by mistake."""
 
 _BATCH_DOCUMENTS, _BATCH_TOKENS = 256, 1 << 16  # of which the records are put, and the chunks computed, together
-_ENCODED_AT_ONCE = 1 << 20
 _FEW_RELEASES = 256  # all records are read to release stale chunks, so not for every batch
 
 
@@ -123,8 +123,8 @@ class DocumentSync:
         self._state = state or engine.follow()
         prompt = None if system is None else engine.prompt(system)
         anchor = self._state.planner.anchor.segments(prompt)
-        cut, rules = cutter(engine, cutting or Cutting(), len(join_ids(anchor)))
-        self.book = DocumentBook(engine.store, self._state.planner_of(tenant), anchor, collection, cut, rules)
+        self._cut, rules = cutter(engine, cutting or Cutting(), len(join_ids(anchor)))
+        self.book = DocumentBook(engine.store, self._state.planner_of(tenant), anchor, collection, rules)
         self.report, self.dropped_chunks = SyncReport(), list[BlockName]()
         self._reads_all, self._began = reads_all, time.perf_counter()
         self._batch, self._batch_tokens = list[PlannedDocument](), 0
@@ -154,14 +154,14 @@ class DocumentSync:
             tokens: computed in a step, about.
 
         Yields:
-            The number of documents done, behind each; None between two steps of computing.
+            The number of documents done, behind each; None between two steps of computing, or of tokenising.
         """
         seen: set[str] = set()
         for number, document in enumerate(documents, 1):
             if document.id in seen:
                 raise InvalidInputError(f"two documents have the id {document.id[:80]!r}; give each its own")
             seen.add(document.id)
-            self._add(document)
+            yield from self._add(document)
             if len(self._batch) >= _BATCH_DOCUMENTS or self._batch_tokens >= _BATCH_TOKENS:
                 yield from self._flush(tokens)
             yield number
@@ -199,23 +199,22 @@ class DocumentSync:
 
     # ---- one batch --------------------------------------------------------------------------------------
 
-    def _add(self, document: Document) -> None:
+    def _add(self, document: Document) -> Iterator[None]:
         """Notes what is to be done for a document."""
         book, report, digest = self.book, self.report, self.book.digest(document)
         name = document_name(book.planner.root, book.collection, document.id)
-        if not self._reads_all:
-            found = book.store.documents.get(book.planner.root, name)
-            if found is not None:
-                book.known[name] = found
-        before = book.known.get(name)
-        if isinstance(before, DamagedRecord):
-            report.damaged += [] if self._reads_all else [before.reason]
-            before = None
-        if before is not None and book.is_current(before, digest):
+        before = self._known(name)
+        if isinstance(before, DocumentRecord) and book.is_current(before, digest):
             report.kept += 1
             self._count(before)
             return
-        planned = book.plan(document, digest, before)
+        pieces = yield from self._cut.steps(document)
+        if is_long(document):  # others had their turn: it may have another record now
+            before = self._known(name)
+        if isinstance(before, DamagedRecord):
+            report.damaged += [] if self._reads_all else [before.reason]
+            before = None
+        planned = book.plan(document, pieces, digest, before)
         if before is None:
             report.added += 1
         elif before.digest != digest:
@@ -225,6 +224,12 @@ class DocumentSync:
         self._count(planned.record)
         self._batch.append(planned)
         self._batch_tokens += planned.record.tokens
+
+    def _known(self, name: BlockName) -> DocumentRecord | DamagedRecord | None:
+        found = None if self._reads_all else self.book.store.documents.get(self.book.planner.root, name)
+        if found is not None:
+            self.book.known[name] = found
+        return self.book.known.get(name)
 
     def _count(self, record: DocumentRecord) -> None:
         self.report.chunks += len(record.chunks)
@@ -295,40 +300,3 @@ def slices(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segment]]:
         group.append(segment)
     if group:
         yield group
-
-
-def cutter(
-    engine: "BlendEngine", cutting: Cutting, anchor_tokens: int
-) -> tuple[Callable[[Document], list[TokenIds]], str]:
-    """What cuts an engine's documents, and the rules by which it does.
-
-    Raises:
-        InvalidInputError: the engine has no tokenizer.
-    """
-    builder = engine.builder
-    if builder is None:
-        raise InvalidInputError("documents are texts, and this engine has no tokenizer: open it with one")
-    longest = engine.survey.max_length
-    most = cutting.most if longest is None else min(cutting.most, longest - anchor_tokens)
-    fitted = Cutting(most, min(cutting.least, max(1, most // 2)))
-    ends = engine.sentence_end_ids()
-
-    def cut(document: Document) -> list[TokenIds]:
-        if not document.text.strip():
-            return []
-        ids = [as_token_ids(builder.encode(part)) for part in _parts(document.text)]
-        return fitted.cut(join_ids(ids), ends)
-
-    return cut, f"1 {fitted.most} {fitted.least}"
-
-
-def _parts(text: str) -> Iterator[str]:
-    """A text in parts of at most `_ENCODED_AT_ONCE` characters, cut in front of a space: no prompt has as long a text,
-    and a tokenizer takes some 200 bytes for each token."""
-    at = 0
-    while len(text) - at > _ENCODED_AT_ONCE:
-        stop = text.rfind(" ", at + 1, at + _ENCODED_AT_ONCE)
-        stop = stop if stop > at else at + _ENCODED_AT_ONCE
-        yield text[at:stop]
-        at = stop
-    yield text[at:]
