@@ -1,6 +1,7 @@
 """What a client's stream notices of clients that mean ill, and what memory they take.
 
-At the same time: half-open connections, chats of 16 MB, posts of many chunks, of which half the clients leave at once.
+At the same time: half-open connections, chats of 16 MB, posts of many chunks, of which half the clients leave at once,
+and documents of 15 MB, whose clients give up.
 Streams are read before and meanwhile; the longest time between two of their events counts.
 """
 
@@ -23,7 +24,8 @@ from cacheblend.bench.processes import answers, free_port, running
 from cacheblend.bench.stamp import stamp
 from cacheblend.nano.questions import draw_questions
 
-CHAT_BYTES = 16_000_000
+CHAT_BYTES, DOCUMENT_BYTES = 16_000_000, 15_000_000
+GIVE_UP_S = 10.0  # of a document's client; of every second post's 1
 WARM_CHUNKS = 60
 STAGES = ("at rest", "attacked")
 
@@ -37,6 +39,7 @@ class Hostile:
         rounds: of each, at rest and attacked, in turn.
         chats: of 16 MB in each round.
         posts, chunks: posts in each round, and chunks of each.
+        documents: of 15 MB in each round, with a comma behind each word.
         sockets: connections that send half a request.
         answer_tokens: of each stream.
         seed: of everything drawn.
@@ -47,6 +50,7 @@ class Hostile:
     chats: int = 3
     posts: int = 2
     chunks: int = 700
+    documents: int = 1
     sockets: int = 500
     answer_tokens: int = 200
     seed: int = 0
@@ -171,6 +175,12 @@ class _Attack:
         return half
 
 
+def _long_document(words: list[str], number: int) -> bytes:
+    listed = ", ".join(words) + ". "
+    text = listed * (DOCUMENT_BYTES // len(listed))
+    return json.dumps({"documents": [{"id": f"long {number}", "text": text}]}).encode()
+
+
 @contextlib.contextmanager
 def _attacks(url: str, what: Hostile, rng: random.Random) -> Iterator[_Attack]:
     attack = _Attack(url)
@@ -186,6 +196,8 @@ def _attacks(url: str, what: Hostile, rng: random.Random) -> Iterator[_Attack]:
         for number in range(what.posts):
             chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(what.chunks)]
             attack.start("post", "/v1/chunks", json.dumps({"chunks": chunks}).encode(), 1 if number % 2 else 600)
+        for number in range(what.documents):
+            attack.start("document", "/v1/documents", _long_document(words, number), GIVE_UP_S)
         yield attack
         for thread in attack.threads:
             thread.join()
