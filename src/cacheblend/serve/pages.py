@@ -1,6 +1,8 @@
 """Pages of a list, in the form of OpenAI's lists: ``limit``, ``after``; ``has_more``, ``last_id``."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
@@ -14,25 +16,31 @@ After = Annotated[str, Query(max_length=64, description="`last_id` of the page b
 
 
 def page_of(
-    listed: Sequence[T], limit: int, after: str, name_of: Callable[[T], BlockName], show: Callable[[list[T]], list[Any]]
+    names: Sequence[BlockName],
+    limit: int,
+    after: str,
+    read: Callable[[BlockName], T | None],
+    show: Callable[[list[T]], list[Any]],
 ) -> dict[str, Any]:
-    """One page.
+    """One page; only its entries are read.
 
     Args:
-        listed: the whole list, ordered by name.
+        names: of the whole list, ordered.
         limit: entries, at most.
         after: name of the last entry of the page before, hexadecimal; that entry may be gone.
-        name_of: the name of an entry.
+        read: the entry of a name; None: it does not belong to the list.
         show: the entries as clients see them.
 
     Raises:
         ApiError: `after` is no name.
     """
     try:
-        name = bytes.fromhex(after)
+        before = BlockName(bytes.fromhex(after))
     except ValueError:
         raise ApiError(400, f"after {after!r} is not the last_id of a page; leave it out", param="after") from None
-    left = [each for each in listed if name_of(each) > name]
-    page = left[:limit]
-    last = name_of(page[-1]).hex() if page else None
-    return {"object": "list", "data": show(page), "has_more": len(left) > len(page), "last_id": last}
+    left = islice(names, bisect_right(names, before), None)
+    found = ((name, entry) for name in left if (entry := read(name)) is not None)
+    page = list(islice(found, limit))
+    last = page[-1][0].hex() if page else None
+    has_more = next(found, None) is not None
+    return {"object": "list", "data": show([entry for _, entry in page]), "has_more": has_more, "last_id": last}

@@ -90,7 +90,7 @@ def _manifest(engine: BlendEngine, planner: Planner, segment: Segment) -> ChunkM
 
 def _list(state: ServerState, key: ApiKey, limit: int, after: str) -> dict[str, Any]:
     """A page of the key's chunks. How long it takes says nothing of what other keys have stored."""
-    manifests = state.tenants.manifests(key)
+    manifests = {manifest.chunk_id: manifest for manifest in state.tenants.manifests(key)}
     documents = [referring(state.engine.store, root) for root in state.tenants.roots(key)]
     of_chunk = {chunk_id: found for each in documents for chunk_id, found in each.items()}
 
@@ -98,7 +98,7 @@ def _list(state: ServerState, key: ApiKey, limit: int, after: str) -> dict[str, 
         having = [sorted(record.id for record in of_chunk.get(manifest.chunk_id, ())) for manifest in page]
         return [shown | {"documents": ids} for shown, ids in zip(_shown(state, page), having, strict=True)]
 
-    return page_of(manifests, limit, after, lambda manifest: manifest.chunk_id, show)
+    return page_of(sorted(manifests), limit, after, manifests.get, show)
 
 
 def _shown(state: ServerState, manifests: list[ChunkManifest]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Query, Request
 from starlette.concurrency import run_in_threadpool
 
+from cacheblend.core.naming import BlockName
 from cacheblend.engines.documents import COLLECTION, LONGEST_ID, Document
 from cacheblend.engines.hf import DocumentSync
 from cacheblend.engines.tokens.cutting import Cutting
@@ -111,12 +112,16 @@ def _in_slices(sync: DocumentSync, documents: list[Document]) -> Iterator[None]:
 
 def _list(state: ServerState, key: ApiKey, collection: str, salt: str, limit: int, after: str) -> dict[str, Any]:
     root = state.engine.follow().planner_of(tenant_of(key, salt)).root
-    records = [
-        record
-        for record in state.engine.store.documents.all(root)
-        if isinstance(record, DamagedRecord) or record.collection == collection
-    ]
-    return page_of(records, limit, after, lambda record: record.name, lambda page: [_shown(state, r) for r in page])
+    kept = state.engine.store.documents
+
+    def read(name: BlockName) -> DocumentRecord | DamagedRecord | None:
+        record = kept.get(root, name)
+        return None if isinstance(record, DocumentRecord) and record.collection != collection else record
+
+    def show(page: list[DocumentRecord | DamagedRecord]) -> list[dict[str, Any]]:
+        return [_shown(state, each) for each in page]
+
+    return page_of(kept.names(root), limit, after, read, show)
 
 
 def _shown(state: ServerState, record: DocumentRecord | DamagedRecord) -> dict[str, Any]:
