@@ -271,6 +271,13 @@ def test_only_names_of_the_server_are_answered(url: str, host: str, status: int)
         assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
 
 
+def test_a_probe_without_a_host_is_answered_and_an_empty_host_is_not(url: str) -> None:
+    for head, status in ((b"HTTP/1.0", b"200"), (b"HTTP/1.0\r\nHost: ", b"403")):
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as client:
+            client.sendall(b"GET /health " + head + b"\r\n\r\n")
+            assert client.recv(64).split()[1] == status
+
+
 def test_head_is_get_without_a_body(url: str) -> None:
     for path in ("/health", "/ready", "/v1/models", "/metrics", "/"):
         got, head = httpx.get(url + path), httpx.head(url + path)

@@ -2,7 +2,7 @@
 
 Where no keys are set, anyone who reaches the server may ask, and a foreign page reaches it through its visitor's
 browser, by a name of its own that it has pointed at this machine (DNS rebinding). So the header ``Host`` must name the
-server.
+server. Browsers always send it; probes of load balancers, by HTTP/1.0, do not.
 """
 
 import ipaddress
@@ -49,8 +49,9 @@ class Guard:
                 message = {**message, "body": b""}
             await send(message)
 
-        host = name_in(Headers(scope=scope).get("host", ""))
-        if self._hosts is not None and not (host in self._hosts or _is_address(host)):
+        named = Headers(scope=scope).get("host")
+        host = name_in(named or "")
+        if self._hosts is not None and named is not None and not (host in self._hosts or _is_address(host)):
             refusal = ApiError(
                 403,
                 f"this server is not called {host[:80]!r}; start it with --allowed-host NAME if it is",
