@@ -93,6 +93,8 @@ def test_a_chats_tokens_are_those_it_is_answered_with(http: httpx.Client) -> Non
         ("/detokenize", {"tokens": [10**9]}, 400, "tokens"),
         ("/detokenize", {"tokens": [2**70]}, 400, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, 400, None),
+        ("/detokenize", {"tokens": [5, True]}, 400, "tokens.1"),
+        ("/detokenize", {"tokens": [5.0]}, 400, "tokens.0"),
         ("/detokenize", {"tokens": [5] * 100_000}, 400, None),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [5], "skip": True}, 400, "skip"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints, field_validator, model_validator
 
 from cacheblend.engines.documents import COLLECTION, LONGEST_ID
 from cacheblend.engines.hf.prefiller import Mode
@@ -12,7 +12,7 @@ from cacheblend.serve.fields import REFUSED, REFUSED_RESPONSES, Refused, check_f
 
 SEED_MAX = 2**63 - 1
 Name = Annotated[str, StringConstraints(max_length=256)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error per element could be longer than the body
+TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # one error per element could be longer than the body
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
