@@ -47,6 +47,8 @@ def why_not(compiler: Any, vocab_size: int, kind: str, text: str) -> str | None:
     try:
         compiled = compile_source(compiler, kind, text)
     except RuntimeError as error:
+        if "bad_alloc" in str(error):
+            return "it takes too much memory to compile: make it simpler"
         return cleaned(str(error)) or "it cannot be compiled"
     return _walk(compiled, vocab_size, None) or _walk(compiled, vocab_size, random.Random(0))
 
