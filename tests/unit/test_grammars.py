@@ -9,6 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,18 +37,20 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Grammars]]:
     grammars.close()
 
 
+@cache
 def pieces(tokenizer: Any) -> list[bytes]:
     """Each token's bytes, by the definition of the two kinds of tokenizer; special tokens have none."""
     byte_of = {chr(c): c for c in [*range(33, 127), *range(161, 173), *range(174, 256)]}
     byte_of |= {chr(256 + n): c for n, c in enumerate(c for c in range(256) if chr(c) not in byte_of)}
+    special, has_marks = {*tokenizer.all_special_ids}, "▁" in "".join(tokenizer.get_vocab())
     found = []
     for token in range(len(tokenizer)):
         text = tokenizer.convert_ids_to_tokens(token)
-        if token in tokenizer.all_special_ids:
+        if token in special:
             found.append(b"")
         elif re.fullmatch("<0x[0-9A-F]{2}>", text):
             found.append(bytes([int(text[3:5], 16)]))
-        elif "▁" in "".join(tokenizer.get_vocab()):
+        elif has_marks:
             found.append(text.replace("▁", " ").encode())
         else:
             found.append(bytes(byte_of[c] for c in text) if all(c in byte_of for c in text) else text.encode())

@@ -128,6 +128,6 @@ def _check_choices(choices: Any) -> None:
 
 
 def _literal(text: str) -> str:
-    """A text as GBNF quotes it."""
-    escaped = (f"\\{c}" if c in '"\\' else f"\\x{ord(c):02x}" if ord(c) < 32 or ord(c) == 127 else c for c in text)
+    """A text as GBNF quotes it; ``\\x`` would take the digits behind it, too."""
+    escaped = (f"\\{c}" if c in '"\\' else f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c for c in text)
     return f'"{"".join(escaped)}"'
