@@ -13,6 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.hf import BlendEngine, Grammar
+from cacheblend.nano import model_path
 from cacheblend.serve.settings import ServeSettings
 from serving import running
 
@@ -32,6 +35,17 @@ MESSAGES = [{"role": "user", "content": "The boot was sold to Luden. Who has the
 def http() -> Iterator[httpx.Client]:
     with running(ServeSettings(max_tokens=200, drain_s=1)) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
+
+
+def test_the_engine_itself() -> None:
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        for seed in range(8):
+            options: Any = {"grammar": Grammar.of_schema(SCHEMA), "temperature": 0.5 * seed, "seed": seed}
+            assert is_by_schema(engine.generate(["Who has the boot?"], max_new_tokens=200, **options).text)
+        assert engine.chat(MESSAGES, grammar=Grammar.of_choices(["ja", "nein"])).text in ("ja", "nein")
+        assert "".join(d.text for d in engine.stream(["x"], grammar=Grammar("regex", "[0-9]{4}"))).isdigit()
+        with pytest.raises(InvalidInputError, match="the regex cannot be used"):
+            engine.generate(["x"], grammar=Grammar("regex", "(a"))
 
 
 def post(http: httpx.Client, path: str = "chat/completions", status: int = 200, **fields: Any) -> dict[str, Any]:
