@@ -29,7 +29,10 @@ NOTES = {
     "min_tokens": "before, no token ends the answer; a stop text does",
     "prompt": "a text or a list of token ids, or a list of one of them",
     "reasoning_effort": "given to the chat template",
+    "response_format": "[the form of the answer](#answers-of-a-given-form): `text`, `json_object`, `json_schema`",
     "stream_options": "`include_usage`, vLLM's `continuous_usage_stats`; events are not padded",
+    "structured_outputs": "one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+    "text": "`format`, as `response_format` with the schema's fields in it; `verbosity` only `medium`",
     "tools": "given to the chat template",
 }
 

@@ -166,7 +166,7 @@ def test_what_openais_fields_ask_for_is_done(url: str) -> None:
     for name, value in (("presence_penalty", 2.0), ("frequency_penalty", 2.0), ("reasoning_effort", "low")):
         assert ask(url, max_tokens=2, **{name: value}).usage.completion_tokens
     for name, value in (
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "structural_tag"}),
         ("tool_choice", "required"),
         ("logit_bias", {"99999": 1}),
     ):

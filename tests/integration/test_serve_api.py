@@ -169,7 +169,7 @@ def test_passages_of_an_input_are_reused(http: httpx.Client) -> None:
         ({"n": 2}, "n"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "grammar"}}}, "text"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"include": ["message.output_text.logprobs"]}, "include"),

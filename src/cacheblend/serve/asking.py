@@ -12,11 +12,14 @@ from typing import TypeVar
 from fastapi import Request
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import SamplingParams
+from cacheblend.engines.hf.grammars import CompiledGrammar
 from cacheblend.engines.hf.tickets import Ask
 from cacheblend.serve.errors import ApiError
+from cacheblend.serve.forms import grammar_of
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.prompts import ParsedPrompt
 from cacheblend.serve.running import RunningRequest
@@ -82,14 +85,15 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
     if asked.n > settings.max_choices:
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
     _check_token_ids(state, asked)
-    salt = _salt(asked, extras)
+    salt, grammar = _salt(asked, extras), _compiled(state, asked)
     prompt, keep_text = parse()
     state.check_size(prompt)
     remembered = state.tenants.remember_salt(key, salt)
     state.tenants.count(key)
     return Ask(
         prompt,
-        _sampling_params(state, asked, prompt),
+        _sampling_params(state, asked, prompt, grammar),
+        grammar=grammar,
         choices=asked.n,
         mode=extras.mode,
         ratio=None if extras.selector else extras.recompute_ratio,
@@ -101,6 +105,20 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
         may_keep=lambda tokens: remembered and state.tenants.reserve(key, tokens),
         keep_text=keep_text and settings.store_bytes is None,  # text belongs to no chunk, so no quota would count it
     )
+
+
+def _compiled(state: ServerState, asked: Sampling) -> CompiledGrammar | None:
+    """The form of the answer, compiled, before anything is computed. Raises `ApiError`."""
+    said = {name: getattr(asked, name, None) for name in ("response_format", "text", "structured_outputs")}
+    grammar, field = grammar_of(**said)
+    if grammar is not None and (asked.ignore_eos or asked.min_tokens):
+        name = "ignore_eos" if asked.ignore_eos else "min_tokens"
+        message = f"{name} cannot hold beside {field}: once the form is complete, only EOS is allowed"
+        raise ApiError(400, message, param=name)
+    try:
+        return state.engine.grammars.compile(grammar)
+    except InvalidInputError as error:
+        raise ApiError(400, f"{field}: {error}", param=field) from None
 
 
 def _selector(extras: Extras) -> Selector | None:
@@ -141,7 +159,9 @@ def _salt(asked: Sampling, extras: Extras) -> str:
     return extras.salt or asked.cache_salt or ""
 
 
-def _sampling_params(state: ServerState, asked: Sampling, prompt: Prompt) -> SamplingParams:
+def _sampling_params(
+    state: ServerState, asked: Sampling, prompt: Prompt, grammar: CompiledGrammar | None
+) -> SamplingParams:
     wanted = asked.wanted_tokens or state.settings.max_tokens
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
     return SamplingParams(
@@ -160,4 +180,5 @@ def _sampling_params(state: ServerState, asked: Sampling, prompt: Prompt) -> Sam
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         ignore_eos=asked.ignore_eos,
         min_new_tokens=asked.min_tokens or 0,
+        grammar=None if grammar is None else grammar.grammar,
     ).within(state.engine.survey.max_length, len(prompt))

@@ -23,7 +23,6 @@ class Refused(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
-_STRUCTURED = "answers of a given form are not built"
 _TOOLS = "tool calls are not read from answers; `tools` are shown to the model, whose answer is text"
 _IMAGES = "only text is read"
 
@@ -54,7 +53,6 @@ REFUSED: Mapping[str, Refused] = {
     "prompt_embeds": Refused("prompts are text or token ids"),
     "prompt_logprobs": Refused("log-probabilities are given of the answer's tokens", (0,)),
     "repetition_detection": Refused("use a penalty"),
-    "response_format": Refused(_STRUCTURED, ({"type": "text"},)),
     "return_mm_kwargs": Refused(_IMAGES, (False,)),
     "return_prompt_text": Refused("the prompt is not answered back", (False,)),
     "return_token_ids": Refused("answers are text; /v1/completions takes token ids", (False,)),
@@ -65,7 +63,6 @@ REFUSED: Mapping[str, Refused] = {
     "spaces_between_special_tokens": Refused("special tokens are never part of the text", (True,)),
     "store": Refused("answers are not kept", (False,)),
     "stream_interval": Refused("each token is an event", (1,)),
-    "structured_outputs": Refused(_STRUCTURED),
     "suffix": Refused("nothing is filled in between texts", ("",)),
     "thinking_token_budget": Refused("use max_tokens"),
     "tool_choice": Refused(_TOOLS, ("none", "auto")),
@@ -95,11 +92,11 @@ REFUSED_RESPONSES: Mapping[str, Refused] = {
     "previous_response_id": Refused("answers are not kept; send the whole conversation as input"),
     "prompt": Refused("there are no stored prompts; use input and instructions"),
     "reasoning": Refused("reasoning is not told apart from the answer", ({},)),
+    "response_format": Refused("use text.format", ({"type": "text"},)),
     "stream_options": Refused(
         "events are not padded; usage is in the last one",
         ({}, {"include_obfuscation": False}, {"include_usage": True}),
     ),
-    "text": Refused(_STRUCTURED, ({}, {"format": {"type": "text"}})),
     "tools": Refused("use /v1/chat/completions, which shows them to the model", ([],)),
     "top_logprobs": Refused("use /v1/chat/completions", (0,)),
     "truncation": Refused("a prompt that is too long is refused; shorten it", ("disabled",)),

@@ -88,7 +88,7 @@ class ResponseObject:
             "reasoning": None,
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": _text_of(asked),
             "tool_choice": "none",
             "tools": [],
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
@@ -107,6 +107,12 @@ class ResponseObject:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def _text_of(asked: ResponsesRequest) -> dict[str, Any]:
+    """The field ``text``, as it was asked."""
+    said = asked.text and asked.text.format
+    return {"format": {"type": "text"} if said is None else said.model_dump(by_alias=True, exclude_unset=True)}
 
 
 async def whole_object(running: RunningRequest, shown: ResponseObject) -> dict[str, Any]:

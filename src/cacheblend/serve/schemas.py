@@ -9,6 +9,7 @@ from cacheblend.engines.documents import COLLECTION, LONGEST_ID
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fields import REFUSED, REFUSED_RESPONSES, Refused, check_fields
+from cacheblend.serve.forms import ResponseFormat, StructuredOutputs, TextOptions
 
 SEED_MAX = 2**63 - 1
 Name = Annotated[str, StringConstraints(max_length=256)]
@@ -150,6 +151,7 @@ class Sampling(Body):
     stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: Name | None = None
     n: Annotated[int, Field(ge=1)] = 1
     stream: bool = False
@@ -173,6 +175,7 @@ class ChatRequest(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
     documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
     tools: list[dict[str, Any]] | None = None
     reasoning_effort: Name | None = None
@@ -200,6 +203,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=1)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -237,6 +241,7 @@ class ResponsesRequest(Sampling):
     input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

@@ -1,6 +1,7 @@
 """Blending inside Hugging Face transformers."""
 
 from cacheblend.engines.hf.engine import BlendEngine
+from cacheblend.engines.hf.grammar import Grammar
 from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.sampling import SamplingParams
 from cacheblend.engines.hf.syncing import DocumentSync, SyncReport
@@ -12,6 +13,7 @@ __all__ = [
     "BlendEngine",
     "Delta",
     "DocumentSync",
+    "Grammar",
     "Passage",
     "Request",
     "SamplingParams",

@@ -30,6 +30,7 @@ from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.discovering import open_unmarked
 from cacheblend.engines.hf.following import AdapterFollower
+from cacheblend.engines.hf.grammars import Grammars
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.prompts import PromptLike, PromptReader
@@ -104,6 +105,7 @@ class BlendEngine(Answering, FollowedModel):
         prefiller = Prefiller(view, survey, self.store, self.config, controller, model.device, ends)
         super().__init__(adapters, ModelState(adapted, view, survey, identity, planner, prefiller, self.config))
         self.background = Background(self.config.capture_queue)
+        self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
         self.shadow: ShadowCheck | None = None  # set by `watching.watch`
         self._listing, self.discovery = unmarked = open_unmarked(self.store, self.config, planner.anchor)
         self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *unmarked)
@@ -226,6 +228,7 @@ class BlendEngine(Answering, FollowedModel):
         with contextlib.ExitStack() as ends:  # all of them, also where one fails or the wait is interrupted
             if self._owns_store:
                 ends.callback(self.store.close)
+            ends.callback(self.grammars.close)
             ends.callback(self._warmer.close)
             if self.shadow is not None:
                 ends.callback(self.shadow.close)
@@ -250,13 +253,14 @@ class BlendEngine(Answering, FollowedModel):
         prompt = self.prompt(prompt)
         params = (params or SamplingParams()).within(self.survey.max_length, len(prompt))
         self.prompts.check_stop(params.stop)
+        grammar = self.grammars.compile(params.grammar)
         self.background.begin_request()
         try:
             state = self.follow()
             with self.open_prefill(self.known_in(prompt, state), ratio=ratio, state=state) as prefill:
                 origin = self.origin(state, own=ratio is None)
                 result = self._run(prefill)
-            sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids)
+            sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids, grammar)
         except BaseException:
             self.background.end_request()
             raise

@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.engines.hf.grammar import Grammar
+from cacheblend.engines.hf.grammars import CompiledGrammar, GrammarMatcher
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures decode greedily: logits divided by them would exceed float32's range."""
@@ -45,6 +47,8 @@ class SamplingParams:
         stop_token_ids: ids that end the answer, in addition to the model's EOS ids.
         ignore_eos: do not stop at the model's EOS ids.
         min_new_tokens: until then no EOS or stop id is drawn; stop texts end the answer nevertheless.
+        grammar: the form of the answer, see `Grammar`; None: any. An answer that ends by its length, a stop text or a
+            stop id has the beginning of that form.
     """
 
     max_new_tokens: int = 256
@@ -62,6 +66,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_new_tokens: int = 0
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -96,6 +101,9 @@ class SamplingParams:
             raise InvalidInputError("a stop text must not be empty")
         for text in self.stop:
             check_encodable(text, "a stop text")
+        if self.grammar is not None and (self.ignore_eos or self.min_new_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_new_tokens (min_tokens)"
+            raise InvalidInputError(f"{name} cannot hold beside a grammar: once that is complete, only EOS is allowed")
 
     def _check_types(self) -> None:
         """A wrong type would fail, or mean something else, only after the prefill."""
@@ -114,6 +122,7 @@ class SamplingParams:
             "True or False": (("ignore_eos",), lambda value: isinstance(value, bool)),
             "a tuple of texts": (("stop",), lambda value: _is_tuple_of(value, lambda item: isinstance(item, str))),
             "a tuple of token ids": (("stop_token_ids",), lambda value: _is_tuple_of(value, _is_whole)),
+            "a Grammar or None": (("grammar",), lambda value: value is None or isinstance(value, Grammar)),
         }
         for what, (names, is_right) in wanted.items():
             for name in names:
@@ -131,12 +140,15 @@ class SamplingParams:
         """True if the most likely token is taken instead of sampling."""
         return self.temperature < GREEDY_BELOW
 
-    def processors(self, prompt_tokens: int, stop_ids: Sequence[int]) -> LogitsProcessorList:
-        """Transformers' processors for these parameters: penalties, then warpers, in transformers' own order.
+    def processors(
+        self, prompt_tokens: int, stop_ids: Sequence[int], matcher: GrammarMatcher | None = None
+    ) -> LogitsProcessorList:
+        """Transformers' processors for these parameters: penalties, the grammar, then warpers, in transformers' order.
 
         Args:
             prompt_tokens: that precede the answer.
             stop_ids: tokens that end the answer.
+            matcher: of the answer's grammar.
         """
         chosen: list[LogitsProcessor] = []
         if self.logit_bias:
@@ -150,6 +162,7 @@ class SamplingParams:
             chosen.append(NoBadWordsLogitsProcessor([list(word) for word in self.bad_words]))
         if self.min_new_tokens and stop_ids:
             chosen.append(MinNewTokensLengthLogitsProcessor(prompt_tokens, self.min_new_tokens, list(stop_ids)))
+        chosen += [matcher] if matcher is not None else []
         if not self.greedy:
             chosen += [TemperatureLogitsWarper(float(self.temperature))] if self.temperature != 1 else []
             chosen += [TopKLogitsWarper(self.top_k)] if self.top_k else []
@@ -211,6 +224,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     min_new_tokens: int
+    grammar: Grammar | None
 
 
 def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> SamplingParams:
@@ -250,6 +264,7 @@ class Sampler:
         logits: [vocab] at the prompt's last position.
         params: sampling parameters.
         eos_ids: the model's EOS ids.
+        grammar: the parameters' own, compiled.
 
     Attributes:
         logits: [vocab] for the next token; the caller sets it before each `sample` but the first.
@@ -257,11 +272,19 @@ class Sampler:
     """
 
     def __init__(
-        self, prompt_ids: torch.Tensor, logits: torch.Tensor, params: SamplingParams, eos_ids: Sequence[int]
+        self,
+        prompt_ids: torch.Tensor,
+        logits: torch.Tensor,
+        params: SamplingParams,
+        eos_ids: Sequence[int],
+        grammar: CompiledGrammar | None = None,
     ) -> None:
+        if params.grammar != (None if grammar is None else grammar.grammar):
+            raise InvalidInputError("a grammar is compiled before its answer is drawn, by the engine's `grammars`")
+        self._matcher = None if grammar is None else grammar.matcher()
         self.logits, self._params = logits, params
         self._stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-        self._processors = params.processors(len(prompt_ids), sorted(self._stops))
+        self._processors = params.processors(len(prompt_ids), sorted(self._stops), self._matcher)
         self._generator = torch.Generator(device=logits.device)
         if params.seed is None:
             self._generator.seed()
@@ -307,4 +330,6 @@ class Sampler:
             self.finish_reason = "stop"
         elif self.count >= self._params.max_new_tokens:
             self.finish_reason = "length"
+        elif self._matcher is not None:
+            self._matcher.accept(int(token))
         return int(token)

@@ -229,7 +229,7 @@ class Scheduler:
         ids, decode = engine.ids_of(ask.prompt), engine.builder.decode if engine.builder else _no_text
         for number in range(ask.choices):
             seed = None if ask.params.seed is None else ask.params.seed + number
-            sampler = Sampler(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids)
+            sampler = Sampler(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids, ask.grammar)
             stream = TextStream(decode, ask.params.stop)
             ticket.choices.append(Choice(Decoding.of(sampler, result), stream))
         ticket.to_store = result

@@ -11,6 +11,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.decode import Decoding
+from cacheblend.engines.hf.grammars import CompiledGrammar
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.sampling import SamplingParams
 from cacheblend.engines.hf.shadowing import Origin, Watched
@@ -61,6 +62,7 @@ class Ask:
     Attributes:
         prompt: the prompt; the engine checks it.
         params: sampling parameters of each answer.
+        grammar: that of the parameters, compiled by the engine's `grammars`, which takes too long for the scheduler.
         choices: number of answers; with a seed, answer i uses the seed + i.
         mode, ratio, selector: see `BlendEngine.open_prefill`.
         deadline: by `time.monotonic`; None: no deadline.
@@ -75,6 +77,7 @@ class Ask:
     prompt: Prompt
     params: SamplingParams
     choices: int = 1
+    grammar: CompiledGrammar | None = None
     mode: Mode = "blend"
     ratio: float | None = None
     selector: Selector | None = None
