@@ -3,7 +3,8 @@
 python -P grammar_trial.py SECONDS BYTES      a tokenizer's vocabulary in the first line of its input, then a job a line
 
 It imports nothing of this package, so that it starts in the time that the library takes. Each job runs in a process of
-its own, forked from this one, which SECONDS of computing end (SIGPROF), and more than BYTES of memory.
+its own, forked from this one, which SECONDS of computing end (SIGPROF), `STUCK` times as many of waiting (SIGALRM), and
+more than BYTES of memory.
 """
 
 import json
@@ -22,6 +23,8 @@ STEPS = 256
 """Tokens of an answer that are tried."""
 STEPS_S = 2.0
 """Seconds of computing that they may take."""
+STUCK = 12
+"""How many times as long as it may compute a job may take on a busy machine: one that waits for ever does not compute."""
 
 
 def compile_source(compiler: Any, kind: str, text: str) -> Any:
@@ -96,6 +99,7 @@ def main(seconds: float, most_bytes: int) -> None:
             warnings.truncate()
             if (job := os.fork()) == 0:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
+                signal.setitimer(signal.ITIMER_REAL, STUCK * seconds)
                 if sys.platform == "linux":
                     most = _memory_in_use() + most_bytes
                     resource.setrlimit(resource.RLIMIT_AS, (most, most))
