@@ -24,7 +24,7 @@ STEPS = 256
 STEPS_S = 2.0
 """Seconds of computing that they may take."""
 STUCK = 12
-"""How many times as long as it may compute a job may take on a busy machine: one that waits for ever does not compute."""
+"""How many times as long as it may compute a job may take: one that waits for ever does not compute."""
 
 
 def compile_source(compiler: Any, kind: str, text: str) -> Any:
