@@ -83,7 +83,7 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
     _check_token_ids(state, asked)
     salt = _salt(asked, extras)
-    prompt, keep_text = parse()
+    prompt, keep_text, shown = parse()
     state.check_size(prompt)
     remembered = state.tenants.remember_salt(key, salt)
     state.tenants.count(key)
@@ -99,6 +99,7 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
         tenant=tenant_of(key, salt),
         tenant_label=key.label,
         may_keep=lambda tokens: remembered and state.tenants.reserve(key, tokens),
+        shown=shown,
         keep_text=keep_text and settings.store_bytes is None,  # text belongs to no chunk, so no quota would count it
     )
 

@@ -71,19 +71,17 @@ class TextLimit:
 
     def _count(self, texts: list[str], what: str) -> None:
         assert self._builder is not None and self._tokens is not None
-        tokens = characters = 0
-        for text in texts:
-            for start in range(0, len(text), PIECE):
-                piece = text[start : start + PIECE]
-                tokens += max(0, self._builder.count(piece) - CUT)
-                characters += len(piece)
-                if tokens > self._tokens:
-                    raise ApiError(
-                        400,
-                        f"{what} has more than {tokens:,} tokens in its first {characters:,} characters; "
-                        f"{self._tokens:,} are read at most; shorten it",
-                        code="too_long",
-                    )
+        text, tokens = "".join(texts), 0  # as one: of many short ones the cuts would hide all tokens
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
+            tokens += max(0, self._builder.count(piece) - CUT)
+            if tokens > self._tokens:
+                raise ApiError(
+                    400,
+                    f"{what} has more than {tokens:,} tokens in its first {start + len(piece):,} characters; "
+                    f"{self._tokens:,} are read at most; shorten it",
+                    code="too_long",
+                )
 
 
 def texts_of(asked: ChatRequest | CompletionRequest) -> Iterable[str]:
@@ -106,7 +104,7 @@ def texts_of_chat(messages: Iterable[Message], documents: Iterable[Document] | N
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys included."""
+    """All texts in a JSON value, keys included, and its numbers as text: a template writes them out, too."""
     waiting = [value]  # no recursion: it may be nested deeply
     while waiting:
         inner = waiting.pop()
@@ -116,3 +114,5 @@ def strings_in(value: Any) -> Iterator[str]:
             waiting += [*inner, *inner.values()]
         elif isinstance(inner, list):
             waiting += inner
+        elif inner is not None:
+            yield str(inner)

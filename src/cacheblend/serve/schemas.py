@@ -9,6 +9,7 @@ from cacheblend.engines.documents import COLLECTION, LONGEST_ID
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fields import REFUSED, REFUSED_RESPONSES, Refused, check_fields
+from cacheblend.serve.tools.requests import ToolChoice, Tools
 
 SEED_MAX = 2**63 - 1
 Name = Annotated[str, StringConstraints(max_length=256)]
@@ -174,7 +175,9 @@ class ChatRequest(Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -267,7 +270,8 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
