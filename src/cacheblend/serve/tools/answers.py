@@ -45,7 +45,7 @@ class ToolChatFormat:
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
         """See `ResponseFormat`."""
-        reader = self._readers.setdefault(event.choice, self.reader())
+        reader = self._readers.get(event.choice) or self._readers.setdefault(event.choice, self.reader())
         first, pieces, reason = reader.calls, reader.push(event.text), event.finish_reason
         if reason is not None:
             pieces += reader.finish()
