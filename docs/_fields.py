@@ -27,13 +27,14 @@ NOTES = {
     "instructions": "the first system message",
     "logprobs": "chat: true or false; completions: 0 to 20",
     "min_tokens": "before, no token ends the answer; a stop text does",
+    "parallel_tool_calls": "false: the first call alone is returned; see [tools](#tools)",
     "prompt": "a text or a list of token ids, or a list of one of them",
     "reasoning_effort": "given to the chat template",
     "response_format": "[the form of the answer](#answers-of-a-given-form): `text`, `json_object`, `json_schema`",
     "stream_options": "`include_usage`, vLLM's `continuous_usage_stats`; events are not padded",
     "structured_outputs": "one of `json`, `json_object`, `regex`, `choice`, `grammar`",
     "text": "`format`, as `response_format` with the schema's fields in it; `verbosity` only `medium`",
-    "tools": "given to the chat template",
+    "tools": "functions, given to the chat template; their calls are [read from answers](#tools)",
 }
 
 

@@ -161,6 +161,7 @@ WRONG = {
         f"{SERVE} --timeout 0",
         f"{SERVE} --timeout nan",
         f"{SERVE} --drain -1",
+        f"{SERVE} --tool-call-parser gpt",
         f"{SERVE} --max-prompt-tokens 0",
         f"{SERVE} --max-tokens 0",
         f"{SERVE} --store-quota much",

@@ -64,7 +64,13 @@ def test_a_long_text_is_refused_by_its_length(url: str, size: int, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "more", [{"tools": [{"x": ["lamp " * 40_000]}]}, {"chat_template_kwargs": {"thinking": "lamp " * 40_000}}, {}]
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "x": ["lamp " * 40_000]}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "x": [int("7" * 4000)] * 60}}]},
+        {"chat_template_kwargs": {"thinking": "lamp " * 40_000}},
+        {},
+    ],
 )
 def test_a_long_text_beside_the_messages_is_refused_too(url: str, more: dict[str, Any]) -> None:
     message = {"role": "user", "content": "lamp"} | ({} if more else {"name": {"lamp " * 40_000: 1}})

@@ -37,6 +37,7 @@ from cacheblend.serve.settings import ServeSettings
         ({"timeout_s": math.inf}, "timeout_s must be a number of seconds above 0, got inf"),
         ({"body_s": -1.0}, "body_s must be a number of seconds above 0"),
         ({"headers_s": 0.0}, "headers_s must be a number of seconds above 0"),
+        ({"tool_call_parser": "gpt"}, "no tool call parser 'gpt'; there are auto, hermes, llama3"),
         ({"limits": Limits(active=0)}, "at least 1 active and 0 waiting requests are needed, got 0 and 64"),
         ({"limits": Limits(waiting=-1)}, "got 8 and -1"),
     ],

@@ -51,6 +51,15 @@ Shadow = Annotated[
     float,
     typer.Option("--shadow", min=0, max=1, help="Share of blended answers to compute again in full, and compare."),
 ]
+ToolCallParser = Annotated[
+    str,
+    typer.Option(
+        "--tool-call-parser",
+        help="How tool calls are read from answers: hermes, llama3, mistral, pythonic, none; auto: as the chat "
+        "template writes them, if it is known.",
+        rich_help_panel="Server",
+    ),
+]
 Anchor = Annotated[
     str,
     typer.Option(

@@ -19,6 +19,7 @@ from cacheblend.cli.options import (
     ModelOptions,
     Shadow,
     StoreOptions,
+    ToolCallParser,
 )
 from cacheblend.cli.output import console
 from cacheblend.cli.selection_options import BLENDING
@@ -81,6 +82,7 @@ class ServerOptions:
             rich_help_panel=BLENDING,
         ),
     ] = 64
+    tool_call_parser: ToolCallParser = "auto"
     shadow: Shadow = 0.0
     shadow_floor: Annotated[
         float | None,
@@ -282,6 +284,7 @@ def _settings(server: ServerOptions, bounds: BoundOptions) -> "ServeSettings":
         playground=server.playground,
         shadow=server.shadow,
         shadow_floor=server.shadow_floor,
+        tool_call_parser=server.tool_call_parser,
     )
 
 

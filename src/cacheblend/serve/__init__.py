@@ -3,6 +3,7 @@
 app          puts the parts together: `create_app`
 routes/      what is served: openai, chunks, health, playground
 state        what routes share; settings, keys, tenants, metrics
+tools/       tool calls of requests and of answers
 schemas, prompts, running, responses
              a request on its way: parsed, made a prompt, run, answered
 middleware, errors, memory

@@ -86,7 +86,7 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
     _check_token_ids(state, asked)
     salt, grammar = _salt(asked, extras), _compiled(state, asked)
-    prompt, keep_text = parse()
+    prompt, keep_text, shown = parse()
     state.check_size(prompt)
     remembered = state.tenants.remember_salt(key, salt)
     state.tenants.count(key)
@@ -103,6 +103,7 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
         tenant=tenant_of(key, salt),
         tenant_label=key.label,
         may_keep=lambda tokens: remembered and state.tenants.reserve(key, tokens),
+        shown=shown,
         keep_text=keep_text and settings.store_bytes is None,  # text belongs to no chunk, so no quota would count it
     )
 
@@ -115,6 +116,9 @@ def _compiled(state: ServerState, asked: Sampling) -> CompiledGrammar | None:
         name = "ignore_eos" if asked.ignore_eos else "min_tokens"
         message = f"{name} cannot hold beside {field}: once the form is complete, only EOS is allowed"
         raise ApiError(400, message, param=name)
+    if grammar is not None and state.call_format is not None and asked.may_call_tools:
+        message = f"an answer that {field} gives its form calls no tool; send one of the two, or tool_choice none"
+        raise ApiError(400, message, param="tools")
     try:
         return state.engine.grammars.compile(grammar)
     except InvalidInputError as error:

@@ -23,7 +23,8 @@ class Refused(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
-_TOOLS = "tool calls are not read from answers; `tools` are shown to the model, whose answer is text"
+_FORCED = "the model decides whether it calls a tool; use auto, or none"
+_TOOLS = "tools are called by answers of /v1/chat/completions"
 _IMAGES = "only text is read"
 
 REFUSED: Mapping[str, Refused] = {
@@ -36,7 +37,7 @@ REFUSED: Mapping[str, Refused] = {
     "continue_final_message": Refused("use /v1/completions with the whole prompt", (False,)),
     "ec_transfer_params": Refused(_IMAGES),
     "echo": Refused("the prompt is not answered back", (False,)),
-    "function_call": Refused(_TOOLS, ("none", "auto")),
+    "function_call": Refused("use tools and tool_choice", ("none", "auto")),
     "functions": Refused("use tools", ([],)),
     "include_reasoning": Refused("reasoning is not told apart from the answer", (True,)),
     "include_stop_str_in_output": Refused("a stop text is not part of the answer", (False,)),
@@ -48,7 +49,6 @@ REFUSED: Mapping[str, Refused] = {
     "mm_processor_kwargs": Refused(_IMAGES),
     "modalities": Refused("answers are text", (["text"],)),
     "moderation": Refused("nothing is moderated"),
-    "parallel_tool_calls": Refused(_TOOLS, (True,)),
     "priority": Refused("requests are served in the order in which they come", (0,)),
     "prompt_embeds": Refused("prompts are text or token ids"),
     "prompt_logprobs": Refused("log-probabilities are given of the answer's tokens", (0,)),
@@ -65,7 +65,7 @@ REFUSED: Mapping[str, Refused] = {
     "stream_interval": Refused("each token is an event", (1,)),
     "suffix": Refused("nothing is filled in between texts", ("",)),
     "thinking_token_budget": Refused("use max_tokens"),
-    "tool_choice": Refused(_TOOLS, ("none", "auto")),
+    "tool_choice": Refused(_FORCED, ("none", "auto")),
     "truncate_prompt_tokens": Refused("a prompt that is too long is refused; shorten it"),
     "truncation_side": Refused("prompts are not shortened"),
     "use_beam_search": Refused("there is no beam search", (False,)),
@@ -88,6 +88,7 @@ REFUSED_RESPONSES: Mapping[str, Refused] = {
     "max_tool_calls": Refused(_TOOLS),
     "messages": Refused("use input"),
     "n": Refused("use /v1/chat/completions", (1,)),
+    "parallel_tool_calls": Refused(_TOOLS, (True,)),
     "previous_input_messages": Refused("answers are not kept; send the whole conversation as input"),
     "previous_response_id": Refused("answers are not kept; send the whole conversation as input"),
     "prompt": Refused("there are no stored prompts; use input and instructions"),
@@ -97,7 +98,7 @@ REFUSED_RESPONSES: Mapping[str, Refused] = {
         "events are not padded; usage is in the last one",
         ({}, {"include_obfuscation": False}, {"include_usage": True}),
     ),
-    "tools": Refused("use /v1/chat/completions, which shows them to the model", ([],)),
+    "tools": Refused(_TOOLS, ([],)),
     "top_logprobs": Refused("use /v1/chat/completions", (0,)),
     "truncation": Refused("a prompt that is too long is refused; shorten it", ("disabled",)),
 }

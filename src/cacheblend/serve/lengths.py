@@ -72,18 +72,32 @@ class TextLimit:
     def _count(self, texts: list[str], what: str) -> None:
         assert self._builder is not None and self._tokens is not None
         tokens = characters = 0
-        for text in texts:
-            for start in range(0, len(text), PIECE):
-                piece = text[start : start + PIECE]
-                tokens += max(0, self._builder.count(piece) - CUT)
-                characters += len(piece)
-                if tokens > self._tokens:
-                    raise ApiError(
-                        400,
-                        f"{what} has more than {tokens:,} tokens in its first {characters:,} characters; "
-                        f"{self._tokens:,} are read at most; shorten it",
-                        code="too_long",
-                    )
+        for parts in _pieces(texts):
+            joined = " ".join(parts)  # without it they would be one word, which takes long to tokenise
+            tokens += max(0, self._builder.count(joined) - len(parts) - CUT)
+            characters += sum(map(len, parts))
+            if tokens > self._tokens:
+                raise ApiError(
+                    400,
+                    f"{what} has more than {tokens:,} tokens in its first {characters:,} characters; "
+                    f"{self._tokens:,} are read at most; shorten it",
+                    code="too_long",
+                )
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts of about `PIECE` characters together: long ones are cut, and short ones put together."""
+    parts: list[str] = []
+    length = 0
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            parts.append(text[start : start + PIECE])
+            length += len(parts[-1])
+            if length >= PIECE:
+                yield parts
+                parts, length = [], 0
+    if parts:
+        yield parts
 
 
 def texts_of(asked: ChatRequest | CompletionRequest) -> Iterable[str]:
@@ -106,7 +120,7 @@ def texts_of_chat(messages: Iterable[Message], documents: Iterable[Document] | N
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys included."""
+    """All texts in a JSON value, keys included, and its numbers as text: a template writes them out, too."""
     waiting = [value]  # no recursion: it may be nested deeply
     while waiting:
         inner = waiting.pop()
@@ -116,3 +130,5 @@ def strings_in(value: Any) -> Iterator[str]:
             waiting += [*inner, *inner.values()]
         elif isinstance(inner, list):
             waiting += inner
+        elif inner is not None:
+            yield str(inner)

@@ -8,20 +8,29 @@ completions  chunks are given as spans of a prompt of token ids
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message
+from cacheblend.serve.tools.requests import with_argument_objects
 
 _TEMPLATE_OPTIONS = frozenset({"tools", "enable_thinking", "thinking", "reasoning_effort"})
 """The ``chat_template_kwargs`` that are passed to the template: others might replace it, or name files."""
 
 
 class ParsedPrompt(NamedTuple):
-    """A request's prompt, and whether text in front of its first chunk may be stored: not if it has the question."""
+    """A request's prompt.
+
+    Attributes:
+        prompt: the prompt.
+        keep_text: whether text in front of its first chunk may be stored: not if it has the question.
+        shown: special tokens that are part of the answer's text.
+    """
 
     prompt: Prompt
     keep_text: bool
+    shown: frozenset[int] = frozenset()
 
 
 def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) -> ParsedPrompt:
@@ -48,10 +57,29 @@ def chat_prompt(engine: BlendEngine, request: ChatRequest, chunk_tokens: int) ->
         raise ApiError(400, f"chat_template_kwargs has {unknown[0]!r}; allowed are {sorted(_TEMPLATE_OPTIONS)}")
     if request.reasoning_effort is not None:
         options.setdefault("reasoning_effort", request.reasoning_effort)
-    if request.tools:
+    if request.tool_choice == "none":
+        options.pop("tools", None)
+    elif request.tools:
         options["tools"] = request.tools
     is_last = bool(documents) or any(_has_chunk(message) for message in messages[: question + 1])
-    return ParsedPrompt(engine.chat_prompt(messages, documents, **options), keep_text=is_last)
+    return ParsedPrompt(_rendered(engine, messages, documents, options), keep_text=is_last)
+
+
+def _rendered(
+    engine: BlendEngine, messages: list[dict[str, Any]], documents: list[Passage], options: dict[str, Any]
+) -> Prompt:
+    """The prompt; with the arguments of earlier calls as objects, or as texts where the template takes no objects."""
+    as_objects = with_argument_objects(messages)
+    try:
+        return engine.chat_prompt(as_objects, documents, **options)
+    except InvalidInputError:
+        if as_objects == messages:
+            raise
+        try:
+            return engine.chat_prompt(messages, documents, **options)
+        except InvalidInputError:
+            pass
+        raise  # about the objects: most templates take them
 
 
 def completion_prompt(engine: BlendEngine, request: CompletionRequest) -> ParsedPrompt:
@@ -94,7 +122,9 @@ def _segments(ids: list[int], spans: Sequence[tuple[int, int]]) -> list[Segment]
 
 def _message(engine: BlendEngine, message: Message, chunk_tokens: int, *, is_last_user: bool) -> dict[str, Any]:
     """The message in the form of `PromptBuilder.chat`, where parts of type ``chunk`` are chunks."""
-    extra = message.model_extra or {}
+    extra = dict(message.model_extra or {})
+    if not extra.get("tool_calls"):  # null and an empty list are no calls, which not every template knows
+        extra.pop("tool_calls", None)
     content = message.content
     if content is None:  # a message with tool calls; some templates read the content without checking for None
         return {"role": message.role, "content": "", **extra}

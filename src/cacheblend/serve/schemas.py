@@ -10,6 +10,8 @@ from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fields import REFUSED, REFUSED_RESPONSES, Refused, check_fields
 from cacheblend.serve.forms import ResponseFormat, StructuredOutputs, TextOptions
+from cacheblend.serve.tools.requests import ToolChoice, Tools
+from cacheblend.serve.unicode import check_unicode
 
 SEED_MAX = 2**63 - 1
 Name = Annotated[str, StringConstraints(max_length=256)]
@@ -27,36 +29,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_unicode(cls, data: Any) -> Any:
-        waiting: list[tuple[_Path, Any]] = [(None, data)]  # no recursion: a body may be nested deeply
-        while waiting:
-            path, value = waiting.pop()
-            if isinstance(value, str):
-                _check_text(path, value)
-            elif isinstance(value, dict):
-                for key, inner in value.items():
-                    _check_text(path, str(key))
-                    waiting.append(((path, key), inner))
-            elif isinstance(value, list):
-                texts = (pair for pair in enumerate(value) if isinstance(pair[1], str | dict | list))
-                waiting += [((path, index), inner) for index, inner in texts]
+        check_unicode(data)
         return data
-
-
-_Path = tuple[Any, str | int] | None
-"""Where a value is in a body: the path of what contains it, and its key there; None: the body itself."""
-
-
-def _check_text(path: _Path, value: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        keys: list[str] = []
-        while path is not None:
-            path, key = path
-            keys.append(str(key))
-        where, code = ".".join(reversed(keys)), ord(value[error.start])
-        message = f"{where or 'the body'}: \\u{code:04x} is half of a surrogate pair and no character; remove it"
-        raise ApiError(400, message, param=where or None) from None
 
 
 class Extras(BaseModel):
@@ -163,6 +137,11 @@ class Sampling(Body):
         """Tokens of an answer, at most; None: not said."""
         return self.max_tokens
 
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the answer may call tools."""
+        return False
+
     def wanted_logprobs(self) -> int | None:
         """Number of most likely tokens to report with each token; None: no log-probabilities. Raises `ApiError`."""
         return None
@@ -177,7 +156,9 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -185,6 +166,11 @@ class ChatRequest(Sampling):
     def wanted_tokens(self) -> int | None:
         """See `Sampling`."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def may_call_tools(self) -> bool:
+        """See `Sampling`."""
+        return bool(self.tools) and self.tool_choice != "none"
 
     def wanted_logprobs(self) -> int | None:
         """See `Sampling`."""
@@ -272,7 +258,8 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False

@@ -7,6 +7,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.serve.keys import KeyRing
+from cacheblend.serve.tools.formats import AUTO, format_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ServeSettings:
         metrics_keys: the keys that may read /metrics, and nothing else; empty: those of `keys`.
         shadow: share of the blended requests that is computed once more in full, and compared; 0: none.
         shadow_floor: least agreement with full prefill, to which the recompute ratio is raised; None: it is not.
+        tool_call_parser: how tool calls are read from answers; see `format_of`.
 
     Raises:
         InvalidInputError: a value is out of range.
@@ -61,6 +63,7 @@ class ServeSettings:
     metrics_keys: KeyRing = field(default_factory=KeyRing)
     shadow: float = 0.0
     shadow_floor: float | None = None
+    tool_call_parser: str = AUTO
 
     def __post_init__(self) -> None:
         names = "chunk_tokens max_body_bytes connections max_prompt_tokens max_chunks max_choices max_tokens"
@@ -84,6 +87,7 @@ class ServeSettings:
                 "shadow, the share of the requests to compare (0.02)"
             )
         _ = self.shadow_settings  # refuses wrong values
+        format_of(self.tool_call_parser, None)
 
     @property
     def shadow_settings(self) -> ShadowSettings | None:

@@ -22,6 +22,7 @@ from cacheblend.serve.lengths import TextLimit
 from cacheblend.serve.metrics import Metrics
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.tenants import Tenants
+from cacheblend.serve.tools.formats import format_of
 
 T = TypeVar("T")
 PARSERS = 4
@@ -40,6 +41,7 @@ class ServerState:
         scheduler: runs the requests.
         metrics: counters for Prometheus.
         tenants: what each key has stored.
+        call_format: in which tool calls are read from answers; None: they are not.
     """
 
     def __init__(self, engine: BlendEngine, settings: ServeSettings) -> None:
@@ -57,6 +59,8 @@ class ServerState:
         )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)
+        template = getattr(engine.tokenizer, "chat_template", None)
+        self.call_format = format_of(settings.tool_call_parser, template)
         self._side = FairQueue(1, settings.limits.waiting, run_apart)
         self._parsing = FairQueue(PARSERS, settings.limits.waiting)
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -226,7 +227,8 @@ class Scheduler:
         ticket.report = result.report
         ticket.prefill = None  # it would hold the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
-        ids, decode = engine.ids_of(ask.prompt), engine.builder.decode if engine.builder else _no_text
+        ids = engine.ids_of(ask.prompt)
+        decode = partial(engine.builder.decode, shown=ask.shown) if engine.builder else _no_text
         for number in range(ask.choices):
             seed = None if ask.params.seed is None else ask.params.seed + number
             sampler = Sampler(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids, ask.grammar)

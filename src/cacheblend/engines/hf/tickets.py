@@ -70,6 +70,7 @@ class Ask:
         tenant: see `BlendEngine.planner_of`.
         tenant_label: what the figures of the shadow check call the tenant; other tenants may see it.
         keep_text: also store the plain text in front of the first chunk, for prompts that start with the same text.
+        shown: special tokens that are part of the text; all others never are.
         may_keep: called after the first token with the number of missed chunk tokens, and later from another thread
             with those of text that recurs; returns whether to store them. Must not block.
     """
@@ -86,6 +87,7 @@ class Ask:
     tenant: str = ""
     tenant_label: str = ""
     keep_text: bool = True
+    shown: frozenset[int] = frozenset()
     may_keep: Callable[[int], bool] = lambda tokens: True
 
     @property

@@ -7,7 +7,7 @@
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +44,7 @@ class PromptBuilder:
         spec = json.loads(backend.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
         self._tokenizer = tokenizer
         self._literals = {token["id"] for token in spec["added_tokens"]} - {tokenizer.unk_token_id}
+        self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self._plain = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec) | {"added_tokens": []}))
         self._frame = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec)))
         self._first = Tokenizer.from_str(json.dumps(spec))
@@ -135,11 +136,20 @@ class PromptBuilder:
         """Tokens of a text; fewer than `encode` gives where it holds the text of a special token."""
         return len(_encoded(self._plain, text))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of generated ids, special tokens left out."""
+    def decode(self, ids: Sequence[int], shown: Set[int] = frozenset()) -> str:
+        """Text of generated ids, special tokens left out but for those in `shown`."""
+        if shown:
+            ids = [number for number in ids if number in shown or number not in self._special]
         # Cleaning up spaces would change text that has been streamed already.
-        decoded: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        decoded: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=not shown, clean_up_tokenization_spaces=False
+        )
         return decoded
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of the texts that are special tokens."""
+        ids = (self._tokenizer.backend_tokenizer.token_to_id(text) for text in texts)
+        return frozenset(number for number in ids if number in self._special)
 
     def passage(self, passage: Passage, where: str) -> Segment:
         """The passage as a chunk; `where` names its place for messages.

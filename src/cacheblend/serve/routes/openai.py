@@ -17,6 +17,10 @@ from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_promp
 from cacheblend.serve.responses import ChatFormat, CompletionFormat, ResponseFormat, streamed_response, whole_response
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from cacheblend.serve.state import ServerState
+from cacheblend.serve.tools.answers import ToolChatFormat
+from cacheblend.serve.tools.formats import Format
+from cacheblend.serve.tools.reading import CallReader
+from cacheblend.serve.tools.requests import names_of
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
@@ -45,9 +49,11 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
     async def chat_completions(request: Request, asked: ChatRequest, key: Key) -> Any:
         def parse() -> ParsedPrompt:
             state.text_limit.check(texts_of(asked))
-            return chat_prompt(state.engine, asked, state.settings.chunk_tokens)
+            prompt = chat_prompt(state.engine, asked, state.settings.chunk_tokens)
+            return prompt._replace(shown=_markers(state, calls))
 
-        return await _answer(state, request, asked, key, parse, ChatFormat(state.token_text))
+        calls = state.call_format if asked.may_call_tools else None
+        return await _answer(state, request, asked, key, parse, _chat_format(state, asked, calls))
 
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest, key: Key) -> Any:
@@ -56,6 +62,22 @@ def add_routes(app: FastAPI, state: ServerState) -> None:
             return completion_prompt(state.engine, asked)
 
         return await _answer(state, request, asked, key, parse, CompletionFormat(state.token_text))
+
+
+def _markers(state: ServerState, calls: Format | None) -> frozenset[int]:
+    """The special tokens that calls are written with."""
+    if calls is None or state.engine.builder is None:
+        return frozenset()
+    return state.engine.builder.special_ids([*calls.markers, *calls.inner])
+
+
+def _chat_format(state: ServerState, asked: ChatRequest, calls: Format | None) -> ResponseFormat:
+    """How a chat is answered; with the calls of its tools, if they are read."""
+    chat = ChatFormat(state.token_text)
+    if calls is None:
+        return chat
+    only_first, names = asked.parallel_tool_calls is False, names_of(asked.tools or ())
+    return ToolChatFormat(chat, lambda: CallReader(calls, names, only_first=only_first), calls.new_id)
 
 
 async def _answer(

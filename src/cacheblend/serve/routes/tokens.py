@@ -56,6 +56,7 @@ def _ids(state: ServerState, asked: TokenizeRequest) -> list[int]:
             messages=asked.messages,
             documents=asked.documents,
             tools=asked.tools,
+            tool_choice=asked.tool_choice,
             chat_template_kwargs=asked.chat_template_kwargs,
         )
         found: list[int] = chat_prompt(engine, chat, state.settings.chunk_tokens).prompt.token_ids.tolist()
