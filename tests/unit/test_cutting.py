@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import as_token_ids, join_ids
+from cacheblend.engines.tokens import cutting
 from cacheblend.engines.tokens.cutting import Cutting
 
 END = 1
@@ -98,3 +99,12 @@ def test_sentences_sorted_by_their_hashes_do_not_take_quadratic_time() -> None:
 def test_bounds_that_cannot_be_kept_are_refused(most: int, least: int) -> None:
     with pytest.raises(InvalidInputError, match=f"{least} to {most}"):
         Cutting(most, least)
+
+
+@given(st.integers(0, 40), st.integers(1, 12))
+def test_cuts_do_not_depend_on_how_many_tokens_are_hashed_at_once(length: int, at_once: int) -> None:
+    ids = as_token_ids(np.random.default_rng(length).integers(0, 50, length))
+    with pytest.MonkeyPatch.context() as patch:
+        whole = cutting._hashes(ids)
+        patch.setattr(cutting, "_HASHED_AT_ONCE", at_once)
+        assert np.array_equal(cutting._hashes(ids), whole)

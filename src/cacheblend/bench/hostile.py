@@ -1,8 +1,8 @@
 """What a client's stream notices of clients that mean ill, and what memory they take.
 
-At the same time: half-open connections, chats of 16 MB, posts of many chunks, of which half the clients leave at once,
-and documents of 15 MB, whose clients give up.
-Streams are read before and meanwhile; the longest time between two of their events counts.
+At the same time: half-open connections, chats of 16 MB, posts of many chunks, of which half the clients leave at once.
+Afterwards documents of 15 MB, whose clients give up. Streams are read before and meanwhile; the longest time between
+two of their events counts.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from cacheblend.nano.questions import draw_questions
 CHAT_BYTES, DOCUMENT_BYTES = 16_000_000, 15_000_000
 GIVE_UP_S = 10.0  # of a document's client; of every second post's 1
 WARM_CHUNKS = 60
-STAGES = ("at rest", "attacked")
+STAGES = ("at rest", "attacked", "long documents")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Hostile:
 
     Attributes:
         model: a model folder, or ``nano``.
-        rounds: of each, at rest and attacked, in turn.
+        rounds: of each stage.
         chats: of 16 MB in each round.
         posts, chunks: posts in each round, and chunks of each.
         documents: of 15 MB in each round, with a comma behind each word.
@@ -62,27 +62,31 @@ def run(what: Hostile, advance: Callable[[str, int, int], None]) -> dict[str, An
     Raises:
         InvalidInputError: the server does not start.
     """
-    rng, quiet, attacked, kinds = random.Random(what.seed), [], [], []
+    rng, kinds = random.Random(what.seed), []
+    stalls: dict[str, list[float]] = {stage: [] for stage in STAGES}
     with _serving(what.model) as url:
         _use(url, what, rng)
-        before = most = _resident_bytes(url)
-        for number in range(what.rounds):
-            quiet.append(_longest_gap(url, what.answer_tokens))
-            advance(STAGES[0], number + 1, what.rounds)
-            with _attacks(url, what, rng) as kind:
-                while any(thread.is_alive() for thread in kind.threads):
-                    attacked.append(_longest_gap(url, what.answer_tokens))
-                    most = max(most, _resident_bytes(url))
-            kinds.append(kind.statuses)
-            advance(STAGES[1], number + 1, what.rounds)
+        before = _resident_bytes(url)
+        most = dict.fromkeys(STAGES, before)
+        for stage in STAGES:
+            for number in range(what.rounds):
+                with _attacks(url, what, rng, stage) as kind:
+                    while not stalls[stage][number:] or any(thread.is_alive() for thread in kind.threads):
+                        stalls[stage].append(_longest_gap(url, what.answer_tokens))
+                        most[stage] = max(most[stage], _resident_bytes(url))
+                kinds.append(kind.statuses)
+                advance(stage, number + 1, what.rounds)
+    quiet, attacked, documents = STAGES
     return {
         "figures": {
-            "hostile_stall_ms": 1e3 * max(attacked),
-            "hostile_rss": most / before,
-            "quiet_stall_ms": 1e3 * max(quiet),
+            "hostile_stall_ms": 1e3 * max(stalls[attacked]),
+            "hostile_rss": most[attacked] / before,
+            "document_stall_ms": 1e3 * max(stalls[documents]),
+            "document_rss": most[documents] / before,
+            "quiet_stall_ms": 1e3 * max(stalls[quiet]),
         },
-        "stall_s": {"at rest": quiet, "attacked": attacked},
-        "resident_bytes": {"before": before, "most": most},
+        "stall_s": stalls,
+        "resident_bytes": {"before": before, **most},
         "statuses": kinds,
         "settings": asdict(what),
         **stamp(),
@@ -182,22 +186,28 @@ def _long_document(words: list[str], number: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _attacks(url: str, what: Hostile, rng: random.Random) -> Iterator[_Attack]:
+def _attacks(url: str, what: Hostile, rng: random.Random, stage: str) -> Iterator[_Attack]:
     attack = _Attack(url)
+    with contextlib.ExitStack() as closing:
+        if stage == STAGES[1]:
+            for _ in range(what.sockets):
+                closing.enter_context(attack.half_open())
+            _send_chats_and_posts(attack, what, rng)
+        elif stage == STAGES[2]:
+            for number in range(what.documents):
+                attack.start("document", "/v1/documents", _long_document(_words(what), number), GIVE_UP_S)
+        yield attack
+        for thread in attack.threads:
+            thread.join()
+
+
+def _send_chats_and_posts(attack: _Attack, what: Hostile, rng: random.Random) -> None:
     words = _words(what)
     passage = " ".join(words) + " "
     content = passage * (CHAT_BYTES // len(passage))
     chat = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
-    with contextlib.ExitStack() as closing:
-        for _ in range(what.sockets):
-            closing.enter_context(attack.half_open())
-        for _ in range(what.chats):
-            attack.start("chat", "/v1/chat/completions", chat, 600)
-        for number in range(what.posts):
-            chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(what.chunks)]
-            attack.start("post", "/v1/chunks", json.dumps({"chunks": chunks}).encode(), 1 if number % 2 else 600)
-        for number in range(what.documents):
-            attack.start("document", "/v1/documents", _long_document(words, number), GIVE_UP_S)
-        yield attack
-        for thread in attack.threads:
-            thread.join()
+    for _ in range(what.chats):
+        attack.start("chat", "/v1/chat/completions", chat, 600)
+    for number in range(what.posts):
+        chunks = [{"text": " ".join(rng.choices(words, k=100))} for _ in range(what.chunks)]
+        attack.start("post", "/v1/chunks", json.dumps({"chunks": chunks}).encode(), 1 if number % 2 else 600)

@@ -194,11 +194,11 @@ def serve(
 
     from cacheblend.cli.models import open_engine
     from cacheblend.engines.hf.background import run_apart
+    from cacheblend.serve import memory
     from cacheblend.serve.log_lines import log_json
-    from cacheblend.serve.memory import keep_few_kernels
 
     with bind(server.host, server.port) as sockets:
-        keep_few_kernels()
+        memory.keep_few_kernels()
         log_json()
         logging.getLogger("httpx").setLevel(logging.WARNING)
         # The scheduler's thread alone keeps an OpenMP team: this one serves HTTP for as long as the server runs.
@@ -208,6 +208,7 @@ def serve(
             )
         )
         with opened as engine:
+            memory.collect_no_libraries()
             _run(engine, settings, server.host, sockets)
             engine.close(wait=False)  # the server has waited for missed chunks as long as --drain allows
 

@@ -3,10 +3,15 @@
 Two things grow for hours although no tensor is left. The libraries that multiply matrices on CPUs (oneDNN, and torch's
 own layer over it) keep a kernel for each shape that they have seen, up to 1,024 kernels of 0.7 MB, and every prompt
 has new shapes. And glibc keeps the free memory that prompts of many lengths leave in its heap.
+
+And a round of Python's garbage collector over all objects, nearly all of them the libraries', holds up every thread for
+a quarter of a second.
 """
 
 import asyncio
+import atexit
 import ctypes
+import gc
 import os
 from collections.abc import Callable
 
@@ -22,6 +27,13 @@ def keep_few_kernels() -> None:
     """Limits the kernel caches to `KERNELS`; call it before the first matrix product. Variables that are set stay."""
     for name in _CACHES:
         os.environ.setdefault(name, str(KERNELS))
+
+
+def collect_no_libraries() -> None:
+    """Leaves what there is so far out of the garbage collector's rounds; call it once, when the model is open."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries complain of what is left in the end
 
 
 async def trim_heap_periodically(every_s: float = EVERY_S) -> None:

@@ -22,6 +22,7 @@ from cacheblend.core.naming import TokenIds
 WINDOW = 8
 """Tokens in front of a cut that its hash covers."""
 
+_HASHED_AT_ONCE = 1 << 18  # tokens: what is computed in between takes 32 bytes for each of them
 _DEEPEST = 64  # halvings, after which a cut is made near the middle: ids that are sorted by their hashes
 _MIX = 0x9E3779B97F4A7C15
 _U64 = (1 << 64) - 1
@@ -89,6 +90,14 @@ class Cutting:
 
 def _hashes(ids: TokenIds) -> npt.NDArray[np.uint64]:
     """A hash of the last `WINDOW` tokens up to each one, [tokens]; the same on every machine."""
+    hashes = np.empty(len(ids), np.uint64)
+    for start in range(0, len(ids), _HASHED_AT_ONCE):
+        stop, first = start + _HASHED_AT_ONCE, max(0, start - WINDOW + 1)
+        hashes[start:stop] = _hashes_from(ids[first:stop])[start - first :]
+    return hashes
+
+
+def _hashes_from(ids: TokenIds) -> npt.NDArray[np.uint64]:
     mixed = _scramble(ids.astype(np.uint64) + np.uint64(1))
     total = np.zeros(len(ids), np.uint64)
     for back in range(min(WINDOW, len(ids))):
