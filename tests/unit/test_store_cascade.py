@@ -96,6 +96,21 @@ def test_what_is_deleted_stays_deleted(seed: int) -> None:
         assert all(holds(near, block) and holds(far, block) for block in blocks if block not in gone)
 
 
+def test_what_is_pruned_is_not_written_afterwards() -> None:
+    """By writes and promotions that were queued before."""
+    near, far = Slow(), Slow()
+    far.write(promoted := make_block(7))
+    with CascadeStore([near, far]) as store:
+        assert holds(store, promoted)
+        for number in range(6):
+            store.write(block := make_block(number))
+            store.put_manifest(make_manifest(block))
+        store.prune(0)
+        store.flush()
+        assert [each.stats().blocks for each in (near, far)] == [0, 0]
+        assert store.manifests() == []
+
+
 def test_some_heads_do_not_make_a_block(tmp_path: Path) -> None:
     far = MemoryStore()
     block = make_block(1)

@@ -211,7 +211,10 @@ class CascadeStore(CombinedStore):
         return replace(stats, tier=self._tiers.of(self.members.index(store), stats.tier))
 
     def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
-        """See `KVStore.prune`. Each store to `max_bytes`; the bytes freed in the farthest one that answers."""
+        """See `KVStore.prune`. Each store to `max_bytes`, behind the writes that wait, which would else come after it;
+        the bytes freed in the farthest one that answers.
+        """
+        self.flush()
         return self._ask(self.members, lambda store: store.prune(max_bytes, progress))[-1]
 
     def flush(self) -> None:
