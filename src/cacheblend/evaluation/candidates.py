@@ -1,5 +1,6 @@
 """The settings that the quality gate tries, by increasing compute."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ the chunks in which it finds something: the best on the model that ships (docs/l
 
 def named(selector: str, settings: Mapping[str, float]) -> str:
     """The text that `SelectorChoice` reads."""
-    return f"{selector}:" + ",".join(f"{name}={value}" for name, value in settings.items())
+    return f"{selector}:" + ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
 
 
 SELECTORS = ("hkvd", "gradual", "query", named("query", FOLLOWING), "hybrid")

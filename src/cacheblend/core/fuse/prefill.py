@@ -132,9 +132,9 @@ class BlendedPrefill:
         self._loader = self._open_loader(plan, reused)
         self._rows = rows = ActiveRows(plan, self._runner.embed(), recurrence.cuts(plan))
         self._layer, self._kv = 0, list[LayerKV]()
-        self._question: Asking | None = None
+        self._asking: Asking | None = None
         if rows.total and self._selector.question_rows:
-            self._question = Asking(
+            self._asking = Asking(
                 plan,
                 self._selector,
                 self._runner,
@@ -144,6 +144,7 @@ class BlendedPrefill:
                 sentence_end_ids=self._options.sentence_end_ids,
                 over_ranks=self._options.over_ranks,
             )
+        self._question = self._asking  # what the next step computes, if anything is left to ask
 
     @property
     def layer(self) -> int:
@@ -250,6 +251,13 @@ class BlendedPrefill:
         self._computed.row_layers += len(rows)
         self._layer += 1
         self._hand_out(layer, kv)
+        if self._selector.look_again and self._layer in self._selector.check_layers and rows.has_candidates:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._question = self._asking
+        if self._question is not None:
+            self._question.look_again(self._layer)
 
     def _check(self, layer: int, kv: LayerCache) -> None:
         """Measures the deviation of every candidate and drops those that are not selected.

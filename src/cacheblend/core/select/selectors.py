@@ -32,8 +32,8 @@ class Candidates:
             `core.fuse.question`; None if the selector did not ask for it.
         words: [n] fp32 0..1, weight of the row's token as a rare word of the question, see `core.select.text_cues`;
             None if the selector did not ask for it.
-        hops: [n] fp32, how much more the spans that were asked in turn attend to the row than their first rows do;
-            None if none was asked.
+        hops: [n] fp32, how much more the spans that were asked in turn attend to the row than their first rows do, or
+            the question where it looked again; None if neither was asked.
         hop_words: [n] fp32 0..1, weight of the row's token as a rare word of those spans; None if none was asked.
         segments: [n] int64, the segment it belongs to.
         sentences: [n] int64, the sentence it belongs to; None if the tokens that end a sentence are unknown.
@@ -105,6 +105,11 @@ class Selector(Protocol):
     def hop_rows(self) -> int:
         """Most rows of a span whose attention a hop needs (at least 2); 0: it asks by the span's words alone."""
         return 0
+
+    @property
+    def look_again(self) -> bool:
+        """Whether the question asks once more in front of each check layer, over the layers that follow."""
+        return False
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """The `count` spans of highest attention, the highest first; only with `hops`. Waits for the device, since the
