@@ -26,7 +26,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 1.0},  # or all answers are alike
     "cohere2": {"logit_scale": 1.0, "sliding_window": 160},
     "mistral-window": {"sliding_window": 160},  # or an answer sees hardly anything that was stored
-    "phi": {"num_key_value_heads": 2},  # as all that were published; vLLM 0.31 takes no fewer
+    "phi": {"num_key_value_heads": 2, "intermediate_size": 256},  # as all that were published; vLLM 0.31 reads neither
     "gpt_neox": {"num_key_value_heads": 2},  # it has as many as heads, and vLLM believes the config
     "deepseek_v2": {**LATENTS, "n_group": 1, "topk_group": 1},  # vLLM's CPU build always has groups
     "deepseek_v2-yarn": {**LATENTS, "n_group": 1, "topk_group": 1, "rope_parameters": {**YARN_ROPE, **_LONG}},
