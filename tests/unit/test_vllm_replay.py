@@ -1,13 +1,15 @@
 """The replay's arithmetic and its trace; servers are measured, not tested."""
 
 import json
+import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from cacheblend.bench.ragpulse import LENGTHS, REQUESTS, TraceText, read_trace
 from cacheblend.bench.replaying import Sample, row_layer_ceiling
-from cacheblend.bench.vllm_replay import prompt
+from cacheblend.bench.vllm_replay import FILLING_TOKENS, filling_prompts, prompt
 from cacheblend.core.errors import InvalidInputError
 
 
@@ -27,6 +29,22 @@ def write_trace(folder: Path, passages: list[list[int]]) -> Path:
     ]
     (folder / REQUESTS).write_text("\n".join(map(json.dumps, requests)) + "\n\n")
     return folder
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_store_is_filled_by_prompts_that_fit(seed: int) -> None:
+    """What discovery learns may be as long as a request: longer than two passages together."""
+    draw = random.Random(seed)
+    chunks = [[draw.randrange(1000) for _ in range(draw.choice([1, 64, 700, 1484, 1500, 2100]))] for _ in range(12)]
+    prompts = list(filling_prompts(chunks))
+    found = [ids[start:stop] for ids, spans in prompts for start, stop in spans]
+    assert sorted(found) == sorted(chunks)
+    for ids, spans in prompts:
+        assert len(ids) <= FILLING_TOKENS or len(spans) == 1
+        assert len(ids) <= max(FILLING_TOKENS, *map(len, chunks)) + 17  # a server takes 64 more than its longest prompt
+    for (ids, _), (_, (following, *_)) in pairwise(prompts):
+        assert len(ids) + following[1] - following[0] > FILLING_TOKENS  # it had no place
+    assert list(filling_prompts([])) == []
 
 
 def test_a_trace_has_its_requests_in_order_with_lengths(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ store has what discovery learnt of the first two thirds, in order and from an em
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,11 +99,12 @@ def replay(pair: Pair, what: Replay, progress: Progress | None = None) -> dict[s
     sample = Sample.of(trace, what.requests, what.seed)
     advance = progress or (lambda stage, done, total: None)
     forms = {"passages": False} | ({"whole": True} if what.with_whole else {})
-    longest = max(
+    lengths = (
         len(prompt(request, [0] * what.own_tokens, whole=whole))
         for whole in forms.values()
         for request in (*sample.requests, *sample.before[-WARM_REQUESTS:])
     )
+    longest = max(FILLING_TOKENS, *lengths)
     result: dict[str, Any] = {}
     with pair.serving(longest + what.answer_tokens + 64) as (plain, blend):
         servers = {"vllm": plain, "blend": blend}
@@ -214,18 +215,25 @@ def _passages(sample: Sample) -> list[list[int]]:
     return [passage.token_ids() for passage in sorted(sample.stored, key=lambda passage: passage.id)]
 
 
-def _fill(server: Server, chunks: list[list[int]], advance: Progress) -> None:
-    """Makes the server store chunks, several in a request, and waits until it has."""
-    waiting, wanted = list(chunks), sum(map(len, chunks))
-    filled = 0
+def filling_prompts(chunks: Sequence[list[int]]) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """Prompts that have all chunks in turn, with the chunks' spans: of at most `FILLING_TOKENS`, or of one longer chunk
+    alone, which is part of a prompt that the server takes."""
+    waiting = list(chunks)
     while waiting:
-        ids, spans = random_ids(f"filling {len(waiting)}", 16), []
-        while waiting and len(ids) < FILLING_TOKENS:
+        ids, spans = random_ids(f"filling {len(waiting)}", 16), list[list[int]]()
+        while waiting and (not spans or len(ids) + len(waiting[-1]) < FILLING_TOKENS):
             chunk = waiting.pop()
             spans.append([len(ids), len(ids) + len(chunk)])
             ids += chunk
-            filled += len(chunk)
-        server.ask([*ids, 300], 1, spans)
+        yield [*ids, 300], spans
+
+
+def _fill(server: Server, chunks: list[list[int]], advance: Progress) -> None:
+    """Makes the server store chunks, several in a request, and waits until it has."""
+    filled, wanted = 0, sum(map(len, chunks))
+    for ids, spans in filling_prompts(chunks):
+        server.ask(ids, 1, spans)
+        filled += sum(stop - start for start, stop in spans)
         server.wait_for_captures(filled, pause=0)
         advance(FILL, filled, wanted)
     server.wait_for_captures(wanted)
