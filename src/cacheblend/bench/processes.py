@@ -1,8 +1,15 @@
-"""Servers that run as processes of their own: started, waited for, ended. Knows no server."""
+"""Servers that run as processes of their own: started, waited for, ended. Knows no server.
 
+Whoever ends a benchmark by SIGTERM (a job's time limit) ends its servers, too: one that was left behind would keep its
+memory, a GPU's above all, and disturb the next measurement.
+"""
+
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +20,7 @@ from cacheblend.core.errors import InvalidInputError
 
 START_S = 600
 END_S = 60
+_started = set["subprocess.Popen[Any]"]()
 
 
 @contextmanager
@@ -29,8 +37,9 @@ def running(
     Raises:
         InvalidInputError: it ended, or took too long to start; with the end of its output.
     """
-    with tempfile.TemporaryFile("w+") as words:
+    with tempfile.TemporaryFile("w+") as words, _ended_by_sigterm():
         process = subprocess.Popen(command, env=dict(environment), stdout=words, stderr=subprocess.STDOUT)
+        _started.add(process)
         try:
             wait_until(is_ready, process, words)
             yield process
@@ -41,6 +50,26 @@ def running(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            _started.discard(process)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the servers at once, so that nobody goes on waiting for their answers, and then this process."""
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be taken
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        for process in _started:
+            process.terminate()
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def wait_until(is_ready: Callable[[], bool], process: "subprocess.Popen[Any]", words: Any) -> None:
