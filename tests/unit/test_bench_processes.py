@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def wait_until(holds: object, seconds: float = 60) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
-    while not holds():  # type: ignore[operator]
+    while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
 

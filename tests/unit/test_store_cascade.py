@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
+from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, RecordMemory
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
+from cacheblend.store.base import Progress
 from cacheblend.store.combined import CascadeStore, ThrottledStore, TieredStore
 from cacheblend.store.speed import named_tiers
 from store_blocks import holds, make_block, make_manifest
@@ -109,6 +110,26 @@ def test_what_is_pruned_is_not_written_afterwards() -> None:
         store.flush()
         assert [each.stats().blocks for each in (near, far)] == [0, 0]
         assert store.manifests() == []
+
+
+class Refusing(MemoryStore):
+    """A store that takes nothing and cannot be pruned."""
+
+    def write(self, block: Block) -> bool:
+        raise StoreError("gone")
+
+    def prune(self, max_bytes: int, progress: Progress | None = None) -> int:
+        raise StoreError("gone")
+
+
+def test_a_cascade_is_pruned_beside_a_store_that_is_gone() -> None:
+    """What waits for it fails, and is waited for no longer."""
+    near = MemoryStore()
+    with CascadeStore([near, Refusing()]) as store:
+        for number in range(4):
+            store.write(make_block(number))
+        assert store.prune(0) > 0
+        assert near.stats().blocks == 0
 
 
 def test_some_heads_do_not_make_a_block(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         return
 
     def leave(number: int, _: object) -> None:
-        for process in _started:
+        for process in list(_started):  # threads may start more meanwhile
             process.terminate()
         sys.exit(128 + number)
 
