@@ -1,6 +1,7 @@
 """Blocks, manifests and comparisons for the store's tests."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ import torch
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.store import KVStore
+from cacheblend.store.format.block_file import decode_header, header_bytes
 
 ROOT = root_name("test model", "bfloat16")
 SHAPES = (LayerShape(2, 4), LayerShape(2, 4), LayerShape(1, 8))
@@ -34,6 +36,25 @@ def make_block(
         for layer in range(len(shapes))
     ]
     return Block(block_name(parent, ids), parent, ids, records, layout)
+
+
+def make_chain(
+    count: int, seed: int = 0, tokens: int = 5, parent: BlockName = ROOT, last: int | None = None
+) -> list[Block]:
+    """Blocks that follow each other; the last one of `last` tokens."""
+    blocks: list[Block] = []
+    for number in range(count):
+        size = tokens if last is None or number < count - 1 else last
+        blocks.append(make_block(seed + number, size, parent=blocks[-1].name if blocks else parent))
+    return blocks
+
+
+def record_at(path: Path, block: Block, layer: int) -> tuple[int, int]:
+    """Begin and end of a block's record in the file at `path`."""
+    data = path.read_bytes()
+    header = decode_header(data[: header_bytes(data, len(data))], len(data), block.name)
+    begin = header.data_at + header.place.begins[layer]
+    return begin, begin + block.records[layer].nbytes
 
 
 def raw_block(name: BlockName, parent: BlockName, ids: TokenIds, records: Sequence[torch.Tensor]) -> Block:

@@ -9,22 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.plan.blocks import LayerShape
+from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore
-from store_blocks import make_block, make_manifest, same_bits
+from store_blocks import ROOT, make_block, make_manifest, same_bits
 
 WARM_BLOCKS = 60
 CHURN_BLOCK_BYTES = 8192 + 6 * 2 * 2 * 40 * 64 * 2
 CHURN_MAX_BYTES = 30 * CHURN_BLOCK_BYTES
 
 
-def killable_block(seed: int) -> Any:
-    """0.3 MB."""
-    return make_block(seed, 50, [LayerShape(2, 64)] * 12)
+def killable_chain(seed: int) -> list[Block]:
+    """0.3 MB: one block, or two or three in one file."""
+    blocks: list[Block] = []
+    for number in range(1 + seed % 3):
+        parent = blocks[-1].name if blocks else ROOT
+        blocks.append(make_block(3 * seed + number, 50 // (1 + seed % 3), [LayerShape(2, 64)] * 12, parent=parent))
+    return blocks
 
 
-def shared_block(seed: int) -> Any:
-    return make_block(seed, 40, [LayerShape(2, 64)] * 6)
+def shared_block(seed: int) -> Block:
+    """Of three that follow each other."""
+    parent = shared_block(seed - 1).name if seed % 3 else ROOT
+    return make_block(seed, 40, [LayerShape(2, 64)] * 6, parent=parent)
 
 
 def context() -> ForkServerContext:
@@ -37,18 +43,20 @@ def write_until_killed(acknowledge: Connection, folder: Path, first: int) -> Non
     store = DiskStore(folder)
     acknowledge.send_bytes(b"ready")
     for seed in range(first, first + 1000):
-        block = killable_block(seed)
-        store.write(block)
-        store.put_manifest(make_manifest(block))
+        chain = killable_chain(seed)
+        store.write_all(chain)
+        store.put_manifest(make_manifest(chain[-1]))
         acknowledge.send_bytes(b"%d" % seed)
 
 
 def warm(store: DiskStore, seed: int) -> list[int]:
     """Blocks that were new, and damaged ones."""
     new = 0
-    for block in map(shared_block, range(WARM_BLOCKS)):
-        new += store.write(block)
-        store.put_manifest(make_manifest(block))
+    for first in range(0, WARM_BLOCKS, 3):
+        chain = [shared_block(number) for number in range(first, first + 3)]
+        new += sum(store.write_all(chain))
+        for block in chain:
+            store.put_manifest(make_manifest(block))
     return [new, store.stats().damaged]
 
 
@@ -58,7 +66,8 @@ def churn(store: DiskStore, seed: int) -> list[int]:
     blocks = [shared_block(i) for i in range(WARM_BLOCKS)]
     reads = lost = wrong = 0
     for step in range(400):
-        store.write(rng.choice(blocks))
+        first = rng.randrange(0, WARM_BLOCKS, 3)
+        store.write_all(blocks[first : first + rng.randrange(1, 4)])
         if step % 3 == 0:
             store.delete(rng.choice(blocks).name)
         if step % 25 == 0:

@@ -11,7 +11,7 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore
 from faults import Faults
-from store_blocks import holds, make_block, make_manifest, same_bits
+from store_blocks import holds, make_block, make_chain, make_manifest, record_at, same_bits
 
 SHAPES = [LayerShape(3, 4), LayerShape(2, 8)]
 BLOCK = make_block(1, tokens=5, shapes=SHAPES)
@@ -86,6 +86,36 @@ def test_every_flipped_byte_is_found_by_a_store_that_never_saw_the_block(
     tried = check_each(folder, path, flipped(good, range(len(good)), bit), lambda: DiskStore(folder, durable=False))
     faults.count("flipped bytes of a block's file", tried)
     assert tried == len(good) > 4096 + sum(r.nbytes for r in BLOCK.records) - 1
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_flipped_byte_of_a_file_of_several_blocks_costs_those_that_it_is_in(
+    knows: bool, tmp_path: Path, faults: Faults
+) -> None:
+    chain, tried = make_chain(3), 0
+    with DiskStore(tmp_path, durable=False) as store:
+        store.write_all(chain)
+        first, *others = (Path(store.file_of(block.name)) for block in chain)
+        good = first.read_bytes()
+        places = {block.name: [record_at(first, block, layer) for layer in range(3)] for block in chain}
+        data_at = min(begin for each in places.values() for begin, _ in each)
+    knowing = DiskStore(tmp_path, durable=False)
+    for at in [*range(0, data_at, 7), *range(data_at, len(good))]:
+        first.write_bytes(good)
+        for other in others:
+            other.unlink(missing_ok=True)
+            other.hardlink_to(first)
+        assert not knows or all(holds(knowing, block) for block in chain)
+        first.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+        store = knowing if knows else DiskStore(tmp_path, durable=False)
+        assert sum(silent_wrong_reads(store, block) for block in chain) == 0, at
+        hit = [at < data_at or any(begin <= at < end for begin, end in places[block.name]) for block in chain]
+        assert [entry is None for entry in store.find([block.name for block in chain])] == hit, at
+        assert [path.exists() for path in (first, *others)] == [not each for each in hit], at
+        tried += 1
+        first.unlink(missing_ok=True)
+    faults.count("flipped bytes of files of several blocks", tried)
 
 
 @pytest.mark.usefixtures("quiet")

@@ -12,9 +12,9 @@ import pytest
 
 from cacheblend.core.errors import StoreFullError
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
-from cacheblend.store.format.block_file import encode_block
+from cacheblend.store.format.block_file import encode_block, encode_chain
 from redis_server import needs_redis, redis_server
-from store_blocks import make_block, same_bits
+from store_blocks import make_block, make_chain, same_bits
 
 THREADS, HELD, WRITTEN, PINNED = 16, 12, 60, 3
 SECONDS = float(os.environ.get("CACHEBLEND_THREADS_S", "5"))
@@ -27,12 +27,13 @@ AT_MOST_S = 120.0
 class Load:
     """What the threads do, and what they saw that must not be."""
 
-    def __init__(self, store: KVStore, bound: int) -> None:
+    def __init__(self, store: KVStore, bound: int, together: int) -> None:
         self.store, self.bound = store, bound
-        self.blocks = [make_block(seed, tokens=9) for seed in range(WRITTEN)]
+        self.chains = [make_chain(together, seed, tokens=9) for seed in range(0, WRITTEN, together)]
+        self.blocks = [block for chain in self.chains for block in chain]
         self.pinned = self.blocks[:PINNED]
         one = self.blocks[0]
-        self.file_bytes = sum(len(part) for part in encode_block(one))
+        self.file_bytes = sum(len(part) for part in encode_chain(self.chains[0]))
         self.record_bytes = one.layout.block_bytes(len(one.token_ids))
         self.wrong: list[str] = []
         self.done: Counter[str] = Counter()
@@ -40,8 +41,7 @@ class Load:
 
     def run(self, seconds: float) -> None:
         self.store.pin([block.name for block in self.pinned])
-        for block in self.pinned:
-            self.store.write(block)
+        self.store.write_all(self.pinned)
         threads = [threading.Thread(target=self._guarded, args=(seed,)) for seed in range(THREADS)]
         for thread in threads:
             thread.start()
@@ -78,7 +78,8 @@ class Load:
         what, block = rng.random(), rng.choice(self.blocks)
         if what < 0.35:
             try:
-                self.done["new" if self.store.write(block) else "held"] += 1
+                for new in self.store.write_all(rng.choice(self.chains)):
+                    self.done["new" if new else "held"] += 1
             except StoreFullError:
                 self.done["full"] += 1  # blocks that other threads write now take the capacity
         elif what < 0.9:
@@ -109,8 +110,8 @@ class Load:
             self.done["read"] += 1
 
 
-def check(store: KVStore, bound: int, capsys: pytest.CaptureFixture[str]) -> None:
-    load = Load(store, bound)
+def check(store: KVStore, bound: int, capsys: pytest.CaptureFixture[str], together: int = 1) -> None:
+    load = Load(store, bound, together)
     load.run(SECONDS)
     with capsys.disabled():
         print(f"\n{THREADS} threads, {SECONDS:g} s: {dict(load.done)}")
@@ -123,15 +124,16 @@ def bound_of(blocks: int) -> int:
     return blocks * sum(len(part) for part in encode_block(make_block(0, tokens=9)))
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk", "tiered"])
-def test_sixteen_threads(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("kind", "together"), [("memory", 1), ("disk", 1), ("tiered", 3)])
+def test_sixteen_threads(kind: str, together: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks in files of their own, or as many as `together` in one."""
     bound = bound_of(HELD)
     store: KVStore = MemoryStore(bound // 4)  # it counts records without their headers
     if kind != "memory":
         disk = DiskStore(tmp_path, max_bytes=bound, durable=False)
         store = disk if kind == "disk" else TieredStore(MemoryStore(bound // 8), disk)
     with store:
-        check(store, bound, capsys)
+        check(store, bound, capsys, together)
 
 
 @needs_redis

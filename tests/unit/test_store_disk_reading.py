@@ -17,20 +17,28 @@ from cacheblend.store import DiskStore
 from cacheblend.store.disk import block_files, block_reader
 from cacheblend.store.disk.block_files import BlockFiles
 from cacheblend.store.disk.folder import Folder
-from store_blocks import make_block, same_bits
+from store_blocks import ROOT, make_block, record_at, same_bits
 
 ALIKE = (LayerShape(4, 8),) * 5
 MIXED = (LayerShape(4, 8), LayerShape(4, 8), LayerShape(2, 16), LayerShape(4, 24), LayerShape(4, 8))
 
 
 def filled(path: Path, draw: random.Random, direct: bool = False) -> tuple[DiskStore, list[Block]]:
+    """A folder with files of one block and of several."""
     store = DiskStore(path, durable=False, direct=direct)
-    blocks = []
+    blocks: list[Block] = []
+    shapes, codec, dtype, parent = ALIKE, "raw", torch.bfloat16, ROOT
     for seed in range(draw.randrange(1, 14)):
-        shapes, codec = draw.choice([ALIKE, MIXED]), draw.choice(["raw", "raw", "int8"])
-        dtype = draw.choice([torch.bfloat16, torch.float32])
-        blocks.append(make_block(seed, draw.choice([5, 5, 32, 64]), shapes, dtype, codec=codec))
-        store.write(blocks[-1])
+        if draw.random() < 0.4:  # another chunk
+            shapes, codec = draw.choice([ALIKE, MIXED]), draw.choice(["raw", "raw", "int8"])
+            dtype, parent = draw.choice([torch.bfloat16, torch.float32]), ROOT
+        blocks.append(make_block(seed, draw.choice([5, 5, 32, 64]), shapes, dtype, parent, codec))
+        parent = blocks[-1].name
+    first = 0
+    while first < len(blocks):
+        last = first + draw.randrange(1, 8)
+        assert all(store.write_all(blocks[first:last]))
+        first = last
     return store, blocks
 
 
@@ -70,7 +78,7 @@ def test_a_block_that_is_damaged_or_gone_is_lost_and_no_other(seed: int, tmp_pat
         layer = draw.randrange(5)
         path = Path(store.file_of(damaged.name))
         data = bytearray(path.read_bytes())
-        data[-1 - sum(record.nbytes for record in damaged.records[layer + 1 :])] ^= 4  # the last byte of that layer
+        data[record_at(path, damaged, layer)[1] - 1] ^= 4
         path.write_bytes(data)
         Path(store.file_of(gone.name)).unlink()
         store._files.close()

@@ -36,12 +36,12 @@ BLOCK = 256
 _AHEAD = 2  # reads that are under way or wait to be used, besides the one being used
 
 
-def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> dict[str, Any]:
+def measure(layout: KVLayout, chunks: int, chunk_tokens: int, folder: Path | None, runs: int) -> dict[str, Any]:
     """For each of `WAYS` seconds, bytes per second and their ratio (None where the file system has no direct reads).
 
     Args:
         layout: of the records.
-        tokens: in all blocks together.
+        chunks, chunk_tokens: what is stored.
         folder: on the disk to measure; None: the temporary folder.
         runs: of each; the median counts.
 
@@ -52,11 +52,12 @@ def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> di
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-", dir=folder)))
         store = DiskStore(path / "store", max_bytes=None)
         stack.enter_context(store)
-        names, nbytes = fill(store, layout, tokens)
+        names, nbytes = fill(store, layout, chunks, chunk_tokens)
         plain = path / "plain"
         _write_plain(plain, nbytes)
         files = [plain, *(Path(store.file_of(name)) for name in names)]
-        result: dict[str, Any] = {"bytes": nbytes}
+        places = len({file.stat().st_ino for file in files[1:]})
+        result: dict[str, Any] = {"bytes": nbytes, "blocks": len(names), "files": places}
         for way in WAYS:
             is_direct = way == "direct"
             if is_direct and not _can_be_direct(plain):
@@ -87,25 +88,28 @@ def measure(layout: KVLayout, tokens: int, folder: Path | None, runs: int) -> di
         return result
 
 
-def fill(store: KVStore, layout: KVLayout, tokens: int) -> tuple[list[BlockName], int]:
-    """Stores random blocks with `tokens` tokens in all; returns their names and the bytes of their records."""
+def fill(store: KVStore, layout: KVLayout, chunks: int, chunk_tokens: int) -> tuple[list[BlockName], int]:
+    """Stores chunks of random blocks, as passages are; returns the blocks' names and the bytes of their records."""
     root, names = root_name("bench", "load"), []
-    for number in range(-(-tokens // BLOCK)):
-        block = random_block(layout, number, BLOCK, root)
-        store.write(block)
-        names.append(block.name)
+    for number in range(chunks):
+        blocks: list[Block] = []
+        for _ in range(-(-chunk_tokens // BLOCK)):
+            parent = blocks[-1].name if blocks else root
+            blocks.append(random_block(layout, number, BLOCK, parent))
+        store.write_all(blocks)
+        names += [block.name for block in blocks]
     store.find(names)
     return names, len(names) * layout.block_bytes(BLOCK)
 
 
-def random_block(layout: KVLayout, number: int, tokens: int, root: BlockName) -> Block:
-    """A block of random numbers; its name depends on `number`."""
+def random_block(layout: KVLayout, number: int, tokens: int, parent: BlockName) -> Block:
+    """A block of random numbers; its name depends on `number` and `parent`."""
     ids = as_token_ids([number, *range(tokens - 1)])
     records = [
         layout.encode(torch.randn(shape.kv_heads, 2, tokens, shape.head_dim).to(layout.dtype))
         for shape in layout.layers
     ]
-    return Block(block_name(root, ids), root, ids, records, layout)
+    return Block(block_name(parent, ids), parent, ids, records, layout)
 
 
 def read_by_layer(

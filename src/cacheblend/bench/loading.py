@@ -84,13 +84,14 @@ def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, A
         "record_bytes": layout.block_bytes(BLOCK) // len(layout.layers),
     }
     advance("the disk")
-    result["disk"] = disk_reading.measure(layout, tokens, settings.folder, settings.prompt.runs)
+    prompt = settings.prompt
+    result["disk"] = disk_reading.measure(layout, prompt.chunks, prompt.chunk_tokens, settings.folder, prompt.runs)
     for way, figure in zip(disk_reading.WAYS, DISK_FIGURES, strict=True):
         figures[figure] = result["disk"][way] and result["disk"][way]["share"]
         figures[f"{way}_of_kept"] = result["disk"][way] and result["disk"][way]["of_kept"]
     if settings.redis is not None:
         advance("Redis")
-        result["redis"] = _redis(layout, tokens, settings.redis, settings.prompt.runs)
+        result["redis"] = _redis(layout, prompt, settings.redis)
         figures["redis_read_share"] = result["redis"]["share"]
     result["codec_bytes"] = {codec: _codec_bytes(codec) for codec in CODECS}
     figures |= {f"{codec}_bytes": share for codec, share in result["codec_bytes"].items() if codec != "raw"}
@@ -153,18 +154,18 @@ def _engine(model: Any, tokenizer: Any, store: KVStore, read_ahead: int) -> Blen
 # ---- Redis -----------------------------------------------------------------------------------------
 
 
-def _redis(layout: KVLayout, tokens: int, url: str, runs: int) -> dict[str, Any]:
+def _redis(layout: KVLayout, prompt: TtftSettings, url: str) -> dict[str, Any]:
     """A request's blocks by layer, and the same values by pipelines of plain GETs."""
     import redis
 
     prefix = f"bench-{os.getpid()}"
     client = redis.Redis.from_url(url)
     with open_store(f"{url}?prefix={prefix}") as store:
-        names, nbytes = fill(store, layout, tokens)
+        names, nbytes = fill(store, layout, prompt.chunks, prompt.chunk_tokens)
         try:
             keys = [[f"{prefix}:{{{name.hex()}}}:{layer}" for name in names] for layer in range(len(layout.layers))]
             by_layer, plain = [], []
-            for _ in range(runs):
+            for _ in range(prompt.runs):
                 by_layer.append(read_by_layer(store, names, layout))
                 started = time.perf_counter()
                 for of_layer in keys:

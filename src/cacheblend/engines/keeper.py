@@ -71,8 +71,7 @@ class ChunkKeeper:
         Raises:
             StoreError: the store is full or cannot be written to; blocks written before stay.
         """
-        for block in chunk.blocks:
-            self._store.write(block)
+        self._store.write_all(chunk.blocks)
         self._store.put_manifest(chunk.manifest)
         for listener in self.listeners:
             listener(chunk.manifest)

@@ -159,6 +159,14 @@ class KVStore(BlockSource):
             StoreError: the write failed otherwise.
         """
 
+    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
+        """Writes blocks in order, as `write` does each. A store may keep those that follow each other together.
+
+        Raises:
+            InvalidInputError, StoreError: as `write`; blocks before the one that failed may be held.
+        """
+        return [self.write(block) for block in blocks]
+
     @abstractmethod
     def delete(self, name: BlockName) -> bool:
         """Removes a block, pinned or not, and its pin; False if it was not held.

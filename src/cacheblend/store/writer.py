@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError
@@ -20,13 +20,15 @@ logger = logging.getLogger(LOGGER_NAME)
 BlockMaker = Callable[[], Block | None]
 """Makes a block on the writer's thread, when it is written; None: nothing is written."""
 
+_AT_ONCE, _BYTES_AT_ONCE = 16, 32 << 20  # blocks that follow each other are written together
+
 
 @dataclass(frozen=True)
 class WriterStats:
     """What happened to the blocks that were submitted.
 
     Attributes:
-        waiting: blocks in the queue, the one being written included.
+        waiting: blocks in the queue, those being written included.
         waiting_bytes: their bytes, as submitted.
         written: blocks that the store took.
         held: blocks that the store held already.
@@ -66,6 +68,7 @@ class WriteBehind:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._waiting: OrderedDict[BlockName, tuple[Block | BlockMaker, int]] = OrderedDict()
+        self._writing: list[BlockName] = []  # the first of them
         self._waiting_bytes = 0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -100,8 +103,14 @@ class WriteBehind:
             self._changed.notify_all()
         return True
 
+    def submit_all(self, blocks: Sequence[Block]) -> list[bool]:
+        """Queues blocks as `submit` does each, all before one is written: those that follow each other go together."""
+        with self._changed:
+            return [self.submit(block) for block in blocks]
+
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():  # not alive: after a fork
+            self._writing = []
             self._thread = threading.Thread(target=self._run, name="cacheblend-writer", daemon=True)
             self._thread.start()
 
@@ -111,19 +120,39 @@ class WriteBehind:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                name, (item, _) = next(iter(self._waiting.items()))
-            self._write(item)
-            del item
+                items = self._next()
+            self._write(items)
+            del items
             with self._changed:
-                _, nbytes = self._waiting.pop(name)
-                self._waiting_bytes -= nbytes
+                for name in self._writing:
+                    _, nbytes = self._waiting.pop(name)
+                    self._waiting_bytes -= nbytes
+                self._writing = []
                 self._changed.notify_all()
 
-    def _write(self, item: Block | BlockMaker) -> None:
+    def _next(self) -> list[Block | BlockMaker]:
+        """What is written next: the first that waits, and the blocks behind it that continue its chain."""
+        items: list[Block | BlockMaker] = []
+        total = 0
+        for name, (item, nbytes) in self._waiting.items():
+            last, total = items[-1] if items else None, total + nbytes
+            follows = isinstance(item, Block) and isinstance(last, Block) and item.parent == last.name
+            if items and not (follows and len(items) < _AT_ONCE and total <= _BYTES_AT_ONCE):
+                break
+            items.append(item)
+            self._writing.append(name)
+        return items
+
+    def _write(self, items: Sequence[Block | BlockMaker]) -> None:
         try:
-            block = item if isinstance(item, Block) else item()
-            new = block is not None and self._store.write(block)
+            made = [item if isinstance(item, Block) else item() for item in items]
+            blocks = [block for block in made if block is not None]
+            new = self._store.write_all(blocks) if blocks else []
         except Exception as error:  # the thread must survive every error of a maker or a store
+            if len(items) > 1:
+                for item in items:
+                    self._write([item])
+                return
             self._failed += 1
             if type(error) not in self._reported:
                 self._reported.add(type(error))
@@ -134,9 +163,8 @@ class WriteBehind:
                     type(error).__name__,
                 )
             return
-        if block is not None:
-            self._written += new
-            self._held += not new
+        self._written += sum(new)
+        self._held += len(new) - sum(new)
 
     def is_waiting(self, names: Iterable[BlockName]) -> bool:
         """Whether any of these blocks waits or is being written."""
@@ -152,7 +180,7 @@ class WriteBehind:
             queued = self._waiting.get(name)
             if queued is None:
                 return False
-            if queued is not next(iter(self._waiting.values())):
+            if name not in self._writing:
                 self._waiting_bytes -= self._waiting.pop(name)[1]
                 self._changed.notify_all()
             elif self._thread is not threading.current_thread():
@@ -189,7 +217,7 @@ class WriteBehind:
         """Accepts no more blocks, writes those that wait and ends the thread; may be called twice.
 
         Returns:
-            False if that takes longer than `timeout_s`: then all waiting blocks are dropped except the one being
+            False if that takes longer than `timeout_s`: then all waiting blocks are dropped except those being
             written.
         """
         with self._changed:
@@ -202,7 +230,7 @@ class WriteBehind:
         if not thread.is_alive():
             return True
         with self._changed:
-            for name in list(self._waiting)[1:]:
+            for name in list(self._waiting)[len(self._writing) :]:
                 _, nbytes = self._waiting.pop(name)
                 self._waiting_bytes -= nbytes
                 self._dropped += 1

@@ -40,7 +40,7 @@ PLACES = {
     "host copy": f"{_VLLM}.worker.capture_writer:CaptureWriter._on_host",
     "store read": f"{_DISK}.read_layers",
     "store find": f"{_DISK}.find",
-    "store write": f"{_DISK}.write",
+    "store write": f"{_DISK}.write_all",
     "store list": f"{_DISK}.manifests",
 }
 """What is wrapped, by the name that a fault gives it."""

@@ -155,10 +155,9 @@ class ChunkWarmer:
         missed = result.plan.missed_chunks()
         if not may_keep(sum(map(len, missed))):
             return
-        for block in self._exact_blocks(result) if text else ():
-            self._writer.submit(block)
-        for block in snapshot_blocks(state.survey.kinds, result.states) if text and result.states else ():
-            self._writer.submit(block)
+        if text:
+            self._writer.submit_all(self._exact_blocks(result))
+            self._writer.submit_all(snapshot_blocks(state.survey.kinds, result.states) if result.states else ())
         for segment in missed:
             job = ChunkJob(anchor, segment.token_ids, segment.label)
             self._background.submit(

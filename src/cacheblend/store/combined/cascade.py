@@ -123,9 +123,13 @@ class CascadeStore(CombinedStore):
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. To the nearest store at once, to the others later."""
+        return self.write_all([block])[0]
+
+    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
+        """See `KVStore.write_all`. To the nearest store at once, to the others later."""
         for writer in self._writers[1:]:
-            writer.submit(block)
-        return self.members[0].write(block)
+            writer.submit_all(blocks)
+        return self.members[0].write_all(blocks)
 
     def delete(self, name: BlockName) -> bool:
         """See `KVStore.delete`. From all stores, and from what waits to be written to them."""

@@ -148,10 +148,15 @@ class TieredStore(CombinedStore):
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. The back decides whether it succeeds."""
-        new = self.back.write(block)
-        if self._keeps_written and sum(record.nbytes for record in block.records) <= self.front.max_bytes:
-            with contextlib.suppress(StoreFullError):  # the back has it
-                self.front.write(block)
+        return self.write_all([block])[0]
+
+    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
+        """See `KVStore.write_all`. To the back first."""
+        new = self.back.write_all(blocks)
+        for block in blocks if self._keeps_written else ():
+            if sum(record.nbytes for record in block.records) <= self.front.max_bytes:
+                with contextlib.suppress(StoreFullError):  # the back has it
+                    self.front.write(block)
         return new
 
     def delete(self, name: BlockName) -> bool:

@@ -1,10 +1,11 @@
-"""The block files of a folder: cached headers and open descriptors, reading, and handling of damage.
+"""The block files of a folder: finding, reading, and handling of damage.
 
 Knows single files; does not know the bound or eviction.
 
 A known block is a header together with the file it was read from (its stamp: inode, size and modification
 time). A descriptor is only kept with the header that was read from the same file, so a file that another
-process replaces or deletes is read whole as it was, or not at all.
+process replaces or deletes is read whole as it was, or not at all. A file of several blocks stands under the name of
+each, and what one of its names says of the file is known of the others, too, until it is found to differ.
 """
 
 # System calls on strings, since this is the hot path:
@@ -16,9 +17,7 @@ import logging
 import os
 import resource
 import stat
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,11 +26,12 @@ from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage
-from cacheblend.store.disk.block_reader import Known, Wanted, read_blocks, read_header, stamp_of, wanted_of
+from cacheblend.store.disk.block_reader import Known, Wanted, read_blocks, read_headers, stamp_of, wanted_of
 from cacheblend.store.disk.damaged_files import DamagedFiles
 from cacheblend.store.disk.folder import Folder
+from cacheblend.store.disk.known_blocks import KnownBlocks
 from cacheblend.store.expiry import Expiry
-from cacheblend.store.format.block_file import BlockHeader
+from cacheblend.store.format.block_file import BlockHeader, header_of
 from cacheblend.store.format.checksum import DamagedError
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -50,6 +50,9 @@ class BlockFiles:
         max_open: number of descriptors to keep; by default 512, or a quarter of the process's limit if that is less.
         direct: bypass the page cache, where the file system can.
         expiry: time to live of unpinned blocks.
+
+    Attributes:
+        forget, known, close_idle, close: of `KnownBlocks`.
     """
 
     def __init__(
@@ -64,13 +67,10 @@ class BlockFiles:
         self._folder, self._direct = folder, direct
         self._expiry = expiry or Expiry(None)
         self._touch_every_ns = min(_TOUCH_EVERY_NS, int(1e9 * self._expiry.interval))
-        self._max_known = max_known
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._max_open = max(1, min(512, limit // 4)) if max_open is None else max_open
-        self._taken = 0  # descriptors that readers may hold now, besides those that are kept
-        self._lock = threading.RLock()
-        self._known: OrderedDict[BlockName, Known] = OrderedDict()
-        self._open: OrderedDict[BlockName, Known] = OrderedDict()
+        self._known = KnownBlocks(max_known, max(1, min(512, limit // 4)) if max_open is None else max_open)
+        self.forget, self.known, self.close_idle = self._known.forget, self._known.names, self._known.close_idle
+        self.close = self._known.close
         self._damaged = DamagedFiles(folder, self.forget)
 
     @property
@@ -136,7 +136,7 @@ class BlockFiles:
             os.utime(known.path, ns=(known.used_ns, known.used_ns))
             stamp = stamp_of(os.stat(known.path))
             if known.stamp[:2] == stamp[:2]:
-                known.stamp = stamp
+                self._known.restamp(known.header.names, known.stamp, stamp)
 
     def used_ns(self, name: BlockName) -> int:
         """When this process last found the block; 0 if it has not."""
@@ -156,21 +156,9 @@ class BlockFiles:
         wanted = list(dict.fromkeys(names))
         most = max(1, min(_BLOCKS_AT_ONCE, _BYTES_AT_ONCE // max(1, self.record_bytes(wanted, layers))))
         while len(found) < len(wanted):
-            with self._descriptors(most) as count:
+            with self._known.descriptors(most) as count:
                 found |= self._read_few(wanted[len(found) : len(found) + count], layers, heads, memory)
         return [found[name] for name in names]
-
-    @contextlib.contextmanager
-    def _descriptors(self, most: int) -> Iterator[int]:
-        """How many files a reader may hold open now: all together hold `max_open`, and each at least one."""
-        with self._lock:
-            count = max(1, min(most, self._max_open - self._taken))
-            self._taken += count
-        try:
-            yield count
-        finally:
-            with self._lock:
-                self._taken -= count
 
     def _read_few(
         self, names: Sequence[BlockName], layers: range, heads: slice | None, memory: RecordMemory | None
@@ -181,7 +169,7 @@ class BlockFiles:
         try:
             for name in names:
                 try:
-                    opened.append(self._acquire(name) or self._load(name, fresh=False))
+                    opened.append(self._known.acquire(name) or self._load(name, fresh=False))
                     alike.setdefault(wanted_of(opened[-1].header, layers, heads), []).append(opened[-1])
                 except BlockLostError as error:
                     found[name] = error
@@ -195,7 +183,7 @@ class BlockFiles:
                     )
         finally:
             for known in opened:
-                self._release(known)
+                self._known.release(known)
         return found
 
     def record_bytes(self, names: Sequence[BlockName], layers: range) -> int:
@@ -228,27 +216,11 @@ class BlockFiles:
     @contextlib.contextmanager
     def _opened(self, name: BlockName, fresh: bool = False) -> Iterator[Known]:
         """The block, its descriptor open for as long as the context lasts; raises `BlockLostError`."""
-        known = None if fresh else self._acquire(name)
-        if known is None:
-            known = self._load(name, fresh)
+        known = (None if fresh else self._known.acquire(name)) or self._load(name, fresh)
         try:
             yield known
         finally:
-            self._release(known)
-
-    def _acquire(self, name: BlockName) -> Known | None:
-        with self._lock:
-            known = self._open.get(name)
-            if known is not None:
-                known.users += 1
-                self._open.move_to_end(name)
-            return known
-
-    def _release(self, known: Known) -> None:
-        with self._lock:
-            known.users -= 1
-            if not known.users and self._open.get(known.name) is not known:
-                os.close(known.fd)
+            self._known.release(known)
 
     def _load(self, name: BlockName, fresh: bool) -> Known:
         """Opens the file and reads its header if that is not known: a new `Known` with one user."""
@@ -266,7 +238,7 @@ class BlockFiles:
             raise
         known.fd = fd
         known.users = 1
-        self._remember(known)
+        self._known.remember(known)
         return known
 
     def _checked(self, name: BlockName, path: str, fd: int, old: Known | None) -> Known:
@@ -280,9 +252,13 @@ class BlockFiles:
         if self._damaged.is_known(name, stamp):
             raise BlockDamagedError(name, f"{path} is damaged", removed=False)
         try:
-            return Known(name, path, stamp, read_header(fd, status.st_size, name, direct=self._direct))
+            headers = read_headers(fd, status.st_size, direct=self._direct)
+            own = header_of(headers, name)
         except (DamagedError, OSError) as error:
             raise self._damaged.lost(name, path, stamp, error) from error
+        others = [each for each in headers if each is not own and not self._damaged.is_known(each.name, stamp)]
+        self._known.remember_others(others, stamp, [self._folder.block_path(header.name) for header in others])
+        return Known(name, path, stamp, own)
 
     def _open_file(self, path: str) -> int:
         try:
@@ -299,45 +275,3 @@ class BlockFiles:
     @property
     def _flags(self) -> int:
         return os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (getattr(os, "O_DIRECT", 0) if self._direct else 0)
-
-    # ---- cached headers and descriptors -----------------------------------------------------------------
-
-    def _remember(self, known: Known) -> None:
-        with self._lock:
-            old = self._known.get(known.name)
-            self.forget(known.name)
-            if old is not None:
-                known.used_ns = old.used_ns
-            self._known[known.name] = known
-            self._open[known.name] = known
-            while len(self._known) > self._max_known:
-                self.forget(next(iter(self._known)))
-            self.close_idle(self._max_open)
-
-    def close_idle(self, keep: int) -> None:
-        """Closes all but the `keep` most recently used descriptors."""
-        with self._lock:
-            while len(self._open) > keep:
-                self._drop_fd(next(iter(self._open)))
-
-    def forget(self, name: BlockName) -> None:
-        """Drops a block's cached header and descriptor; a thread that reads the block now finishes its read."""
-        with self._lock:
-            self._known.pop(name, None)
-            self._drop_fd(name)
-
-    def known(self) -> set[BlockName]:
-        """Blocks whose header is cached; a copy."""
-        with self._lock:
-            return set(self._known)
-
-    def _drop_fd(self, name: BlockName) -> None:
-        known = self._open.pop(name, None)
-        if known is not None and not known.users:
-            os.close(known.fd)
-
-    def close(self) -> None:
-        """Closes all descriptors and drops all headers."""
-        with self._lock:
-            for name in list(self._known):
-                self.forget(name)

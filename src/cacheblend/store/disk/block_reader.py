@@ -4,16 +4,24 @@ Knows one open file; raises on damage, and the caller decides what to do about i
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 import torch
 
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.store.checks import check_layer, head_range
-from cacheblend.store.format.block_file import BlockHeader, Geometry, check_heads, decode_header, header_bytes
+from cacheblend.store.format.block_file import (
+    BlockHeader,
+    Geometry,
+    Place,
+    check_heads,
+    decode_headers,
+    header_bytes,
+)
 from cacheblend.store.format.checksum import DamagedError
 
 Stamp = tuple[int, int, int]
@@ -21,6 +29,7 @@ Stamp = tuple[int, int, int]
 
 _FIRST_READ = 16 << 10  # covers most headers
 _SECTOR = 4096  # direct reads begin and end at multiples of this, in the file and in memory
+_PIECES_AT_ONCE = 512  # below IOV_MAX, which is 1024 on Linux
 
 
 class Known:
@@ -51,13 +60,13 @@ def stamp_of(status: os.stat_result) -> Stamp:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read_header(fd: int, file_bytes: int, name: BlockName, *, direct: bool = False) -> BlockHeader:
-    """The header, checked; raises `DamagedError` and `OSError`. `direct`: see `read_block`."""
+def read_headers(fd: int, file_bytes: int, *, direct: bool = False) -> list[BlockHeader]:
+    """What the header says of each block, checked; raises `DamagedError` and `OSError`. `direct`: see `read_block`."""
     first = _read_bytes(fd, min(_FIRST_READ, file_bytes), 0, direct)
     data_at = header_bytes(first, file_bytes)
     if data_at > len(first):
         first += _read_bytes(fd, data_at - len(first), len(first), direct)
-    return decode_header(first[:data_at], file_bytes, name)
+    return decode_headers(first[:data_at], file_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,15 +77,15 @@ class Wanted:
         nbytes: of a block's records.
         dtype: of its records.
         records: for each layer (layer, first of the heads, begin in memory, end in memory).
+        inside: where these heads begin in the records.
         shapes: of its records.
-        runs: what lies next to each other in the file: (begin in the file behind the header, begin in memory, its end).
     """
 
     nbytes: int
     dtype: torch.dtype
     records: tuple[tuple[int, int, int, int], ...]
+    inside: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    runs: tuple[tuple[int, int, int], ...]
 
     def split(self, data: torch.Tensor, blocks: int) -> list[list[torch.Tensor]]:
         """The records of blocks that lie one behind the other in `data`, uint8 [blocks * nbytes]."""
@@ -107,22 +116,31 @@ def _wanted(
     geometry: Geometry, tokens: int, layers: range, ends: tuple[int | None, int | None, int | None] | None
 ) -> Wanted:
     records: list[tuple[int, int, int, int]] = []
+    inside: list[int] = []
     shapes: list[tuple[int, ...]] = []
-    runs: list[tuple[int, int, int]] = []
     at = 0
     for layer in layers:
         shape = check_layer(geometry.layout, layer)
         start, stop = head_range(None if ends is None else slice(*ends), shape.kv_heads)
-        offset, end = geometry.offsets[layer] + start * geometry.head_bytes[layer], at
-        end += (stop - start) * geometry.head_bytes[layer]
+        end = at + (stop - start) * geometry.head_bytes[layer]
         records.append((layer, start, at, end))
+        inside.append(start * geometry.head_bytes[layer])
         shapes.append((stop - start, *geometry.layout.record_shape(layer, tokens)[1:]))
-        if runs and runs[-1][0] + runs[-1][2] - runs[-1][1] == offset:
-            runs[-1] = (runs[-1][0], runs[-1][1], end)
-        else:
-            runs.append((offset, at, end))
         at = end
-    return Wanted(at, geometry.layout.record_dtype, tuple(records), tuple(shapes), tuple(runs))
+    return Wanted(at, geometry.layout.record_dtype, tuple(records), tuple(inside), tuple(shapes))
+
+
+@lru_cache(maxsize=4096)
+def _pieces(wanted: Wanted, place: Place) -> tuple[tuple[int, int, int], ...]:
+    """What lies next to each other in the file: (begin in the file behind the header, begin in memory, its end)."""
+    pieces: list[tuple[int, int, int]] = []
+    for (layer, _, at, end), inside in zip(wanted.records, wanted.inside, strict=True):
+        offset = place.begins[layer] + inside
+        if pieces and pieces[-1][0] + pieces[-1][2] - pieces[-1][1] == offset:
+            pieces[-1] = (pieces[-1][0], pieces[-1][1], end)
+        else:
+            pieces.append((offset, at, end))
+    return tuple(pieces)
 
 
 def read_blocks(
@@ -131,26 +149,75 @@ def read_blocks(
     """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read.
 
     Args:
-        blocks: with their descriptors.
+        blocks: with their descriptors. Those of one file that follow each other are read together.
         wanted: what to read.
         memory: gives memory for all of them together; None: each block has memory of its own.
         direct: see `read_block`.
     """
     if memory is not None:
         together = memory(len(blocks) * wanted.nbytes)
-        pieces: Sequence[torch.Tensor] = together.view(len(blocks), wanted.nbytes).unbind(0)
+        parts: Sequence[torch.Tensor] = together.view(len(blocks), wanted.nbytes).unbind(0)
         records = wanted.split(together, len(blocks))
     else:
-        pieces = [sectors(wanted.nbytes) if direct else torch.empty(wanted.nbytes, dtype=torch.uint8) for _ in blocks]
-        records = [wanted.split(piece, 1)[0] for piece in pieces]
+        parts = [sectors(wanted.nbytes) if direct else torch.empty(wanted.nbytes, dtype=torch.uint8) for _ in blocks]
+        records = [wanted.split(part, 1)[0] for part in parts]
     found: list[list[torch.Tensor] | DamagedError | OSError] = []
-    for known, piece, read in zip(blocks, pieces, records, strict=True):
-        try:
-            read_block(known.fd, known.header, wanted, piece, direct=direct)
-            found.append(read)
-        except (DamagedError, OSError) as error:
-            found.append(error)
+    for first, last in _of_one_file(blocks):
+        is_read = last - first > 1 and _read_chain(blocks[first:last], wanted, parts[first:last], direct)
+        for known, part, read in zip(blocks[first:last], parts[first:last], records[first:last], strict=True):
+            try:
+                if is_read:
+                    _check(known.header, wanted, part.numpy().data)
+                else:
+                    read_block(known.fd, known.header, wanted, part, direct=direct)
+                found.append(read)
+            except (DamagedError, OSError) as error:
+                found.append(error)
     return found
+
+
+def _of_one_file(blocks: Sequence[Known]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each stretch of blocks that lie in one file."""
+    first = 0
+    for at in range(1, len(blocks) + 1):
+        if at == len(blocks) or blocks[at].stamp != blocks[first].stamp:
+            yield first, at
+            first = at
+
+
+def _read_chain(blocks: Sequence[Known], wanted: Wanted, parts: Sequence[torch.Tensor], direct: bool) -> bool:
+    """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other.
+
+    Returns:
+        False if that fails, or direct reads cannot do it: then each block is read alone, so that it is known which of
+        them cannot be.
+    """
+    places = [
+        (offset, part[start:stop])
+        for known, part in zip(blocks, parts, strict=True)
+        for offset, start, stop in _pieces(wanted, known.header.place)
+    ]
+    places.sort(key=itemgetter(0))
+    data_at = blocks[0].header.data_at
+    if direct and any((data_at + offset | piece.data_ptr() | len(piece)) % _SECTOR for offset, piece in places):
+        return False
+    first, end = 0, 0
+    for at, (offset, piece) in enumerate(places):
+        if at and (offset != end or at - first == _PIECES_AT_ONCE):
+            if not _read_pieces(blocks[0].fd, places[first:at], data_at):
+                return False
+            first = at
+        end = offset + len(piece)
+    return _read_pieces(blocks[0].fd, places[first:], data_at)
+
+
+def _read_pieces(fd: int, places: Sequence[tuple[int, torch.Tensor]], data_at: int) -> bool:
+    """Reads pieces that follow each other in the file; False if not all of them came."""
+    try:
+        count = os.preadv(fd, [piece.numpy().data for _, piece in places], data_at + places[0][0])
+    except OSError:
+        return False
+    return count == sum(len(piece) for _, piece in places)
 
 
 def read_block(fd: int, header: BlockHeader, wanted: Wanted, data: torch.Tensor, *, direct: bool = False) -> None:
@@ -158,7 +225,7 @@ def read_block(fd: int, header: BlockHeader, wanted: Wanted, data: torch.Tensor,
 
     Args:
         fd: descriptor of the file.
-        header: the file's header.
+        header: what its header says of the block.
         wanted: what to read.
         data: where it is put, uint8 [wanted.nbytes].
         direct: the file was opened with O_DIRECT, to bypass the page cache.
@@ -168,12 +235,17 @@ def read_block(fd: int, header: BlockHeader, wanted: Wanted, data: torch.Tensor,
         OSError: the read failed.
     """
     view = data.numpy().data
-    for offset, start, stop in wanted.runs:
+    for offset, start, stop in _pieces(wanted, header.place):
         offset += header.data_at
         if direct and (offset | data.data_ptr() + start | stop - start) % _SECTOR:
             data[start:stop] = _read_sectors(fd, stop - start, offset)
         else:
             _pread_all(fd, view[start:stop], offset, stop - start)
+    _check(header, wanted, view)
+
+
+def _check(header: BlockHeader, wanted: Wanted, view: memoryview) -> None:
+    """Checks what was read of a block; raises `DamagedError`."""
     for layer, head, start, stop in wanted.records:
         check_heads(header, layer, head, view[start:stop])
 

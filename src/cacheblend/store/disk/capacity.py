@@ -1,6 +1,7 @@
 """Keeps a folder's files within the bound by evicting blocks, and manifests of chunks that have none left.
 
-Knows sizes, times and pins of files; does not know their content.
+Knows sizes, times and pins of files; does not know their content. A file that stands under several names counts in
+equal parts for each of them, and its bytes are freed with the last.
 
 A block's last use is its file's modification time, which all processes see, or this process's own last use where
 that is later. Other processes' writes are noticed when the folder is listed: when this process's own count reaches
@@ -38,11 +39,11 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockFile:
-    """A block's file as the folder lists it; the least recently used one compares lowest."""
+    """A block's file as the folder lists it, `nbytes` its part; the least recently used one compares lowest."""
 
     used_ns: int
     name: BlockName
-    nbytes: int
+    nbytes: float
     mtime_ns: int
     pinned: bool
 
@@ -102,7 +103,7 @@ class Capacity:
             with contextlib.suppress(FileNotFoundError):
                 status = file.stat(follow_symlinks=False)
                 used_ns = max(status.st_mtime_ns, self._files.used_ns(name))
-                yield BlockFile(used_ns, name, status.st_size, status.st_mtime_ns, name in pinned)
+                yield BlockFile(used_ns, name, _share(status), status.st_mtime_ns, name in pinned)
 
     def small_bytes(self) -> int:
         """Bytes of all manifests and documents' records. Raises `OSError`."""
@@ -188,14 +189,14 @@ class Capacity:
     def _count(self) -> tuple[int, int]:
         """(bytes of all files, bytes of those that stay); takes seconds for a million blocks, and no memory."""
         pinned = {name.hex() for name in self.pinned()}
-        total, kept = self._small_bytes(pinned)
+        total, kept = map(float, self._small_bytes(pinned))
         for file in self._files_of_blocks():
             if file.name.endswith(BLOCK_SUFFIX):
                 with contextlib.suppress(FileNotFoundError):
-                    size = file.stat(follow_symlinks=False).st_size
+                    size = _share(file.stat(follow_symlinks=False))
                     total += size
                     kept += size if pinned and file.name.removesuffix(BLOCK_SUFFIX) in pinned else 0
-        return total, kept
+        return round(total), round(kept)
 
     def free(self, need: int) -> int:
         """Evicts blocks of at least `need` bytes in total, even if the bound is not reached; the bytes freed."""
@@ -213,13 +214,15 @@ class Capacity:
 
     def _evict(self, surplus: int, progress: Progress | None = None) -> int:
         """Removes unpinned blocks in order until `surplus` bytes are freed; the bytes freed."""
-        freed = 0
-        for block in self._victims(surplus):
-            if freed >= surplus:
-                break
-            freed += self._remove(block)
-            if progress is not None:
-                progress(min(freed, surplus), surplus)
+        freed, evicted = 0, -1
+        while freed < surplus and evicted != self.evictions:  # files of several blocks may free nothing at first
+            evicted = self.evictions
+            for block in self._victims(surplus - freed):
+                if freed >= surplus:
+                    break
+                freed += self._remove(block)
+                if progress is not None:
+                    progress(min(freed, surplus), surplus)
         if freed < surplus or self._empty.is_due:
             freed += self._empty.sweep()
         return freed
@@ -233,17 +236,19 @@ class Capacity:
 
     def _remove(self, block: BlockFile) -> int:
         """Removes a block that was listed; the bytes freed."""
-        path = self._folder.block_path(block.name)
+        path, freed = self._folder.block_path(block.name), round(block.nbytes)
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_mtime_ns != block.mtime_ns:
+            status = os.stat(path)
+            if status.st_mtime_ns != block.mtime_ns:
                 return 0  # another process has used it since
             os.unlink(path)
+            freed = status.st_size if status.st_nlink == 1 else 0
             if self._eviction is not None:
                 with self._policy_lock:
                     self._eviction.evicted(block.name)
             self.evictions += 1
         self._files.forget(block.name)
-        return block.nbytes + self._empty.evicted([block.name])
+        return freed + self._empty.evicted([block.name])
 
     def _expire(self) -> None:
         """Removes unpinned blocks whose time to live has passed."""
@@ -259,7 +264,7 @@ class Capacity:
         Keeps no other blocks in memory.
         """
         chosen: list[tuple[tuple[float, ...], BlockFile]] = []  # a heap, the last one in that order on top
-        nbytes, gone = 0, self._files.known()
+        nbytes, gone = 0.0, self._files.known()
         for block in self.blocks() if surplus > 0 else ():
             gone.discard(block.name)
             if block.pinned:
@@ -316,6 +321,11 @@ class FolderManifests:
         for chunk_id in chunk_ids:
             with contextlib.suppress(OSError):
                 self._files.remove(chunk_id)
+
+
+def _share(status: os.stat_result) -> float:
+    """What a block's file counts for one of its names; the sum over all of them is its size."""
+    return status.st_size / max(1, status.st_nlink)
 
 
 def whole_pages(nbytes: int) -> int:

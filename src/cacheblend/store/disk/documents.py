@@ -14,8 +14,9 @@ from contextlib import contextmanager
 
 from cacheblend.core.naming import BlockName
 from cacheblend.store.disk.capacity import Capacity, whole_pages
-from cacheblend.store.disk.folder import Folder, store_error, unreadable
+from cacheblend.store.disk.folder import Folder
 from cacheblend.store.disk.sealed_files import SealedFiles
+from cacheblend.store.disk.system_errors import store_error, unreadable
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords
 from cacheblend.store.format.block_file import NAME_BYTES
 from cacheblend.store.format.checksum import DamagedError

@@ -5,7 +5,7 @@
 import os
 
 from cacheblend.core.naming import BlockName
-from cacheblend.store.disk.folder import store_error
+from cacheblend.store.disk.system_errors import store_error
 from cacheblend.store.format.block_file import NAME_BYTES
 
 

@@ -25,9 +25,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cacheblend.core.errors import StoreError, StoreFormatError, StoreFullError, StoreReadOnlyError
+from cacheblend.core.errors import StoreError, StoreFormatError, StoreReadOnlyError
 from cacheblend.core.naming import BlockName
-from cacheblend.store.format.block_file import FORMAT
+from cacheblend.store.disk.system_errors import is_full, is_refused, store_error, unreadable
+from cacheblend.store.format.block_file import CHAIN_FORMAT
 
 FORMAT_FILE = "cacheblend.json"
 OWNER_ONLY = 0o600
@@ -35,8 +36,6 @@ OWNER_ONLY = 0o600
 BLOCK_SUFFIX = ".safetensors"
 
 _TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _STALE_AFTER_S = 3600.0
 _BUFFERS_PER_CALL = 512  # below IOV_MAX, which is 1024 on Linux
 
@@ -55,6 +54,7 @@ class Folder:
 
     Attributes:
         read_only: as requested, or because the folder cannot be written to.
+        format: its version, that of the cacheblend that made it.
 
     Raises:
         StoreFormatError: written in a newer format.
@@ -75,8 +75,10 @@ class Folder:
         self.tmp = path / "tmp"
         self._blocks_prefix = f"{self.blocks}/"
         self._format_file = str(path / FORMAT_FILE)
+        self.format = 0
         if not self._has_format():
             self._create()
+            self._has_format()
         if not self.read_only:
             self._prepare()
 
@@ -107,13 +109,14 @@ class Folder:
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise StoreFormatError(
                 f"{file} is damaged ({error!r}): write {format_file_text()!r} to it if the folder holds a "
-                f"store of format {FORMAT}, else use another folder"
+                f"store of format {CHAIN_FORMAT}, else use another folder"
             ) from error
-        if version > FORMAT:
+        if version > CHAIN_FORMAT:
             raise StoreFormatError(
-                f"{self.path} is a store of format {version}; this version of cacheblend reads format "
-                f"{FORMAT}: upgrade cacheblend, or use another folder"
+                f"{self.path} is a store of format {version}; this version of cacheblend reads "
+                f"formats up to {CHAIN_FORMAT}: upgrade cacheblend, or use another folder"
             )
+        self.format = version
         return True
 
     def _create(self) -> None:
@@ -139,7 +142,7 @@ class Folder:
         """What is wrong with a folder that has these entries and no format file, and what to do."""
         if {"blocks", "manifests"} <= set(entries):
             return (
-                f"{self.path} has blocks and manifests, and no {FORMAT_FILE}: if it is a store of format {FORMAT} "
+                f"{self.path} has blocks and manifests, and no {FORMAT_FILE}: if it is a store "
                 f"whose format file was deleted, write {format_file_text()!r} to {self.path / FORMAT_FILE}; else use "
                 "another folder"
             )
@@ -160,9 +163,9 @@ class Folder:
             os.unlink(path)
             os.close(fd)
         except OSError as error:
-            if error.errno in _READ_ONLY:
+            if is_refused(error):
                 self.read_only = True
-            elif error.errno not in _FULL:
+            elif not is_full(error):
                 raise store_error(error, f"cannot open the store in {self.path}") from error
 
     def _clean_temporary(self) -> None:
@@ -193,25 +196,42 @@ class Folder:
                 "mount, or use another folder"
             )
 
-    def publish(self, target: Path | str, buffers: Sequence[memoryview], mtime_ns: int | None = None) -> None:
+    def publish(
+        self,
+        target: Path | str,
+        buffers: Sequence[memoryview],
+        mtime_ns: int | None = None,
+        others: Sequence[str] = (),
+    ) -> None:
         """Makes a file with this content appear at `target` in one step, replacing an existing one.
+
+        Args:
+            target, buffers: where, and what.
+            mtime_ns: its modification time; None: now.
+            others: paths at which it appears, too, as hard links, each in one step.
 
         Raises:
             OSError: no file is left, not even at `target` if the failure comes after it appeared.
         """
         path, fd = self._new_temporary()
+        made = [path]
         try:
             _write_all(fd, buffers)
             if mtime_ns is not None:
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
             if self.durable:
                 os.fsync(fd)
-            path = self._rename(path, str(target))
-            if self.durable:
-                sync_folder(os.path.dirname(path))
+            for other in others:
+                made.append(self._new_temporary_name())
+                os.link(path, made[-1])
+                made[-1] = self._rename(made[-1], other)
+            made[0] = self._rename(path, str(target))
+            for parent in {os.path.dirname(each) for each in made} if self.durable else ():
+                sync_folder(parent)
         except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+            for each in made:
+                with contextlib.suppress(OSError):
+                    os.unlink(each)
             raise
         finally:
             os.close(fd)
@@ -255,7 +275,7 @@ class Folder:
     def _new_temporary(self) -> tuple[str, int]:
         """A new file in the folder, locked: (path, descriptor)."""
         while True:
-            path = str(self.tmp / f"{os.getpid()}-{secrets.token_hex(8)}")
+            path = self._new_temporary_name()
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
             if self._mode != OWNER_ONLY:
                 os.fchmod(fd, self._mode)  # whatever the umask
@@ -264,6 +284,9 @@ class Folder:
             if os.fstat(fd).st_nlink:  # else: another process cleaned it up before it was locked
                 return path, fd
             os.close(fd)
+
+    def _new_temporary_name(self) -> str:
+        return str(self.tmp / f"{os.getpid()}-{secrets.token_hex(8)}")
 
     def _lock(self, fd: int, how: int) -> None:
         """Raises `OSError` where there are no locks."""
@@ -296,7 +319,7 @@ class Folder:
 
 def format_file_text() -> str:
     """Content of a store's format file."""
-    return json.dumps({"format": FORMAT, "what": "cacheblend KV cache store, see docs/format.md"}) + "\n"
+    return json.dumps({"format": CHAIN_FORMAT, "what": "cacheblend KV cache store, see docs/format.md"}) + "\n"
 
 
 def sync_folder(path: str) -> None:
@@ -306,31 +329,6 @@ def sync_folder(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def is_full(error: OSError) -> bool:
-    """Whether the disk or a quota is full, so that evicting blocks could help."""
-    return error.errno in _FULL
-
-
-def store_error(error: OSError, what: str) -> StoreError:
-    """The `StoreError` for a system error while writing; `what` says what failed."""
-    if is_full(error):
-        return StoreFullError(f"{what}: {error.strerror}; free some space or raise the quota")
-    if error.errno == errno.EFBIG:
-        return StoreFullError(f"{what}: {error.strerror}; raise the limit on file sizes (ulimit -f)")
-    if error.errno in _READ_ONLY:
-        return StoreReadOnlyError(f"{what}: {error.strerror}; check the folder's permissions and its mount")
-    return StoreError(f"{what}: {error}")
-
-
-def unreadable(path: Path, error: OSError) -> StoreError:
-    """The `StoreError` for a system error while the folder at `path` was read."""
-    where = "" if error.filename in (None, str(path)) else f"{error.filename}: "
-    return StoreError(
-        f"the store in {path} cannot be read: {where}{error.strerror or error}; check what is there and its "
-        "permissions, or use another folder"
-    )
 
 
 def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:

@@ -10,28 +10,28 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from cacheblend.core.errors import BlockLostError, StoreError, StoreFullError
+from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
 from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
 from cacheblend.store.disk.block_files import BlockFiles
+from cacheblend.store.disk.block_writer import BlockWriter
 from cacheblend.store.disk.capacity import Capacity, whole_pages
 from cacheblend.store.disk.documents import FolderDocuments
 from cacheblend.store.disk.entries import unlink
-from cacheblend.store.disk.folder import OWNER_ONLY, Folder, is_full, store_error, sync_folder, unreadable
+from cacheblend.store.disk.folder import OWNER_ONLY, Folder, sync_folder
 from cacheblend.store.disk.sealed_files import SealedFiles
+from cacheblend.store.disk.system_errors import store_error, unreadable
 from cacheblend.store.documents import verify_documents
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
-from cacheblend.store.format.block_file import encode_block
 from cacheblend.store.format.checksum import DamagedError
 from cacheblend.store.format.manifest_file import decode_manifest, encode_manifest
 
@@ -40,7 +40,6 @@ logger = logging.getLogger(LOGGER_NAME)
 DEFAULT_DISK_BYTES = 50 << 30
 """Bound of a folder for which none is given."""
 
-_FULL_DISK_TRIES = 4
 _MOST_READS = 8  # at the same time, for one request
 _BYTES_A_THREAD = 2 << 20  # a thread is asked for at least so many bytes: threads contend for the interpreter,
 _DIRECT_BYTES_A_THREAD = 256 << 10  # and for so many if each read waits for the device
@@ -87,6 +86,7 @@ class DiskStore(KVStore):
         policy = None if eviction == "lru" else eviction_of(eviction)
         self._manifests = SealedFiles(self._folder, self._folder.manifests, decode_manifest)
         self._capacity = Capacity(self._folder, self._files, self._manifests, max_bytes, policy, expiry)
+        self._writer = BlockWriter(self._folder, self._capacity)
         self.documents = FolderDocuments(self._folder, self._capacity)
         self._finds = FindCounter()
         self._lock, self._write_failures, self._damaged_manifests = threading.Lock(), 0, 0
@@ -123,7 +123,8 @@ class DiskStore(KVStore):
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. One stat for a known block; reads the header of others."""
         headers = self._files.find(names)
-        used = [(h.name, len(h.entry.token_ids) / h.file_bytes) for h in reversed(headers) if h is not None]
+        found = [header for header in reversed(headers) if header is not None]
+        used = [(each.name, len(each.entry.token_ids) * len(each.names) / each.file_bytes) for each in found]
         self._capacity.used(used)
         self._finds.count(headers)
         return [None if header is None else header.entry for header in headers]
@@ -153,38 +154,22 @@ class DiskStore(KVStore):
 
     def write(self, block: Block) -> bool:
         """See `KVStore.write`. The records are written from their own memory, without a copy."""
+        return self.write_all([block])[0]
+
+    def write_all(self, blocks: Sequence[Block]) -> list[bool]:
+        """See `KVStore.write_all`. Small blocks that follow each other share a file, where the folder can have some."""
         self._folder.require_writable()
-        check_block(block)
-        if self._files.find([block.name])[0] is not None:
-            return False
-        buffers = encode_block(block)
-        need = sum(len(buffer) for buffer in buffers)
-        path = self._folder.block_path(block.name)
+        for block in blocks:
+            check_block(block)
+        held = self._files.find([block.name for block in blocks])
+        new = {block.name: block for block, header in zip(blocks, held, strict=True) if header is None}
         try:
-            with self._capacity.reserved(need):
-                self._publish(path, buffers, need)
-            self._capacity.used([(block.name, len(block.token_ids) / need)])
-        except (StoreError, OSError) as error:
+            self._writer.write(list(new.values()))
+        except StoreError:
             with self._lock:
                 self._write_failures += 1
-            if isinstance(error, OSError):
-                raise store_error(error, f"cannot write {path}") from error
             raise
-        return True
-
-    def _publish(self, path: str, buffers: Sequence[memoryview], need: int) -> None:
-        """Writes a file, evicting blocks while the disk is full."""
-        for tries_left in reversed(range(_FULL_DISK_TRIES)):
-            try:
-                return self._folder.publish(path, buffers, time.time_ns())
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                if not tries_left or not self._capacity.free(need):
-                    raise StoreFullError(
-                        f"cannot write {need} bytes to {path}: {error.strerror}, and nothing unpinned is "
-                        "left to evict: free some space on the disk, raise the quota, or unpin blocks"
-                    ) from error
+        return [new.pop(block.name, None) is not None for block in blocks]
 
     def delete(self, name: BlockName) -> bool:
         """See `KVStore.delete`."""
@@ -290,14 +275,14 @@ class DiskStore(KVStore):
     def stats(self) -> StoreStats:
         """See `KVStore.stats`."""
         with self._reading():
-            count, nbytes, pinned = 0, self._capacity.small_bytes(), 0
+            count, nbytes, pinned = 0, float(self._capacity.small_bytes()), 0
             for block in self._capacity.blocks():
                 count, nbytes, pinned = count + 1, nbytes + block.nbytes, pinned + block.pinned
             chunks = len(self._manifests.names())
         return StoreStats(
             tier="disk",
             blocks=count,
-            bytes=nbytes,
+            bytes=round(nbytes),
             max_bytes=self._capacity.max_bytes,
             chunks=chunks,
             pinned=pinned,

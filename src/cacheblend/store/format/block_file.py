@@ -1,15 +1,17 @@
-"""One block as one file, byte for byte (docs/format.md); a valid safetensors file.
+"""A block, or a chain of blocks, as one file, byte for byte (docs/format.md); a valid safetensors file.
 
     | 8 bytes     | header                            | padding | layer 0 | layer 1 | ...
-    | length, LE  | {"__metadata__":{"checksum":...}} | spaces  | one record per layer, no gaps
+    | length, LE  | {"__metadata__":{"checksum":...}} | spaces  | one record per layer and block, no gaps
     ^0                                                          ^multiple of 4096
 
+The records of a layer lie behind each other, in the order of the chain, so that a layer of all of them is one read.
 Knows bytes; does not know folders, processes or eviction.
 """
 
 import base64
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,7 +24,10 @@ from cacheblend.core.plan.blocks import Block, BlockEntry, KVLayout, LayerShape
 from cacheblend.store.format.checksum import DIGITS, DamagedError, digest, is_sealed, seal
 
 FORMAT = 1
-"""Version of the folder, of the block files and of the manifests in it."""
+"""Version of files of one block, of manifests and of documents' records."""
+
+CHAIN_FORMAT = 2
+"""Version of files of several blocks, and of the folders that may have some."""
 
 ALIGNMENT = 4096
 """Records begin at a multiple of this."""
@@ -49,16 +54,18 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What a block file's header says.
+    """What a file's header says of one of its blocks.
 
     Attributes:
         name: the block's name.
         parent: the preceding block's name.
         entry: token ids [tokens] and layout.
         digests: 8 bytes per layer and head, layers in order.
-        data_at: offset of layer 0's record in the file.
+        data_at: offset of the first record in the file.
         file_bytes: size that the whole file must have.
-        geometry: where the records are, relative to `data_at`.
+        geometry: sizes of its records.
+        place: where they are, relative to `data_at`.
+        names: all blocks of the file, in order.
     """
 
     name: BlockName
@@ -68,15 +75,17 @@ class BlockHeader:
     data_at: int
     file_bytes: int
     geometry: "Geometry"
+    place: "Place"
+    names: tuple[BlockName, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Geometry:
-    """Where the records of a layout are; shared by all blocks of one layout and token count.
+    """Sizes of the records of a layout; shared by all blocks of one layout and token count.
 
     Attributes:
         layout: the layout that it describes.
-        offsets: offset of each layer's record relative to `data_at`, then the end of the last one.
+        offsets: offset of each layer's record in a file of one block, relative to `data_at`, then the end of the last.
         head_bytes: bytes of one head of each layer.
         first_digest: index of the digest of each layer's head 0, then the number of digests.
     """
@@ -85,6 +94,19 @@ class Geometry:
     offsets: tuple[int, ...]
     head_bytes: tuple[int, ...]
     first_digest: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a block's records are in a file; shared by all that have the same place in files of the same geometry.
+
+    Attributes:
+        begins: offset of each layer's record, relative to `data_at`.
+        end: of the last record of all blocks.
+    """
+
+    begins: tuple[int, ...]
+    end: int
 
 
 @lru_cache(maxsize=4096)
@@ -106,26 +128,47 @@ def geometry_of(layers: str, dtype: str, codec: str, tokens: int) -> Geometry:
     )
 
 
+@lru_cache(maxsize=4096)
+def _place_of(geometries: tuple[Geometry, ...], number: int) -> Place:
+    """The place of block `number` of a file whose blocks have these geometries."""
+    begins, end = [], 0
+    for layer in range(len(geometries[0].head_bytes)):
+        sizes = [each.offsets[layer + 1] - each.offsets[layer] for each in geometries]
+        begins.append(end + sum(sizes[:number]))
+        end += sum(sizes)
+    return Place(tuple(begins), end)
+
+
 def encode_block(block: Block) -> list[memoryview]:
+    """A file of one block; see `encode_chain`."""
+    return encode_chain([block])
+
+
+def encode_chain(blocks: Sequence[Block]) -> list[memoryview]:
     """The file's bytes in order: the header, then the records' own memory (copied only if not contiguous).
 
     Args:
-        block: checked by `check_block`.
+        blocks: each checked by `check_block`, of one layout, each the parent of the next.
 
     Raises:
         InvalidInputError: a dtype that the format does not know.
     """
-    layout = block.layout
+    layout = blocks[0].layout
     if layout.dtype not in _DTYPE_NAMES:
         known = ", ".join(str(dtype) for dtype in _DTYPE_NAMES)
         raise InvalidInputError(f"block files cannot hold {layout.dtype}; they hold {known}")
-    records = [record_bytes(record) for record in block.records]
-    digests = b"".join(
+    records = [[record_bytes(record) for record in block.records] for block in blocks]
+    digests = b"".join(_digests(own, layout) for own in records)
+    by_layer = [record for layer in zip(*records, strict=True) for record in layer]
+    return [memoryview(_encode_header(blocks, digests)), *by_layer]
+
+
+def _digests(records: Sequence[memoryview], layout: KVLayout) -> bytes:
+    return b"".join(
         digest(data[at : at + len(data) // shape.kv_heads])
         for data, shape in zip(records, layout.layers, strict=True)
         for at in range(0, len(data), len(data) // shape.kv_heads)
     )
-    return [memoryview(_encode_header(block, digests)), *records]
 
 
 def record_bytes(record: torch.Tensor) -> memoryview:
@@ -133,32 +176,33 @@ def record_bytes(record: torch.Tensor) -> memoryview:
     return record.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _encode_header(block: Block, digests: bytes) -> bytes:
-    tokens, layout = len(block.token_ids), block.layout
+def _encode_header(blocks: Sequence[Block], digests: bytes) -> bytes:
+    tokens, layout, is_chain = [len(block.token_ids) for block in blocks], blocks[0].layout, len(blocks) > 1
     runs = [f"{shape.kv_heads}x{shape.head_dim}" for shape in layout.layers]
     layers = ",".join(f"{len(list(group))}*{run}" for run, group in itertools.groupby(runs))
     dtype = _DTYPE_NAMES[layout.dtype]
     metadata = {
-        "format": str(FORMAT),
-        "name": block.name.hex(),
-        "parent": block.parent.hex(),
+        "format": str(CHAIN_FORMAT if is_chain else FORMAT),
+        "name": ",".join(block.name.hex() for block in blocks),
+        "parent": blocks[0].parent.hex(),
         "layers": layers,
         "dtype": dtype,
-        "tokens": str(tokens),
-        "token_ids": base64.b64encode(block.token_ids.tobytes()).decode(),
+        "tokens": ",".join(map(str, tokens)),
+        "token_ids": base64.b64encode(b"".join(block.token_ids.tobytes() for block in blocks)).decode(),
         "digests": base64.b64encode(digests).decode(),
     }
     if layout.codec != "raw":
         metadata["codec"] = layout.codec
-    offsets = geometry_of(layers, dtype, layout.codec, tokens).offsets
-    tensors = {
-        f"layer.{layer:05d}": {
-            "dtype": _DTYPE_NAMES[layout.record_dtype],
-            "shape": layout.record_shape(layer, tokens),
-            "data_offsets": [offsets[layer], offsets[layer + 1]],
-        }
-        for layer in range(len(layout.layers))
-    }
+    geometries = tuple(geometry_of(layers, dtype, layout.codec, count) for count in tokens)
+    tensors = {}
+    for layer in range(len(layout.layers)):
+        for number, count in enumerate(tokens):
+            begin, offsets = _place_of(geometries, number).begins[layer], geometries[number].offsets
+            tensors[f"layer.{layer:05d}" + (f".block.{number:05d}" if is_chain else "")] = {
+                "dtype": _DTYPE_NAMES[layout.record_dtype],
+                "shape": layout.record_shape(layer, count),
+                "data_offsets": [begin, begin + offsets[layer + 1] - offsets[layer]],
+            }
     rest = b'",' + _json(metadata)[1:] + b"," + _json(tensors)[1:]
     length = len(_OPENING) + DIGITS + len(rest)
     length += -(8 + length) % ALIGNMENT
@@ -183,43 +227,82 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
 
 
 def decode_header(header: bytes, file_bytes: int | None, name: BlockName) -> BlockHeader:
+    """What a header says of one block; see `decode_headers`.
+
+    Raises:
+        DamagedError: as `decode_headers`, or the file does not have this block.
+    """
+    return header_of(decode_headers(header, file_bytes), name)
+
+
+def header_of(headers: Sequence[BlockHeader], name: BlockName) -> BlockHeader:
+    """The one of this name; raises `DamagedError` if there is none."""
+    for header in headers:
+        if header.name == name:
+            return header
+    raise DamagedError(f"the file holds block {', '.join(header.name.hex() for header in headers)}")
+
+
+def decode_headers(header: bytes, file_bytes: int | None) -> list[BlockHeader]:
     """Decodes a header and checks all of it.
 
     Args:
         header: the file up to its records.
         file_bytes: the file's size; None where header and records are not one file.
-        name: the block's name according to the file's name.
+
+    Returns:
+        What it says of each of its blocks, in order.
 
     Raises:
-        DamagedError: a byte of the header is wrong, or the header states another size or name than the file has.
+        DamagedError: a byte of the header is wrong, or the header states another size or names than its content has.
     """
     if header[8:_CHECKSUM_AT] != _OPENING or not is_sealed(header, _CHECKSUM_AT):
         raise DamagedError("the header does not match its checksum")
     try:
         metadata, _ = _DECODER.raw_decode(header[8:].decode(), _FIRST_OBJECT_AT)
-        if metadata["format"] != str(FORMAT):
-            raise DamagedError(f"block format {metadata['format']}, this version reads {FORMAT}")
-        token_ids: TokenIds = np.frombuffer(base64.b64decode(metadata["token_ids"]), dtype="<u4")
-        codec = metadata.get("codec", "raw")
-        geometry = geometry_of(metadata["layers"], metadata["dtype"], codec, len(token_ids))
-        result = BlockHeader(
-            name=BlockName(bytes.fromhex(metadata["name"])),
-            parent=BlockName(bytes.fromhex(metadata["parent"])),
-            entry=BlockEntry(token_ids, geometry.layout, "disk", BlockName(bytes.fromhex(metadata["parent"]))),
-            digests=base64.b64decode(metadata["digests"]),
-            data_at=len(header),
-            file_bytes=len(header) + geometry.offsets[-1],
-            geometry=geometry,
-        )
+        if metadata["format"] not in (str(FORMAT), str(CHAIN_FORMAT)):
+            raise DamagedError(f"block format {metadata['format']}, this version reads {FORMAT} and {CHAIN_FORMAT}")
+        found = _blocks_of(metadata, len(header))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"the header cannot be understood: {error!r}") from error
-    if file_bytes is not None and result.file_bytes != file_bytes:
-        raise DamagedError(f"the file has {file_bytes} bytes, its header says {result.file_bytes}")
-    if result.name != name or block_name(result.parent, token_ids) != name:
-        raise DamagedError(f"the file holds block {result.name.hex()}")
-    if len(result.digests) != 8 * geometry.first_digest[-1]:
-        raise DamagedError(f"{len(result.digests)} bytes of digests for {geometry.first_digest[-1]} heads")
-    return result
+    if file_bytes is not None and found[0].file_bytes != file_bytes:
+        raise DamagedError(f"the file has {file_bytes} bytes, its header says {found[0].file_bytes}")
+    for each in found:
+        if block_name(each.parent, each.entry.token_ids) != each.name:
+            raise DamagedError(f"the file holds block {each.name.hex()}, whose name is not that of its content")
+    return found
+
+
+def _blocks_of(metadata: dict[str, str], data_at: int) -> list[BlockHeader]:
+    """Raises `DamagedError`, `ValueError`, `KeyError` and `TypeError`."""
+    names = tuple(BlockName(bytes.fromhex(name)) for name in metadata["name"].split(","))
+    token_ids: TokenIds = np.frombuffer(base64.b64decode(metadata["token_ids"]), dtype="<u4")
+    counts = [int(count) for count in metadata["tokens"].split(",")]
+    ends = list(itertools.accumulate(counts))
+    if len(counts) != len(names) or min(counts) < 1 or ends[-1] != len(token_ids):
+        raise DamagedError(f"{len(names)} blocks of {metadata['tokens']} tokens, with {len(token_ids)} token ids")
+    how = metadata["layers"], metadata["dtype"], metadata.get("codec", "raw")
+    geometries = tuple(geometry_of(*how, count) for count in counts)
+    of_a_block = 8 * geometries[0].first_digest[-1]
+    digests = base64.b64decode(metadata["digests"])
+    if len(digests) != of_a_block * len(names):
+        raise DamagedError(f"{len(digests)} bytes of digests for {of_a_block // 8} heads of {len(names)} blocks")
+    parents = (BlockName(bytes.fromhex(metadata["parent"])), *names)
+    return [
+        BlockHeader(
+            name=name,
+            parent=parents[number],
+            entry=BlockEntry(token_ids[end - counts[number] : end], geometry.layout, "disk", parents[number]),
+            digests=digests[number * of_a_block : (number + 1) * of_a_block],
+            data_at=data_at,
+            file_bytes=data_at + place.end,
+            geometry=geometry,
+            place=place,
+            names=names,
+        )
+        for number, (name, end, geometry) in enumerate(zip(names, ends, geometries, strict=True))
+        for place in (_place_of(geometries, number),)
+    ]
 
 
 def check_heads(header: BlockHeader, layer: int, start: int, data: memoryview) -> None:

@@ -1,0 +1,105 @@
+"""Writes blocks as files of a folder: small ones of a chain together, within the bound.
+
+A file of several blocks stands under the name of each, as hard links, so that whoever looks for a block finds it by its
+name alone, and the last name that is removed frees the bytes.
+
+Knows the folder and its bound; does not know what is read.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from cacheblend.core.errors import StoreError, StoreFullError
+from cacheblend.core.plan.blocks import Block
+from cacheblend.store.base import LOGGER_NAME
+from cacheblend.store.disk.capacity import Capacity
+from cacheblend.store.disk.folder import Folder
+from cacheblend.store.disk.system_errors import is_full, store_error
+from cacheblend.store.format.block_file import CHAIN_FORMAT, encode_chain
+
+logger = logging.getLogger(LOGGER_NAME)
+
+_FULL_DISK_TRIES = 4
+_READ_BYTES = 1 << 20  # a layer of a file's blocks is one read, which gains nothing from being longer
+
+
+class BlockWriter:
+    """Writes blocks that are not held; safe to call from several threads.
+
+    Args:
+        folder: the store's folder.
+        capacity: its bound.
+    """
+
+    def __init__(self, folder: Folder, capacity: Capacity) -> None:
+        self._folder, self._capacity = folder, capacity
+        self._has_links = True
+
+    def write(self, blocks: Sequence[Block]) -> None:
+        """Writes blocks in order, each checked by `check_block`.
+
+        Raises:
+            StoreFullError: a block does not fit, and nothing unpinned is left to evict; those before it are written.
+            StoreError: a write failed otherwise.
+        """
+        for chain in chains_of(blocks) if self._writes_chains else [[block] for block in blocks]:
+            try:
+                self._write_file(chain)
+            except StoreError as error:
+                if len(chain) == 1:
+                    raise
+                self._without_links(error)
+                for block in chain:
+                    self._write_file([block])
+
+    @property
+    def _writes_chains(self) -> bool:
+        """Not in a folder that an older cacheblend made, and may have open: it would take such files for damaged."""
+        return self._has_links and self._folder.format >= CHAIN_FORMAT
+
+    def _without_links(self, error: StoreError) -> None:
+        """If a file of several blocks failed for another reason than its size, no other is tried."""
+        if not isinstance(error, StoreFullError) and self._has_links:
+            self._has_links = False
+            logger.warning("%s; blocks are written to files of their own (is this a file system without links?)", error)
+
+    def _write_file(self, chain: Sequence[Block]) -> None:
+        buffers = encode_chain(chain)
+        need = sum(len(buffer) for buffer in buffers)
+        path, *others = (self._folder.block_path(block.name) for block in chain)
+        try:
+            with self._capacity.reserved(need):
+                self._publish(path, buffers, need, others)
+        except OSError as error:
+            raise store_error(error, f"cannot write {path}") from error
+        self._capacity.used([(block.name, len(block.token_ids) * len(chain) / need) for block in chain])
+
+    def _publish(self, path: str, buffers: Sequence[memoryview], need: int, others: Sequence[str]) -> None:
+        """Writes a file, evicting blocks while the disk is full."""
+        for tries_left in reversed(range(_FULL_DISK_TRIES)):
+            try:
+                return self._folder.publish(path, buffers, time.time_ns(), others)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                if not tries_left or not self._capacity.free(need):
+                    raise StoreFullError(
+                        f"cannot write {need} bytes to {path}: {error.strerror}, and nothing unpinned is "
+                        "left to evict: free some space on the disk, raise the quota, or unpin blocks"
+                    ) from error
+
+
+def chains_of(blocks: Sequence[Block]) -> list[list[Block]]:
+    """What is written as one file: blocks that follow each other, of one layout, while a layer's records are a MiB."""
+    chains: list[list[Block]] = []
+    for block in blocks:
+        if chains:
+            last = chains[-1][-1]
+            records = [record.nbytes for record in (chains[-1][0].records[0], block.records[0])]
+            fits = len(chains[-1]) * records[0] + records[1] <= _READ_BYTES
+            if block.parent == last.name and block.layout == last.layout and fits:
+                chains[-1].append(block)
+                continue
+        chains.append([block])
+    return chains
