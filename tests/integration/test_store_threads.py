@@ -18,7 +18,7 @@ from store_blocks import make_block, make_chain, same_bits
 
 THREADS, HELD, WRITTEN, PINNED = 16, 12, 60, 3
 SECONDS = float(os.environ.get("CACHEBLEND_THREADS_S", "5"))
-"""60 in CI, where the time does not matter."""
+"""30 in CI."""
 WANTED = ("new", "read", "missed", "deleted")
 """A run goes on until each of these happened more than ten times: a busy machine needs longer for them."""
 AT_MOST_S = 120.0
