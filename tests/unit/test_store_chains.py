@@ -9,6 +9,7 @@ import random
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import torch
 from safetensors import safe_open
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError, StoreError, StoreFullError
+from cacheblend.core.load.capture import CapturedChunk
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
+from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, WriteBehind
 from cacheblend.store.combined.cascade import CascadeStore
 from cacheblend.store.disk import block_files, block_writer
 from cacheblend.store.format.block_file import encode_block, encode_chain
-from store_blocks import ROOT, holds, make_block, make_chain, record_at, same_bits
+from store_blocks import ROOT, holds, make_block, make_chain, make_manifest, record_at, same_bits
 
 
 def disk(path: Path, **options: Any) -> DiskStore:
@@ -94,6 +97,34 @@ def test_what_does_not_follow_or_is_large_lies_apart(tmp_path: Path, monkeypatch
         assert [len(inodes(store, chain[at : at + 2])) for at in (0, 2, 4)] == [1, 1, 1] and len(
             inodes(store, chain)
         ) == 3
+
+
+@pytest.mark.parametrize("shapes", [(LayerShape(4, 64),), (LayerShape(1, 8), LayerShape(4, 64))])
+@pytest.mark.parametrize("first", [1, 64])
+def test_the_largest_layer_bounds_a_file_however_small_its_first_block(
+    first: int, shapes: tuple[LayerShape, ...]
+) -> None:
+    chain = [make_block(0, first, shapes)]
+    for seed in range(1, 60):
+        chain.append(make_block(seed, 64, shapes, parent=chain[-1].name))
+    files = block_writer.chains_of(chain)
+    sizes = [sum(block.records[-1].nbytes for block in file) for file in files]
+    assert max(sizes) <= 1 << 20 and sum(map(len, files)) == 60 and len(files) <= 6
+
+
+def test_a_deleted_passage_leaves_nothing_in_the_files_of_what_is_in_front_of_it(tmp_path: Path) -> None:
+    """What is in front is shared by all passages, and stays for as long as they are used."""
+    for number, tokens in enumerate((3, 40)):
+        with disk(tmp_path / str(number)) as store:
+            anchor = make_chain(1, tokens=tokens)
+            own = make_chain(3, 10, 40, anchor[0].name)
+            names = tuple(block.name for block in own)
+            manifest = replace(make_manifest(own[-1]), block_names=names)
+            ChunkKeeper(store).store(CapturedChunk([*anchor, *own], manifest))
+            assert len(inodes(store, own)) == 1
+            for name in names:
+                store.delete(name)
+            assert holds(store, anchor[0]) and occupied(store.path) == file_bytes(anchor)
 
 
 def test_what_is_held_already_is_left_and_the_rest_shares_what_it_can(tmp_path: Path) -> None:

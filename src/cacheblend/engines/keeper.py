@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 from cacheblend.core.errors import StoreError
 from cacheblend.core.load.capture import CapturedChunk
@@ -68,10 +69,14 @@ class ChunkKeeper:
     def store(self, chunk: CapturedChunk) -> None:
         """Writes a chunk's blocks, then its manifest, so that a listed chunk is complete.
 
+        The anchor's blocks, which stay when the chunk is deleted, are written apart: together they might share a file.
+
         Raises:
             StoreError: the store is full or cannot be written to; blocks written before stay.
         """
-        self._store.write_all(chunk.blocks)
+        own = set(chunk.manifest.block_names)
+        for _, blocks in groupby(chunk.blocks, lambda block: block.name in own):
+            self._store.write_all(list(blocks))
         self._store.put_manifest(chunk.manifest)
         for listener in self.listeners:
             listener(chunk.manifest)

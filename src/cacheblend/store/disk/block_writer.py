@@ -91,15 +91,28 @@ class BlockWriter:
 
 
 def chains_of(blocks: Sequence[Block]) -> list[list[Block]]:
-    """What is written as one file: blocks that follow each other, of one layout, while a layer's records are a MiB."""
+    """What is written as one file: blocks that follow each other, of one layout, while a layer's records are a MiB.
+
+    A block that is longer than the one before it begins a passage behind what many passages begin with. It lies apart:
+    what they share stays for long, and must not keep the bytes of one that is deleted.
+    """
     chains: list[list[Block]] = []
     for block in blocks:
-        if chains:
-            last = chains[-1][-1]
-            records = [record.nbytes for record in (chains[-1][0].records[0], block.records[0])]
-            fits = len(chains[-1]) * records[0] + records[1] <= _READ_BYTES
-            if block.parent == last.name and block.layout == last.layout and fits:
-                chains[-1].append(block)
-                continue
-        chains.append([block])
+        if chains and _continues(chains[-1], block):
+            chains[-1].append(block)
+        else:
+            chains.append([block])
     return chains
+
+
+def _continues(chain: Sequence[Block], block: Block) -> bool:
+    first, last = chain[0], chain[-1]
+    if block.parent != last.name or block.layout != last.layout:
+        return False
+    if not len(block.token_ids) <= len(last.token_ids) == len(first.token_ids):
+        return False
+    return len(chain) * _largest_record(first) + _largest_record(block) <= _READ_BYTES
+
+
+def _largest_record(block: Block) -> int:
+    return max(record.nbytes for record in block.records)
