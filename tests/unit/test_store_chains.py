@@ -434,6 +434,18 @@ def test_a_pinned_block_keeps_its_file_and_the_others_go(tmp_path: Path) -> None
         assert store.prune(0) == file_bytes(chain)
 
 
+def test_what_cannot_fit_beside_pinned_blocks_evicts_nothing(tmp_path: Path) -> None:
+    """A pinned block keeps the bytes of all blocks of its file, so that removing those is in vain."""
+    chains = [make_chain(4, seed) for seed in (0, 10, 20)]
+    with disk(tmp_path, max_bytes=sum(map(file_bytes, chains))) as store:
+        for chain in chains:
+            store.write_all(chain)
+        store.pin([chain[0].name for chain in chains])
+        with pytest.raises(StoreFullError, match="unpin blocks"):
+            store.write(make_block(50))
+        assert store.stats().blocks == 12 and store.stats().evictions == 0
+
+
 def test_a_chain_larger_than_the_bound_is_stored_as_far_as_it_fits(tmp_path: Path) -> None:
     chain = make_chain(6, tokens=500)
     one = file_bytes(chain[:1])

@@ -187,16 +187,18 @@ class Capacity:
             self._since_listed = 0
 
     def _count(self) -> tuple[int, int]:
-        """(bytes of all files, bytes of those that stay); takes seconds for a million blocks, and no memory."""
+        """(bytes of all files, bytes of those that stay); seconds for a million blocks, and memory for pinned ones."""
         pinned = {name.hex() for name in self.pinned()}
-        total, kept = map(float, self._small_bytes(pinned))
+        total, small = map(float, self._small_bytes(pinned))
+        kept: dict[int, int] = {}  # by inode: a pinned block keeps all of its file
         for file in self._files_of_blocks():
             if file.name.endswith(BLOCK_SUFFIX):
                 with contextlib.suppress(FileNotFoundError):
-                    size = _share(file.stat(follow_symlinks=False))
-                    total += size
-                    kept += size if pinned and file.name.removesuffix(BLOCK_SUFFIX) in pinned else 0
-        return round(total), round(kept)
+                    status = file.stat(follow_symlinks=False)
+                    total += _share(status)
+                    if pinned and file.name.removesuffix(BLOCK_SUFFIX) in pinned:
+                        kept[status.st_ino] = status.st_size
+        return round(total), round(small) + sum(kept.values())
 
     def free(self, need: int) -> int:
         """Evicts blocks of at least `need` bytes in total, even if the bound is not reached; the bytes freed."""
