@@ -446,6 +446,26 @@ def test_what_cannot_fit_beside_pinned_blocks_evicts_nothing(tmp_path: Path) -> 
         assert store.stats().blocks == 12 and store.stats().evictions == 0
 
 
+def test_a_name_that_another_process_removed_has_freed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = make_chain(2, tokens=400), make_block(50, tokens=400)
+    with disk(tmp_path) as store, disk(tmp_path, max_bytes=file_bytes(old) + 9000) as other:
+        store.write_all(old)
+        real = other._capacity._victims
+
+        def victims(surplus: int) -> Any:
+            found = real(surplus)
+            if store.held([found[0].name]) == [True]:
+                store.delete(found[0].name)
+                return found[:1]
+            return found
+
+        monkeypatch.setattr(other._capacity, "_victims", victims)
+        other.write(new)
+        assert holds(other, new) and occupied(tmp_path) <= file_bytes(old) + 9000
+
+
 def test_a_chain_larger_than_the_bound_is_stored_as_far_as_it_fits(tmp_path: Path) -> None:
     chain = make_chain(6, tokens=500)
     one = file_bytes(chain[:1])

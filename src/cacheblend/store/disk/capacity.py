@@ -238,7 +238,7 @@ class Capacity:
 
     def _remove(self, block: BlockFile) -> int:
         """Removes a block that was listed; the bytes freed."""
-        path, freed = self._folder.block_path(block.name), round(block.nbytes)
+        path, freed = self._folder.block_path(block.name), 0  # if it is gone: others may keep its file
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(path)
             if status.st_mtime_ns != block.mtime_ns:
