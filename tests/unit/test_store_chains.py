@@ -318,6 +318,19 @@ def test_without_links_each_block_has_a_file(
     assert [("without links" in record.getMessage()) for record in caplog.records] == [True]
 
 
+def test_a_failure_that_is_not_for_links_leaves_files_of_several_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = make_chain(3)
+    with disk(tmp_path) as store, caplog.at_level(logging.WARNING, "cacheblend.store"):
+        (tmp_path / "tmp").rename(tmp_path / "away")
+        with pytest.raises(StoreError, match="No such file"):
+            store.write_all(chain)
+        (tmp_path / "away").rename(tmp_path / "tmp")
+        store.write_all(chain)
+        assert len(inodes(store, chain)) == 1 and caplog.records == []
+
+
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_disk_that_fills_up_between_two_names_leaves_nothing(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,9 +49,9 @@ class BlockWriter:
             except StoreError as error:
                 if len(chain) == 1:
                     raise
-                self._without_links(error)
                 for block in chain:
                     self._write_file([block])
+                self._without_links(error)  # it was for the links: without them it works
 
     @property
     def _writes_chains(self) -> bool:
