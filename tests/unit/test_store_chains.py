@@ -247,6 +247,27 @@ def test_a_header_is_read_once_for_all_its_blocks_and_not_again_when_they_are_us
         assert len(reads) == 1
 
 
+def test_a_header_is_read_once_for_all_its_blocks_after_another_process_used_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, reads = make_chain(6), list[int]()
+    real = block_files.read_headers
+
+    def counted(fd: int, nbytes: int, **options: Any) -> Any:
+        reads.append(fd)
+        return real(fd, nbytes, **options)
+
+    monkeypatch.setattr(block_files, "read_headers", counted)
+    with disk(tmp_path) as store:
+        store.write_all(chain)
+        names = [block.name for block in chain]
+        for uses in range(1, 4):
+            assert None not in store.find(names)
+            assert len(reads) == uses
+            os.utime(store.file_of(names[0]), ns=(uses, time.time_ns()))
+        assert all(holds(store, block) for block in chain)
+
+
 def test_a_layer_of_a_chain_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain, calls = make_chain(6), list[int]()
     real = os.preadv

@@ -67,10 +67,12 @@ class KnownBlocks:
             self.close_idle(self._max_open)
 
     def remember_others(self, headers: Sequence[BlockHeader], stamp: Stamp, paths: Sequence[str]) -> None:
-        """Caches blocks that lie in a file that has been read, unless something is known of them."""
+        """Caches blocks that lie in a file that has been read, unless another file is known of them."""
         with self._lock:
             for header, path in zip(headers, paths, strict=True):
-                self._known.setdefault(header.name, Known(header.name, path, stamp, header))
+                known = self._known.setdefault(header.name, Known(header.name, path, stamp, header))
+                if known.stamp[:2] == stamp[:2]:  # the same file, which somebody has used since
+                    known.header, known.stamp = header, stamp
             self._bound()
 
     def restamp(self, names: Sequence[BlockName], old: Stamp, new: Stamp) -> None:
