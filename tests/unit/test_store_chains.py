@@ -456,6 +456,18 @@ def test_a_small_need_evicts_a_whole_chain(tmp_path: Path) -> None:
         assert store.stats().blocks == 1
 
 
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_store_of_which_there_is_a_snapshot_of_links_is_not_emptied(length: int, tmp_path: Path) -> None:
+    with disk(tmp_path / "store") as store:
+        for seed in range(0, 40, length):
+            store.write_all(make_chain(length, seed, 40))
+    shutil.copytree(tmp_path / "store", tmp_path / "snapshot", copy_function=os.link)  # as by `cp -al`
+    with disk(tmp_path / "store") as store:
+        most = store.stats().bytes
+    with disk(tmp_path / "store", max_bytes=most) as store:
+        assert store.write(make_block(90)) and 30 <= store.stats().blocks <= 40
+
+
 def test_a_pinned_block_keeps_its_file_and_the_others_go(tmp_path: Path) -> None:
     chain = make_chain(4)
     with disk(tmp_path) as store:

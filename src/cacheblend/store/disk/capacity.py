@@ -175,7 +175,7 @@ class Capacity:
                 if total <= limit or kept > limit:
                     break
                 # A little more than needed, so that not every write lists the folder.
-                total -= self._evict(total - max(0, limit - max_bytes // 64))
+                total -= self._evict(total - max(0, limit - max_bytes // 64), total)
                 if total <= limit:
                     break
             if total > limit:
@@ -204,18 +204,19 @@ class Capacity:
         """Evicts blocks of at least `need` bytes in total, even if the bound is not reached; the bytes freed."""
         self._files.close_idle(0)  # a deleted file occupies the disk for as long as it is open
         with self._lock, self._folder.locked():
-            freed = self._evict(need)
             self._total = None
+            freed = self._evict(need, self._count()[0])
             return freed
 
     def shrink(self, max_bytes: int, progress: Progress | None = None) -> int:
         """Evicts unpinned blocks until at most `max_bytes` are held; the bytes freed."""
         with self._lock, self._folder.locked():
             self._total = None
-            return self._evict(self._count()[0] - max_bytes, progress)
+            total = self._count()[0]
+            return self._evict(total - max_bytes, total, progress)
 
-    def _evict(self, surplus: int, progress: Progress | None = None) -> int:
-        """Removes unpinned blocks in order until `surplus` bytes are freed; the bytes freed."""
+    def _evict(self, surplus: int, total: int, progress: Progress | None = None) -> int:
+        """Removes unpinned blocks in order until `surplus` bytes of `total` are freed; the bytes freed."""
         freed, evicted = 0, -1
         while freed < surplus and evicted != self.evictions:  # files of several blocks may free nothing at first
             evicted = self.evictions
@@ -225,6 +226,8 @@ class Capacity:
                 freed += self._remove(block)
                 if progress is not None:
                     progress(min(freed, surplus), surplus)
+            if freed < surplus:  # of files that are linked from elsewhere, such as a snapshot, no name seems the last
+                freed = max(freed, total - self._count()[0])
         if freed < surplus or self._empty.is_due:
             freed += self._empty.sweep()
         return freed
