@@ -492,9 +492,7 @@ def test_what_cannot_fit_beside_pinned_blocks_evicts_nothing(tmp_path: Path) -> 
         assert store.stats().blocks == 12 and store.stats().evictions == 0
 
 
-def test_a_name_that_another_process_removed_has_freed_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_another_process_removed_has_freed_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = make_chain(2, tokens=400), make_block(50, tokens=400)
     with disk(tmp_path) as store, disk(tmp_path, max_bytes=file_bytes(old) + 9000) as other:
         store.write_all(old)
