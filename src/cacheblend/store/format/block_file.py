@@ -129,14 +129,15 @@ def geometry_of(layers: str, dtype: str, codec: str, tokens: int) -> Geometry:
 
 
 @lru_cache(maxsize=4096)
-def _place_of(geometries: tuple[Geometry, ...], number: int) -> Place:
-    """The place of block `number` of a file whose blocks have these geometries."""
-    begins, end = [], 0
+def _places_of(geometries: tuple[Geometry, ...]) -> tuple[Place, ...]:
+    """The places of the blocks of a file that have these geometries."""
+    begins: list[list[int]] = [[] for _ in geometries]
+    end = 0
     for layer in range(len(geometries[0].head_bytes)):
-        sizes = [each.offsets[layer + 1] - each.offsets[layer] for each in geometries]
-        begins.append(end + sum(sizes[:number]))
-        end += sum(sizes)
-    return Place(tuple(begins), end)
+        for own, each in zip(begins, geometries, strict=True):
+            own.append(end)
+            end += each.offsets[layer + 1] - each.offsets[layer]
+    return tuple(Place(tuple(own), end) for own in begins)
 
 
 def encode_block(block: Block) -> list[memoryview]:
@@ -194,10 +195,10 @@ def _encode_header(blocks: Sequence[Block], digests: bytes) -> bytes:
     if layout.codec != "raw":
         metadata["codec"] = layout.codec
     geometries = tuple(geometry_of(layers, dtype, layout.codec, count) for count in tokens)
-    tensors = {}
+    places, tensors = _places_of(geometries), {}
     for layer in range(len(layout.layers)):
         for number, count in enumerate(tokens):
-            begin, offsets = _place_of(geometries, number).begins[layer], geometries[number].offsets
+            begin, offsets = places[number].begins[layer], geometries[number].offsets
             tensors[f"layer.{layer:05d}" + (f".block.{number:05d}" if is_chain else "")] = {
                 "dtype": _DTYPE_NAMES[layout.record_dtype],
                 "shape": layout.record_shape(layer, count),
@@ -300,8 +301,9 @@ def _blocks_of(metadata: dict[str, str], data_at: int) -> list[BlockHeader]:
             place=place,
             names=names,
         )
-        for number, (name, end, geometry) in enumerate(zip(names, ends, geometries, strict=True))
-        for place in (_place_of(geometries, number),)
+        for number, (name, end, geometry, place) in enumerate(
+            zip(names, ends, geometries, _places_of(geometries), strict=True)
+        )
     ]
 
 
