@@ -109,7 +109,7 @@ def test_the_largest_layer_bounds_a_file_however_small_its_first_block(
         chain.append(make_block(seed, 64, shapes, parent=chain[-1].name))
     files = block_writer.chains_of(chain)
     sizes = [sum(block.records[-1].nbytes for block in file) for file in files]
-    assert max(sizes) <= 1 << 20 and sum(map(len, files)) == 60 and len(files) <= 6
+    assert max(sizes) <= 512 << 10 and sum(map(len, files)) == 60 and len(files) <= 9
 
 
 def test_a_deleted_passage_leaves_nothing_in_the_files_of_what_is_in_front_of_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 
+import numpy as np
 import torch
 
 from cacheblend.core.naming import BlockName
@@ -163,14 +164,15 @@ def read_blocks(
         records = [wanted.split(part, 1)[0] for part in parts]
     found: list[list[torch.Tensor] | DamagedError | OSError] = []
     for first, last in _of_one_file(blocks):
-        is_read = last - first > 1 and _read_chain(blocks[first:last], wanted, parts[first:last], direct)
-        for known, part, read in zip(blocks[first:last], parts[first:last], records[first:last], strict=True):
+        chain, views = blocks[first:last], [part.numpy().data for part in parts[first:last]]
+        is_read = len(chain) > 1 and _read_chain(chain, wanted, views, direct)
+        for at, known in enumerate(chain, start=first):
             try:
                 if is_read:
-                    _check(known.header, wanted, part.numpy().data)
+                    _check(known.header, wanted, views[at - first])
                 else:
-                    read_block(known.fd, known.header, wanted, part, direct=direct)
-                found.append(read)
+                    read_block(known.fd, known.header, wanted, parts[at], direct=direct)
+                found.append(records[at])
             except (DamagedError, OSError) as error:
                 found.append(error)
     return found
@@ -185,7 +187,7 @@ def _of_one_file(blocks: Sequence[Known]) -> Iterator[tuple[int, int]]:
             first = at
 
 
-def _read_chain(blocks: Sequence[Known], wanted: Wanted, parts: Sequence[torch.Tensor], direct: bool) -> bool:
+def _read_chain(blocks: Sequence[Known], wanted: Wanted, views: Sequence[memoryview], direct: bool) -> bool:
     """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other.
 
     Returns:
@@ -193,13 +195,13 @@ def _read_chain(blocks: Sequence[Known], wanted: Wanted, parts: Sequence[torch.T
         them cannot be.
     """
     places = [
-        (offset, part[start:stop])
-        for known, part in zip(blocks, parts, strict=True)
+        (offset, view[start:stop])
+        for known, view in zip(blocks, views, strict=True)
         for offset, start, stop in _pieces(wanted, known.header.place)
     ]
     places.sort(key=itemgetter(0))
     data_at = blocks[0].header.data_at
-    if direct and any((data_at + offset | piece.data_ptr() | len(piece)) % _SECTOR for offset, piece in places):
+    if direct and any((data_at + offset | _address(piece) | len(piece)) % _SECTOR for offset, piece in places):
         return False
     first, end = 0, 0
     for at, (offset, piece) in enumerate(places):
@@ -211,10 +213,14 @@ def _read_chain(blocks: Sequence[Known], wanted: Wanted, parts: Sequence[torch.T
     return _read_pieces(blocks[0].fd, places[first:], data_at)
 
 
-def _read_pieces(fd: int, places: Sequence[tuple[int, torch.Tensor]], data_at: int) -> bool:
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+def _read_pieces(fd: int, places: Sequence[tuple[int, memoryview]], data_at: int) -> bool:
     """Reads pieces that follow each other in the file; False if not all of them came."""
     try:
-        count = os.preadv(fd, [piece.numpy().data for _, piece in places], data_at + places[0][0])
+        count = os.preadv(fd, [piece for _, piece in places], data_at + places[0][0])
     except OSError:
         return False
     return count == sum(len(piece) for _, piece in places)

@@ -21,7 +21,9 @@ from cacheblend.store.format.block_file import CHAIN_FORMAT, encode_chain
 logger = logging.getLogger(LOGGER_NAME)
 
 _FULL_DISK_TRIES = 4
-_READ_BYTES = 1 << 20  # a layer of a file's blocks is one read, which gains nothing from being longer
+_READ_BYTES = (
+    512 << 10
+)  # a layer of a file's blocks is one read: of more the first leave the cache before their checksum
 
 
 class BlockWriter:
@@ -91,7 +93,7 @@ class BlockWriter:
 
 
 def chains_of(blocks: Sequence[Block]) -> list[list[Block]]:
-    """What is written as one file: blocks that follow each other, of one layout, while a layer's records are a MiB.
+    """What is written as one file: blocks that follow each other, of one layout, up to `_READ_BYTES` of a layer.
 
     A block that is longer than the one before it begins a passage behind what many passages begin with. It lies apart:
     what they share stays for long, and must not keep the bytes of one that is deleted.
