@@ -21,9 +21,8 @@ from cacheblend.store.format.block_file import CHAIN_FORMAT, encode_chain
 logger = logging.getLogger(LOGGER_NAME)
 
 _FULL_DISK_TRIES = 4
-_READ_BYTES = (
-    512 << 10
-)  # a layer of a file's blocks is one read: of more the first leave the cache before their checksum
+# A layer of a file's blocks is one read: of a longer one the first bytes have left the caches when they are checked.
+_READ_BYTES = 512 << 10
 
 
 class BlockWriter:
