@@ -46,6 +46,18 @@ def file_bytes(chain: list[Block]) -> int:
     return sum(len(part) for part in encode_chain(chain))
 
 
+def header_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The descriptors through which headers are read from now on."""
+    reads, real = list[int](), block_files.read_headers
+
+    def counted(fd: int, nbytes: int, **options: Any) -> Any:
+        reads.append(fd)
+        return real(fd, nbytes, **options)
+
+    monkeypatch.setattr(block_files, "read_headers", counted)
+    return reads
+
+
 # ---- what lies together ---------------------------------------------------------------------------------
 
 
@@ -228,14 +240,7 @@ def test_a_block_of_a_file_is_replaced_by_another_process(tmp_path: Path) -> Non
 def test_a_header_is_read_once_for_all_its_blocks_and_not_again_when_they_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain, reads = make_chain(6), list[int]()
-    real = block_files.read_headers
-
-    def counted(fd: int, nbytes: int, **options: Any) -> Any:
-        reads.append(fd)
-        return real(fd, nbytes, **options)
-
-    monkeypatch.setattr(block_files, "read_headers", counted)
+    chain, reads = make_chain(6), header_reads(monkeypatch)
     monkeypatch.setattr(block_files, "_TOUCH_EVERY_NS", 0)
     with disk(tmp_path) as store:
         store.write_all(chain)
@@ -250,14 +255,7 @@ def test_a_header_is_read_once_for_all_its_blocks_and_not_again_when_they_are_us
 def test_a_header_is_read_once_for_all_its_blocks_after_another_process_used_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain, reads = make_chain(6), list[int]()
-    real = block_files.read_headers
-
-    def counted(fd: int, nbytes: int, **options: Any) -> Any:
-        reads.append(fd)
-        return real(fd, nbytes, **options)
-
-    monkeypatch.setattr(block_files, "read_headers", counted)
+    chain, reads = make_chain(6), header_reads(monkeypatch)
     with disk(tmp_path) as store:
         store.write_all(chain)
         names = [block.name for block in chain]
