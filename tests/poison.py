@@ -121,12 +121,25 @@ class Witness:
     """Half of the writes and a tenth of the reads fail while there is one."""
 
     def write(self, block: Any) -> bool:
+        return self.write_all([block])[0]
+
+    def write_all(self, blocks: Sequence[Any]) -> list[bool]:
         # Before it fails: what is behind a block that was not stored may be.
-        what = Written(bytes(block.parent), block.token_ids.tolist())
-        self.__dict__.setdefault("written", {})[bytes(block.name)] = what
-        if self.draw is not None and self.draw.random() < 0.5:
+        for block in blocks:
+            what = Written(bytes(block.parent), block.token_ids.tolist())
+            self.__dict__.setdefault("written", {})[bytes(block.name)] = what
+        if self.draw is None:
+            return self._written(blocks)
+        count = next((at for at in range(len(blocks)) if self.draw.random() < 0.5), len(blocks))
+        written = self._written(blocks[:count])
+        if count < len(blocks):
             raise StoreFullError("no space, for a test")
-        return bool(super().write(block))  # type: ignore[misc]
+        return written
+
+    def _written(self, blocks: Sequence[Any]) -> list[bool]:
+        if isinstance(self, MemoryStore):  # whose write_all would write one by one, and note each again
+            return [bool(super(Witness, self).write(block)) for block in blocks]  # type: ignore[misc]
+        return list(super().write_all(blocks))  # type: ignore[misc]
 
     def read_layers(self, names: Sequence[Any], layers: range, *others: Any) -> Any:
         read = super().read_layers(names, layers, *others)  # type: ignore[misc]

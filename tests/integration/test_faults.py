@@ -4,10 +4,11 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from cacheblend.core.select.selectors import Head
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.disk import folder
+from cacheblend.store.format.block_file import BlockHeader, decode_headers, header_bytes
 from cacheblend.store.remote import breaker
 from cacheblend.store.remote.bucket import BucketObjects
 from cacheblend.store.remote.store import RemoteStore
@@ -46,12 +48,28 @@ class Tier:
         open: opens a store on it, with nothing cached.
         keys: the files, keys or objects that a block is kept in.
         get, put: read and write one of these.
+        has_chains: one of these may be of several blocks.
     """
 
     open: Callable[[], KVStore]
     keys: Callable[[BlockName], list[str]]
     get: Callable[[str], bytes]
     put: Callable[[str, bytes], object]
+    has_chains: bool = False
+
+    def lost_with(self, name: BlockName, good: bytes, at: int) -> list[BlockName]:
+        """The blocks that are lost with this byte of what a block is kept in."""
+        if not self.has_chains:
+            return [name]
+        headers = decode_headers(good[: header_bytes(good, len(good))], len(good))
+        inside = at - headers[0].data_at
+        return [each.name for each in headers if inside < 0 or is_in_record(each, inside)]
+
+
+def is_in_record(header: BlockHeader, at: int) -> bool:
+    ends = header.geometry.offsets
+    sizes = [end - begin for begin, end in pairwise(ends)]
+    return any(begin <= at < begin + size for begin, size in zip(header.place.begins, sizes, strict=True))
 
 
 def on_disk(path: Path, stack: ExitStack) -> Tier:
@@ -59,7 +77,11 @@ def on_disk(path: Path, stack: ExitStack) -> Tier:
         return [str(file) for file in path.glob(f"blocks/*/{name.hex()}*")]
 
     return Tier(
-        lambda: open_store(path), file_of, lambda key: Path(key).read_bytes(), lambda key, v: Path(key).write_bytes(v)
+        lambda: open_store(path),
+        file_of,
+        lambda key: Path(key).read_bytes(),
+        lambda key, value: Path(key).write_bytes(value),
+        has_chains=True,
     )
 
 
@@ -103,23 +125,33 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
 
 
 @cache
-def without_the_lost_block() -> Reference:
-    return blend(tiny_model("llama"), RAG, SELECTOR, missing=LOST)
+def without(lost: range) -> Reference:
+    return blend(tiny_model("llama"), RAG, SELECTOR, missing=lost)
 
 
-def name_at(tier: Tier, position: int) -> BlockName:
+def places_in(tier: Tier) -> dict[BlockName, range]:
+    """Where the blocks are in the prompt."""
     with tier.open() as store, open_engine(tiny_model("llama"), store=store) as engine:
         spans = engine.planner.plan(RAG, store).spans
-        return next(span.name for span in spans if span.start <= position < span.stop)
+        return {span.name: range(span.start, span.stop) for span in spans}
 
 
-def check_served_without_it(tier: Tier) -> None:
-    """A request that meets the damage is computed as if the block were missing; the next one finds it stored again."""
+def name_at(places: dict[BlockName, range], position: int) -> BlockName:
+    return next(name for name, place in places.items() if position in place)
+
+
+def check_served_without(tier: Tier, blocks: Sequence[range]) -> None:
+    """A request that meets the damage is computed as if these were missing; the next one finds them stored again.
+
+    They follow each other in the prompt.
+    """
+    lost = range(blocks[0].start, blocks[-1].stop)
+    assert len(lost) == sum(map(len, blocks))
     started = time.monotonic()
     with tier.open() as store, open_engine(tiny_model("llama"), [], store=store) as engine:
         outcome = run(engine, RAG, SELECTOR)
-    assert outcome.report.missed_tokens == len(LOST)
-    assert_as_reference(outcome, without_the_lost_block(), TOLERANCE)
+    assert outcome.report.missed_tokens == len(lost)
+    assert_as_reference(outcome, without(lost), TOLERANCE)
     assert time.monotonic() - started < SOON_S
     with tier.open() as store, open_engine(tiny_model("llama"), store=store) as engine:
         assert run(engine, RAG, SELECTOR).report.missed_tokens == 0
@@ -128,21 +160,24 @@ def check_served_without_it(tier: Tier) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.2, 0.5, 0.8, 1.0])
 def test_a_flipped_byte(tier: Tier, share: float, faults: Faults) -> None:
     """So far into each of what the block is kept as: its header's length and text, its records."""
-    name = name_at(tier, LOST.start)
+    places = places_in(tier)
+    name = name_at(places, LOST.start)
     for key in tier.keys(name):
         good = tier.get(key)
         at = round(share * (len(good) - 1))
         tier.put(key, good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
-        check_served_without_it(tier)
+        check_served_without(tier, [places[each] for each in tier.lost_with(name, good, at)])
         faults.count("flipped bytes")
 
 
 def test_another_blocks_bytes(tier: Tier, faults: Faults) -> None:
     """A sound block, under a wrong name."""
-    name, other = name_at(tier, LOST.start), name_at(tier, OTHER)
+    places = places_in(tier)
+    name, other = name_at(places, LOST.start), name_at(places, OTHER)
     for key, foreign in zip(tier.keys(name), tier.keys(other), strict=True):
+        good = tier.get(key)
         tier.put(key, tier.get(foreign))
-        check_served_without_it(tier)
+        check_served_without(tier, [places[each] for each in tier.lost_with(name, good, 0)])
         faults.count("another block's bytes")
 
 

@@ -19,6 +19,7 @@ from cacheblend.engines.hf.recurrent import SnapshotFormat
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.store import KVStore, MemoryStore, TieredStore, open_store
+from cacheblend.store.format.block_file import decode_header, header_bytes
 from families import tiny_model
 from hybrid_figure import TOLERANCE, prefix_error
 from integration.test_scheduler import PARAMS, submit
@@ -175,7 +176,8 @@ def test_a_block_lost_in_the_prefix_takes_its_snapshot_along(tmp_path: Path) -> 
         second = engine.planner.plan(LEADING, engine.store).spans[1].name
         [file] = [path for path in tmp_path.rglob("*") if path.is_file() and second.hex() in path.name]
         data = bytearray(file.read_bytes())
-        data[-8] ^= 1
+        header = decode_header(bytes(data[: header_bytes(data, len(data))]), len(data), second)
+        data[header.data_at + header.place.begins[-1]] ^= 1
         file.write_bytes(data)
         prefix, lost = prefix_and_check(engine)
         assert prefix == 16 and len(lost) == 1

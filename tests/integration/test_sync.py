@@ -235,9 +235,9 @@ def test_a_sync_that_is_cut_short_anywhere_goes_on(tmp_path: Path) -> None:
             if type(self).left < 0:
                 raise StoreFullError("no more writes")
 
-        def write(self, block: Any) -> bool:
+        def write_all(self, blocks: Any) -> list[bool]:
             self._step()
-            return super().write(block)
+            return super().write_all(blocks)
 
         def put_manifest(self, manifest: Any) -> None:
             self._step()

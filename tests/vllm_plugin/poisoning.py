@@ -83,16 +83,19 @@ class Campaign:
 
     def _watch_writes(self) -> None:
         """Notes what is written under which name; half of the writes fail while `fails`."""
-        real, campaign, draw = DiskStore.write, self, random.Random(self.rng.random())
+        real, campaign, draw = DiskStore.write_all, self, random.Random(self.rng.random())
 
-        def write(store: DiskStore, block: Any) -> bool:
-            campaign.written[bytes(block.name)] = Written(bytes(block.parent), block.token_ids.tolist())
-            if campaign.fails and draw.random() < 0.5:
-                campaign.tally.meet("store errors")
-                raise StoreFullError("no space, for a test")
-            return real(store, block)
+        def write_all(store: DiskStore, blocks: Sequence[Any]) -> list[bool]:
+            for block in blocks:
+                campaign.written[bytes(block.name)] = Written(bytes(block.parent), block.token_ids.tolist())
+            fits = [not (campaign.fails and draw.random() < 0.5) for _ in blocks]
+            if all(fits):
+                return real(store, blocks)
+            campaign.tally.meet("store errors")
+            real(store, blocks[: fits.index(False)])
+            raise StoreFullError("no space, for a test")
 
-        DiskStore.write = write  # type: ignore[method-assign]
+        DiskStore.write_all = write_all  # type: ignore[method-assign]
 
     # ---- a history --------------------------------------------------------------------------------------
 
