@@ -17,8 +17,8 @@ from cacheblend.cli.output import INSTALL_PLOT, console, picture_file, print_jso
 from cacheblend.cli.selection_options import BLENDING
 
 HKVD = "Share of loaded tokens that the blends by HKVD recompute."
-# In full prefill the model has 27 of the 28 answers of seed 1 right, as of most seeds, and 21 of those of seed 0: whoever
-# sees the demo first should see what blending changes, not what the model cannot do.
+# In full prefill the model has 27 of the 28 answers of seed 1 right, as of most seeds, and 21 of those of seed 0.
+# Whoever sees the demo first should see what blending changes, not what the model cannot do.
 FIRST_SEED = 1
 ASKED, SEED = "Questions of each category.", "Seed of passages, orders and questions."
 DRAWN = "File of the picture: .png, .svg or .pdf."
