@@ -23,6 +23,7 @@ from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, WriteBehind
 from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.disk import block_files, block_writer
 from cacheblend.store.format.block_file import encode_block, encode_chain
 from store_blocks import ROOT, holds, make_block, make_chain, make_manifest, record_at, same_bits
@@ -557,6 +558,24 @@ class _Gated(MemoryStore):
         if any(block.name in self.refused for block in blocks):
             raise StoreError("refused")
         return super().write_all(blocks)
+
+
+def test_a_folder_of_chains_becomes_one_of_two_stripes(tmp_path: Path) -> None:
+    """What the other folder is to hold is missed, and written there; the first one's files stay right."""
+    chain = make_chain(8)
+    with disk(tmp_path / "a") as alone:
+        alone.write_all(chain)
+        assert len(inodes(alone, chain)) == 1
+    with StripedStore({label: disk(tmp_path / label) for label in "ab"}) as store:
+        held = store.held([block.name for block in chain])
+        assert 0 < sum(held) < len(chain)
+        assert store.write_all(chain) == [not each for each in held]
+        assert all(holds(store, block) for block in chain)
+        for block, was_held in zip(chain, held, strict=True):
+            assert store.members[0].delete(block.name)
+            assert holds(store, block) is not was_held
+        assert not list((tmp_path / "a" / "blocks").rglob("*.safetensors"))
+        assert store.stats().damaged == 0 and not store.verify()
 
 
 def test_blocks_that_wait_are_written_with_those_that_continue_them() -> None:
