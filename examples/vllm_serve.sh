@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# vLLM's OpenAI server with blending, and a client that asks it. Usage: examples/vllm_serve.sh MODEL [STORE]
+# vLLM's OpenAI server with blending, and a client that asks it. Usage: examples/vllm_serve.sh MODEL [STORE]; STORE: the absolute
+# path of a folder.
 set -euo pipefail
 MODEL=$1
 STORE=${2:-/tmp/cacheblend-store}

@@ -160,4 +160,4 @@ def test_without_the_library(http: httpx.Client, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
     with running(ServeSettings(max_tokens=4, drain_s=1)) as url, httpx.Client(base_url=url, timeout=120) as other:
         error = post(other, status=400, response_format=FORMAT)["error"]
-    assert error["param"] == "response_format" and "pip install cacheblend[structured]" in error["message"]
+    assert error["param"] == "response_format" and "pip install 'cacheblend[structured]'" in error["message"]

@@ -281,7 +281,7 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInputError, match="compiled before"):
         Sampler(torch.tensor([1]), torch.zeros(8), SamplingParams(grammar=grammar), [0])
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
-    with pytest.raises(InvalidInputError, match=re.escape("pip install cacheblend[structured]")):
+    with pytest.raises(InvalidInputError, match=re.escape("pip install 'cacheblend[structured]'")):
         Grammars(made.byte_level(), 500, [0]).compile(grammar)
     monkeypatch.undo()
     pytest.importorskip("xgrammar", reason="xgrammar is not installed here")

@@ -191,6 +191,21 @@ def test_a_profile_that_says_not_to_blend(tmp_path: Path, caplog: pytest.LogCapt
     assert resolve_settings({"recompute_ratio": 0.3}, tmp_path, "f1").selector() == Gradual(0.3)
 
 
+def test_a_selector_that_a_request_names_has_its_own_defaults_unless_it_is_the_one_in_use(tmp_path: Path) -> None:
+    """The fields of a profile were measured together: a hybrid's check layers and shares say nothing of hkvd's."""
+    own = {"selector": "hybrid", "check_layers": [2, 3], "ratios": [0.3, 0.02], "early_ratio": 0.5, "head_rows": 24}
+    write_profile(tmp_path / PROFILE_NAME, Profile("f1", own, MEASURED))
+    found = resolve_settings(None, tmp_path, "f1")
+    assert found.selector(name="hybrid") == found.selector()
+    assert found.selector(name="hkvd") == Gradual(0.15) and found.selector(0.3, "hkvd") == Gradual(0.3)
+    assert found.selector(0.3, "query") == Query(0.3)
+    assert replace(found, raised_by=2.0).selector(name="hybrid") == found.selector()  # the floor raises unnamed ones
+    with pytest.raises(InvalidInputError, match="no selector is called 'best'"):
+        found.selector(name="best")
+    write_profile(tmp_path / PROFILE_NAME, Profile("f1", {"selector": "all"}, MEASURED))
+    assert resolve_settings(None, tmp_path, "f1").selector(name="hkvd") == Gradual(0.15)
+
+
 def test_a_profile_of_the_first_format_keeps_its_one_check() -> None:
     """It was measured when hkvd without check layers had one check."""
     for settings, wanted in (

@@ -1,11 +1,20 @@
 """From a URL to a store, and wrong URLs."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.store import DiskStore, MemoryStore, TieredStore, check_store_url, open_store, parse_bytes
+from cacheblend.store import (
+    DiskStore,
+    MemoryStore,
+    TieredStore,
+    check_store_url,
+    lasting_url,
+    open_store,
+    parse_bytes,
+)
 from cacheblend.store.expiry import parse_seconds
 
 
@@ -162,3 +171,27 @@ def test_a_folder_with_commas_in_its_name(tmp_path: Path, monkeypatch: pytest.Mo
     check_store_url("./Memory")
     check_store_url("./mem:")
     check_store_url(tmp_path / "kv?max_bytes=1")
+
+
+@pytest.mark.parametrize(
+    ("url", "lasting"),
+    [
+        ("/kv", "/kv"),
+        ("file:///a,b?ram_bytes=1GiB", "file:///a,b?ram_bytes=1GiB"),
+        ("memory://?max_bytes=1GiB, file:///a?max_bytes=2GiB", "file:///a?max_bytes=2GiB"),
+        ("cuda://?max_bytes=1GiB,memory://,file:///a,file:///b", "file:///a, file:///b"),
+    ],
+)
+def test_what_is_left_of_a_store_without_the_memory_in_front(url: str, lasting: str) -> None:
+    assert lasting_url(url) == lasting
+
+
+@pytest.mark.parametrize("url", ["memory", "memory://", "memory://?max_bytes=1GiB", "cuda://?max_bytes=1GiB,memory://"])
+def test_a_store_of_which_nothing_lasts_is_named(url: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(f"the store {url!r} ends with this command")):
+        lasting_url(url)
+
+
+def test_what_is_wrong_in_front_is_not_passed_over() -> None:
+    with pytest.raises(InvalidInputError, match="has no option 'ttl'"):
+        lasting_url("memory://?ttl=1d, file:///a")

@@ -11,6 +11,7 @@ from cacheblend.core.naming import as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.matching import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import Head, Hkvd
 from cacheblend.engines.listing import with_matches
 from cacheblend.engines.settings import Settings
@@ -109,5 +110,7 @@ def test_the_settings_of_a_request() -> None:
     assert default.selector_of(settings) == settings.selector()
     given = read_options({"cacheblend": {"mode": "prefix", "recompute_ratio": 1, "selector": "head"}}, 7)
     assert (given.mode, given.selector_of(settings), given.sets_selection) == ("prefix", Head(1.0), True)
+    named = read_options({"cacheblend": {"selector": "query"}}, 7)
+    assert named.selector_of(Settings(BlendConfig(check_layers=(2,), lead=3))) == Query(0.15)
     ratio = read_options({"cacheblend": {"recompute_ratio": 0.3}}, 7)
     assert ratio.selector_of(settings) == Hkvd((2,), (0.3,))

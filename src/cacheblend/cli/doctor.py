@@ -32,7 +32,8 @@ class QualityOptions:
         list[str] | None,
         typer.Option(
             "--selector",
-            help="Selectors to try, as for evaluate; several times. Default: hkvd, gradual, query and hybrid.",
+            help="Selectors to try, as for evaluate; several times. Default: hkvd, gradual, query, query that "
+            "follows the words of what it finds, and hybrid.",
             rich_help_panel=GATE,
             show_default=False,
         ),

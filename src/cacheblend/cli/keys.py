@@ -17,7 +17,7 @@ DEFAULT = Path("keys.json")
 @app.command("add")
 @with_groups
 def add(name: Name, file: KeyFile = DEFAULT) -> None:
-    """Make a key and print it; it is not shown again. A running server accepts it after its next start."""
+    """Make a key and print it; it is not shown again. A running server that has the file accepts it within a second."""
     from cacheblend.serve.keys import add_key
 
     check_form(file)

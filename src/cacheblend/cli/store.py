@@ -95,7 +95,7 @@ def prune(
     json: AsJson = False,
 ) -> None:
     """Evict the least recently used chunks until the store is small enough. Pinned chunks stay."""
-    from cacheblend.store.open import parse_bytes
+    from cacheblend.store.options import parse_bytes
 
     limit = parse_bytes(max_bytes)
     with _open(url) as store:
@@ -167,12 +167,9 @@ def _show_damage(intact: int, damage: list["Damage"]) -> None:
 
 def _open(url: str, *, read_only: bool = False) -> "KVStore":
     """The store of an existing folder: inspecting a store must not create one."""
-    from cacheblend.core.errors import InvalidInputError
+    from cacheblend.store.open import lasting_url, open_store
 
-    if url.split(":")[0] == "memory":
-        raise InvalidInputError("a store in memory ends with its process; name a folder or a server")
-    from cacheblend.store.open import open_store
-
+    url = lasting_url(url)
     store = open_store(url, ram_bytes=0, read_only=True)
     if read_only:
         return store

@@ -62,17 +62,16 @@ def sync(
     from cacheblend.cli.models import open_engine
     from cacheblend.cli.prompts import build_prompt
     from cacheblend.core.config import BlendConfig
-    from cacheblend.core.errors import InvalidInputError
     from cacheblend.data import read_documents
     from cacheblend.engines.hf import DocumentSync, Passage
     from cacheblend.engines.tokens.cutting import Cutting
+    from cacheblend.store import lasting_url
 
-    if store.store.split("?")[0] in ("memory", "memory://"):
-        raise InvalidInputError("a store in memory ends with this command; give --store a folder")
     cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))
     found = read_documents(source, sys.stdin.buffer)
     config = BlendConfig(**stored.settings(), discover=False)
-    with open_engine(model.model, store.store, config, dtype=device.dtype, device=device.device, quiet=json) as engine:
+    lasting = lasting_url(store.store)
+    with open_engine(model.model, lasting, config, dtype=device.dtype, device=device.device, quiet=json) as engine:
         in_front = config.anchor == "system"
         system = build_prompt(engine, [Passage("?")], "?", layout.system, layout.chat) if in_front else None
         work = DocumentSync(engine, collection=collection, cutting=cutting, system=system, dry_run=dry_run)
@@ -84,7 +83,7 @@ def sync(
         others = sum(len(records.names(root)) for root in records.roots() if root != work.book.planner.root)
     if json:
         extra = {"failed": failed, "skipped": found.skipped, "other_models": others, "dry_run": dry_run}
-        print_json({"documents": report.documents} | asdict(report) | extra | {"store": store.store})
+        print_json({"documents": report.documents} | asdict(report) | extra | {"store": lasting})
     else:
         _show(report, found, failed, others, dry_run)
     if failed:

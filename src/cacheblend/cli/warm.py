@@ -72,24 +72,25 @@ def warm(
     Passages that the store has are not computed again, so the command may be repeated and interrupted.
     """
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.store import open_store
+    from cacheblend.store import lasting_url, open_store
 
     if engine not in ("hf", "vllm"):
         raise InvalidInputError(f"no engine is called {engine!r}; there are hf, vllm")
     if frame is not None and "{passage}" not in frame:
         raise InvalidInputError(f"--frame {frame!r}: {{passage}} must stand where the passage goes")
-    passages = _passages(store.store, data, limit)
+    lasting = lasting_url(store.store)
+    passages = _passages(data, limit)
     if engine == "vllm":
-        done = _warm_vllm(model.model, store.store, passages, stored.settings(), frame, device.dtype, json)
+        done = _warm_vllm(model.model, lasting, passages, stored.settings(), frame, device.dtype, json)
     else:
         config = stored.settings() | {"capture_batch_tokens": batch_tokens}
-        done = _warm_hf(model.model, store.store, passages, config, frame, device, layout, json)
-    with open_store(store.store) as filled:
+        done = _warm_hf(model.model, lasting, passages, config, frame, device, layout, json)
+    with open_store(lasting) as filled:
         taken = filled.stats().bytes
     if json:
-        print_json({"passages": len(passages), **asdict(done), "store": store.store, "store_bytes": taken})
+        print_json({"passages": len(passages), **asdict(done), "store": lasting, "store_bytes": taken})
     else:
-        _show(done, store.store, taken)
+        _show(done, lasting, taken)
 
 
 def _warm_hf(
@@ -144,13 +145,10 @@ def _warm_vllm(
         return warm_with_vllm(model_folder(model), store, encode, settings=settings, progress=advance, dtype=dtype)
 
 
-def _passages(store: str, files: list[Path], limit: int | None) -> "list[Text]":
-    """What is to be stored; `InvalidInputError` also for a store that ends with the process."""
-    from cacheblend.core.errors import InvalidInputError
+def _passages(files: list[Path], limit: int | None) -> "list[Text]":
+    """What is to be stored."""
     from cacheblend.data import read_passages
 
-    if store.split("?")[0] in ("memory", "memory://"):
-        raise InvalidInputError("a store in memory ends with this command; give --store a folder")
     return [passage for file in files for passage in read_passages(file)][:limit]
 
 

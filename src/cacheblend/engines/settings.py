@@ -14,7 +14,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.prefill import check_selector
 from cacheblend.core.profile import Profile
-from cacheblend.core.select.selection import selection_fields
+from cacheblend.core.select.selection import Selection, selection_fields
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.cost_model import load_cost_model
 
@@ -47,12 +47,20 @@ class Settings:
         """A request that names no ratio and no selector has everything recomputed that is not exact."""
         return math.isinf(self.raised_by)
 
-    def selector(self, ratio: float | None = None) -> Selector:
-        """The selector of a request; an explicit ratio blends even where the profile says not to blend."""
-        if ratio is None:
+    def selector(self, ratio: float | None = None, name: str | None = None) -> Selector:
+        """The selector of a request that may name a ratio and a selector.
+
+        What is named blends even where the profile says not to blend. A selector that is not the one in use has its own
+        defaults: the fields of a profile were measured together, and those of one selector say nothing of another's.
+
+        Raises:
+            InvalidInputError: no selector has this name, it needs more than a name, or a ratio outside 0..1.
+        """
+        if ratio is None and name is None:
             return (self.config if self.is_full else self.config.scaled(self.raised_by)).make_selector()
         forced = self.profile is not None and not self.profile.blend
-        return (BlendConfig() if forced else self.config).make_selector(ratio)
+        own = BlendConfig() if forced else self.config
+        return (own if name in (None, own.selector) else Selection(selector=name)).make_selector(ratio)
 
     def at_least(self, ratio: float) -> Selector:
         """The selector that the loading controller gets for a ratio of its choice: never one below that in force."""

@@ -6,15 +6,12 @@ What every kind of answer shares; how it is written is in `responses` and `respo
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import Request
 
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.grammars import CompiledGrammar
 from cacheblend.engines.hf.tickets import Ask
@@ -90,14 +87,16 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
     state.check_size(prompt)
     remembered = state.tenants.remember_salt(key, salt)
     state.tenants.count(key)
+    ratio, name = extras.recompute_ratio, extras.selector
+    named = None if name is None else state.engine.settings.selector(ratio, name)
     return Ask(
         prompt,
         _sampling_params(state, asked, prompt, grammar),
         grammar=grammar,
         choices=asked.n,
         mode=extras.mode,
-        ratio=None if extras.selector else extras.recompute_ratio,
-        selector=_selector(extras),
+        ratio=ratio if named is None else None,
+        selector=named,
         deadline=time.monotonic() + settings.timeout_s,
         logprobs=asked.wanted_logprobs(),
         tenant=tenant_of(key, salt),
@@ -123,15 +122,6 @@ def _compiled(state: ServerState, asked: Sampling) -> CompiledGrammar | None:
         return state.engine.grammars.compile(grammar)
     except InvalidInputError as error:
         raise ApiError(400, f"{field}: {error}", param=field) from None
-
-
-def _selector(extras: Extras) -> Selector | None:
-    if extras.selector is None:
-        return None
-    config = BlendConfig(selector=extras.selector)
-    if extras.recompute_ratio is not None:
-        config = replace(config, recompute_ratio=extras.recompute_ratio)
-    return config.make_selector()
 
 
 def _bad_words(state: ServerState, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

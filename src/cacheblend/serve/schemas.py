@@ -38,7 +38,7 @@ class Extras(BaseModel):
 
     Attributes:
         recompute_ratio: overrides the server's ratio.
-        selector: overrides the server's selector; uses the selector's default settings.
+        selector: overrides the server's selector; another one than the server's has its default settings.
         salt: chosen by the client; only requests with the same salt and key find the chunks stored under it.
         mode: see `Mode`.
         chunks: spans [start, stop) of a prompt that is given as token ids.

@@ -7,7 +7,8 @@ from cacheblend.store.base import Damage, KVStore, StoreStats
 from cacheblend.store.combined import CascadeStore, StripedStore, ThrottledStore, TieredStore
 from cacheblend.store.disk import DiskStore
 from cacheblend.store.memory import MemoryStore
-from cacheblend.store.open import check_store_url, open_store, parse_bytes
+from cacheblend.store.open import check_store_url, lasting_url, open_store
+from cacheblend.store.options import parse_bytes
 from cacheblend.store.remote import RemoteStore
 from cacheblend.store.writer import WriteBehind, WriterStats
 
@@ -25,6 +26,7 @@ __all__ = [
     "WriteBehind",
     "WriterStats",
     "check_store_url",
+    "lasting_url",
     "open_store",
     "parse_bytes",
 ]

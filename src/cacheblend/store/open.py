@@ -3,7 +3,6 @@
 Knows the form of URLs and their options; how each kind of store is made is in `places`.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,15 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
 from cacheblend.store.disk.store import DEFAULT_DISK_BYTES
-from cacheblend.store.expiry import parse_seconds
+from cacheblend.store.options import (
+    parse_bytes,
+    read_bytes,
+    read_flag,
+    read_mode,
+    read_page_locked,
+    read_seconds,
+    read_ttl,
+)
 from cacheblend.store.places import (
     BucketPlace,
     CascadePlace,
@@ -40,19 +47,6 @@ _OPTIONS = {
     **dict.fromkeys(_REDIS, ("max_bytes", "ram_bytes", "ttl", "prefix", "timeout", "cluster", "page_locked")),
     "s3": ("max_bytes", "ram_bytes", "ttl", "timeout", "endpoint", "region", "page_locked"),
 }
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base ** (power + 1)
-    for power, prefix in enumerate("KMGT")
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes of ``"8GiB"``, ``"500 MB"`` or ``"1024"``; `InvalidInputError` for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if match is None or match[2] not in _UNITS:
-        raise InvalidInputError(f"{text!r} is not a size: write e.g. 8GiB, 500MB or 1048576 (bytes)")
-    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 
 def open_store(
@@ -124,8 +118,8 @@ def parse_store_url(
     Raises:
         InvalidInputError: as `check_store_url`.
     """
-    if isinstance(url, str) and len(urls := re.split(r",(?=\s*[a-z0-9]+://)", url)) > 1:
-        return _cascade([each.strip() for each in urls], max_bytes, ram_bytes)
+    if isinstance(url, str) and len(urls := _each(url)) > 1:
+        return _cascade(urls, max_bytes, ram_bytes)
     parts = _split(url)
     arguments = {"max_bytes": max_bytes, "ram_bytes": ram_bytes}
     options = dict(parts.options) | {key: str(value) for key, value in arguments.items() if value is not None}
@@ -137,7 +131,25 @@ def parse_store_url(
     place = _MAKERS[parts.scheme](parts, options)
     if parts.scheme not in ("memory", "cuda") and "page_locked" in options and not ram:
         raise InvalidInputError("page_locked is of the memory in front of a store: set ram_bytes, too, or leave it out")
-    return TieredPlace(MemoryPlace(ram, page_locked=_page_locked(options)), place) if ram else place
+    return TieredPlace(MemoryPlace(ram, page_locked=read_page_locked(options)), place) if ram else place
+
+
+def lasting_url(url: str) -> str:
+    """A store's URL without the memory in front of it: what is left when a process has ended.
+
+    Raises:
+        InvalidInputError: nothing is left; or as `check_store_url`.
+    """
+    check_store_url(url)
+    lasting = [each for each in _each(url) if _split(each).scheme not in ("memory", "cuda")]
+    if not lasting:
+        raise InvalidInputError(f"the store {url!r} ends with this command; name a folder, a server or a bucket")
+    return ", ".join(lasting)
+
+
+def _each(url: str) -> list[str]:
+    """The URLs of several stores, or the one."""
+    return [each.strip() for each in re.split(r",(?=\s*[a-z0-9]+://)", url)]
 
 
 def _cascade(urls: list[str], max_bytes: int | str | None, ram_bytes: int | str | None) -> StorePlace:
@@ -263,40 +275,40 @@ def _check_commas(path: str, folder: Path) -> None:
 
 
 def _memory(parts: _Parts, options: Mapping[str, str]) -> MemoryPlace:
-    return MemoryPlace(_bytes(options), _ttl(options), options.get("evict", "lru"), _page_locked(options))
+    return MemoryPlace(read_bytes(options), read_ttl(options), options.get("evict", "lru"), read_page_locked(options))
 
 
 def _device(parts: _Parts, options: Mapping[str, str]) -> DevicePlace:
-    max_bytes = _bytes(options)
+    max_bytes = read_bytes(options)
     if max_bytes is None:
         raise InvalidInputError(
             "a cuda store needs a bound, since models need the GPU's memory: cuda://?max_bytes=8GiB"
         )
     index = parts.url.removeprefix("cuda://")
-    return DevicePlace(max_bytes, int(index) if index else None, _ttl(options), options.get("evict", "lru"))
+    return DevicePlace(max_bytes, int(index) if index else None, read_ttl(options), options.get("evict", "lru"))
 
 
 def _folder(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
-    max_bytes = _bytes(options)
+    max_bytes = read_bytes(options)
     return FolderPlace(
         paths=tuple(Path(part) for part in re.split(r":(?=[/~])", parts.path)),
         max_bytes=DEFAULT_DISK_BYTES if max_bytes is None else max_bytes,
-        ttl_s=_ttl(options),
+        ttl_s=read_ttl(options),
         eviction=options.get("evict", "lru"),
-        direct=_flag(options, "direct"),
-        locks=_flag(options, "locks", default="true"),
-        mode=_mode(options),
+        direct=read_flag(options, "direct"),
+        locks=read_flag(options, "locks", default="true"),
+        mode=read_mode(options),
     )
 
 
 def _redis(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
-    prefix, cluster = options.get("prefix", "cacheblend"), _flag(options, "cluster")
-    return RedisPlace(parts.url, _bytes(options), _ttl(options), _seconds(options, 2.0), prefix, cluster)
+    prefix, cluster = options.get("prefix", "cacheblend"), read_flag(options, "cluster")
+    return RedisPlace(parts.url, read_bytes(options), read_ttl(options), read_seconds(options, 2.0), prefix, cluster)
 
 
 def _bucket(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
     endpoint, region = options.get("endpoint"), options.get("region")
-    return BucketPlace(parts.url, _bytes(options), _ttl(options), _seconds(options, 5.0), endpoint, region)
+    return BucketPlace(parts.url, read_bytes(options), read_ttl(options), read_seconds(options, 5.0), endpoint, region)
 
 
 _MAKERS: Mapping[str, Callable[[_Parts, Mapping[str, str]], StorePlace]] = {
@@ -306,42 +318,3 @@ _MAKERS: Mapping[str, Callable[[_Parts, Mapping[str, str]], StorePlace]] = {
     **dict.fromkeys(_REDIS, _redis),
     "s3": _bucket,
 }
-
-
-def _bytes(options: Mapping[str, str]) -> int | None:
-    return parse_bytes(options["max_bytes"]) if "max_bytes" in options else None
-
-
-def _ttl(options: Mapping[str, str]) -> float | None:
-    return parse_seconds(options["ttl"]) if "ttl" in options else None
-
-
-def _page_locked(options: Mapping[str, str]) -> bool | None:
-    return _flag(options, "page_locked") if "page_locked" in options else None
-
-
-def _flag(options: Mapping[str, str], name: str, default: str = "false") -> bool:
-    given = options.get(name, default)
-    if given not in ("true", "false"):
-        raise InvalidInputError(f"{name} must be true or false, got {given!r}")
-    return given == "true"
-
-
-def _mode(options: Mapping[str, str]) -> int:
-    given = options.get("mode", "0600")
-    if not re.fullmatch("0?[67][0-7]{2}", given):
-        raise InvalidInputError(
-            f"mode must be octal permissions that let the owner read and write (0640), got {given!r}"
-        )
-    return int(given, 8) & 0o666
-
-
-def _seconds(options: Mapping[str, str], default: float) -> float:
-    given = options.get("timeout", str(default))
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise InvalidInputError(f"timeout must be a number of seconds above 0, got {given!r}")
-    return seconds

@@ -89,7 +89,11 @@ class ThreadOptions:
     threads: Annotated[
         int | None,
         typer.Option(
-            "--threads", min=1, max=4096, help="Threads of torch. Default: torch's own choice.", rich_help_panel=HOW
+            "--threads",
+            min=1,
+            max=4096,
+            help="Threads of torch. Default: torch's own choice; of bench core 2.",
+            rich_help_panel=HOW,
         ),
     ] = None
 

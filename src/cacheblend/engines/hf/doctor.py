@@ -151,7 +151,7 @@ def _tokenizer_checks(tokenizer: Any) -> Iterator[Check]:
         return
     yield Check("tokenizer", True, f"fast backend, {len(tokenizer)} tokens")
     if builder.bos_id is None:
-        yield Check("anchor", None, "none: the tokenizer adds no BOS token; use `--anchor system` instead")
+        yield Check("anchor", None, "none: the tokenizer adds no BOS token")
     else:
         yield Check("anchor", True, f"BOS, id {builder.bos_id}")
     has_template = bool(tokenizer.chat_template)

@@ -165,7 +165,7 @@ class Grammars:
         try:
             import xgrammar
         except ImportError:
-            message = "answers of a given form need xgrammar: pip install cacheblend[structured]"
+            message = "answers of a given form need xgrammar: pip install 'cacheblend[structured]'"
             raise InvalidInputError(message) from None
         if self._tokenizer is None:
             raise InvalidInputError("without a tokenizer no grammar can be held: a grammar is about text")

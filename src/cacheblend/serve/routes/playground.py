@@ -18,7 +18,6 @@ from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 
-from cacheblend.core.config import BlendConfig
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt
@@ -184,12 +183,7 @@ def _recorded_prefill(
     engine: BlendEngine, model: ModelState, prompt: Prompt, asked: Explain, tenant: str
 ) -> tuple[PrefillResult, Recorded]:
     """The prefill as a request with the same settings runs it, and what its selector decided."""
-    if asked.selector is None:
-        chosen = engine.settings.selector(asked.recompute_ratio)
-    else:
-        ratio = BlendConfig.recompute_ratio if asked.recompute_ratio is None else asked.recompute_ratio
-        chosen = BlendConfig(selector=asked.selector, recompute_ratio=ratio).make_selector()
-    watched = Recorded(chosen)
+    watched = Recorded(engine.settings.selector(asked.recompute_ratio, asked.selector))
 
     def raised(ratio: float) -> Selector:
         watched.inner = engine.settings.at_least(ratio)

@@ -59,9 +59,7 @@ class RequestOptions:
         Raises:
             InvalidInputError: no such selector, or a ratio that it cannot have.
         """
-        if self.selector is None:
-            return settings.selector(self.recompute_ratio)
-        return replace(settings.config, selector=self.selector).make_selector(self.recompute_ratio)
+        return settings.selector(self.recompute_ratio, self.selector)
 
 
 def read_options(params: Any, tokens: int) -> RequestOptions:
