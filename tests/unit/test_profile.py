@@ -199,6 +199,7 @@ def test_a_selector_that_a_request_names_has_its_own_defaults_unless_it_is_the_o
     assert found.selector(name="hybrid") == found.selector()
     assert found.selector(name="hkvd") == Gradual(0.15) and found.selector(0.3, "hkvd") == Gradual(0.3)
     assert found.selector(0.3, "query") == Query(0.3)
+    assert resolve_settings({"recompute_ratio": 0.2, "lead": 2}, tmp_path, "f1").selector(name="query") == Query(0.2)
     assert replace(found, raised_by=2.0).selector(name="hybrid") == found.selector()  # the floor raises unnamed ones
     with pytest.raises(InvalidInputError, match="no selector is called 'best'"):
         found.selector(name="best")

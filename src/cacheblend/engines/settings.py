@@ -51,7 +51,8 @@ class Settings:
         """The selector of a request that may name a ratio and a selector.
 
         What is named blends even where the profile says not to blend. A selector that is not the one in use has its own
-        defaults: the fields of a profile were measured together, and those of one selector say nothing of another's.
+        defaults, but for a recompute ratio that the caller configured: the fields of a profile were measured together,
+        and those of one selector say nothing of another's.
 
         Raises:
             InvalidInputError: no selector has this name, it needs more than a name, or a ratio outside 0..1.
@@ -60,7 +61,10 @@ class Settings:
             return (self.config if self.is_full else self.config.scaled(self.raised_by)).make_selector()
         forced = self.profile is not None and not self.profile.blend
         own = BlendConfig() if forced else self.config
-        return (own if name in (None, own.selector) else Selection(selector=name)).make_selector(ratio)
+        if name in (None, own.selector):
+            return own.make_selector(ratio)
+        default = own.recompute_ratio if self.profile is None else Selection.recompute_ratio
+        return Selection(selector=name).make_selector(default if ratio is None else ratio)
 
     def at_least(self, ratio: float) -> Selector:
         """The selector that the loading controller gets for a ratio of its choice: never one below that in force."""
