@@ -1,0 +1,253 @@
+"""The server's answers through OpenAI's own client, on the model that ships: forms, streams, modes and chunks."""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi.testclient import TestClient
+
+from cacheblend.engines.hf import BlendEngine, SamplingParams
+from cacheblend.nano import model_path
+from cacheblend.serve.app import create_app
+from cacheblend.serve.settings import ServeSettings
+from openai_asking import PASSAGES, QUESTION, ask, client, extras, stored_in_time
+from serving import running
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(ServeSettings(chunk_tokens=16, drain_s=5)) as address:
+        yield address
+
+
+# ---- answers ------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_gets_the_engines_own_answer(url: str) -> None:
+    answer = ask(url)
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        prompt = engine.chat_prompt(
+            [
+                {
+                    "role": "user",
+                    "content": [*({"type": "chunk", "text": t} for t in PASSAGES), {"type": "text", "text": QUESTION}],
+                }
+            ]
+        )
+        expected = engine.generate(prompt, SamplingParams(max_new_tokens=8))
+    full = ask(url, extra_body={"cacheblend": {"mode": "full"}})
+    assert full.choices[0].message.content == expected.text  # nothing was stored: all of it was computed
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_missed_chunks_are_stored_after_the_answer_and_the_question_never_is(url: str) -> None:
+    ask(url)
+    for _ in range(200):
+        again = ask(url)
+        if extras(again)["missed_tokens"] == 0:
+            break
+        time.sleep(0.05)
+    report = extras(again)
+    assert report["missed_tokens"] == 0 and sum(report["hit_tokens"].values()) > 0
+    assert (
+        again.usage.prompt_tokens_details.cached_tokens
+        == sum(report["hit_tokens"].values()) - report["recomputed_tokens"]
+    )
+    listed = httpx.get(f"{url}/v1/chunks").json()["data"]
+    assert len(listed) >= len(set(PASSAGES))
+    assert all(one["tokens"] >= 16 for one in listed)
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
+    answer = ask(url, extra_body={"cacheblend": {"mode": "full"}})
+    events = list(
+        ask(url, stream=True, stream_options={"include_usage": True}, extra_body={"cacheblend": {"mode": "full"}})
+    )
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text == answer.choices[0].message.content
+    assert events[0].choices[0].delta.role == "assistant"
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == answer.choices[0].finish_reason
+    assert events[-1].usage.completion_tokens == answer.usage.completion_tokens
+    assert events[-1].model_extra["cacheblend"]["generated_tokens"] == answer.usage.completion_tokens
+
+
+def test_every_event_of_a_stream_has_a_choice_unless_usage_is_asked_for(url: str) -> None:
+    events = list(ask(url, stream=True, n=2))
+    assert all(len(event.choices) == 1 for event in events)
+    reasons = [event.choices[0].finish_reason for event in events]
+    assert sum(reason is not None for reason in reasons) == 2 and reasons[-1]
+    assert [("cacheblend" in (event.model_extra or {})) for event in events] == [False] * (len(events) - 1) + [True]
+
+
+def test_offsets_of_a_streams_tokens_are_those_of_the_whole(url: str) -> None:
+    options: dict[str, Any] = {"model": "nano", "max_tokens": 6, "temperature": 0, "logprobs": 1, "prompt": QUESTION}
+    answer = client(url).completions.create(**options)
+    pieces = [e.choices[0].logprobs for e in client(url).completions.create(stream=True, **options)]
+    assert [offset for piece in pieces if piece for offset in piece.text_offset] == (
+        answer.choices[0].logprobs.text_offset
+    )
+
+
+def test_modes(url: str) -> None:
+    def of(mode: str) -> dict[str, Any]:
+        return extras(ask(url, extra_body={"cacheblend": {"mode": mode, "recompute_ratio": 0.3, "selector": "hkvd"}}))
+
+    stored_in_time(lambda: of("blend")["missed_tokens"] == 0)
+    blend, full, reuse, prefix = map(of, ("blend", "full", "reuse", "prefix"))
+    loaded = {mode: sum(report["hit_tokens"].values()) for mode, report in (("blend", blend), ("reuse", reuse))}
+    assert loaded["blend"] == loaded["reuse"] > 0
+    assert 0 < blend["recomputed_tokens"] < loaded["blend"] and reuse["recomputed_tokens"] == 0
+    assert sum(full["hit_tokens"].values()) == 0 == full["recomputed_tokens"]
+    assert sum(prefix["hit_tokens"].values()) == prefix["hit_tokens"]["prefix"] < loaded["blend"]
+    assert full["row_layers"] > blend["row_layers"] > reuse["row_layers"]
+
+
+def test_what_openais_fields_ask_for_is_done(url: str) -> None:
+    """Each changes the answer that is given without it, or the request is refused by the field's name."""
+    plain = ask(url, logprobs=True, max_tokens=4)
+    ids = client(url).completions.create(model="nano", prompt="x", max_tokens=1, logprobs=1).choices[0]
+    assert ids.text is not None
+    first = plain.choices[0].logprobs.content[0].token
+    other = ask(url, max_tokens=4, extra_body={"bad_words": [first.strip() or first]}).choices[0].message.content
+    assert not (other or "").startswith(first)
+    biased = ask(url, max_tokens=3, logit_bias={"300": 100}, extra_body={"ignore_eos": True}).choices[0].message.content
+    assert biased != plain.choices[0].message.content and len(set(biased.split())) <= 1
+    longer = ask(url, max_tokens=12, extra_body={"min_tokens": 12})
+    assert longer.usage.completion_tokens == 12
+    for name, value in (("presence_penalty", 2.0), ("frequency_penalty", 2.0), ("reasoning_effort", "low")):
+        assert ask(url, max_tokens=2, **{name: value}).usage.completion_tokens
+    for name, value in (
+        ("response_format", {"type": "structural_tag"}),
+        ("tool_choice", "required"),
+        ("logit_bias", {"99999": 1}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=name):
+            ask(url, **{name: value})
+
+
+def test_a_tool_message_is_a_chunk_and_the_question_in_front_of_it_is_not_stored() -> None:
+    """A tool's result recurs and is stored; the user's question in front of it must not be."""
+    call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    question = "Who has the key to the house? " * 12
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": PASSAGES[0]},
+    ]
+
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        engine.name = "nano"
+        with TestClient(create_app(engine, ServeSettings(chunk_tokens=16))) as web:
+            body = {"model": "nano", "messages": messages, "max_tokens": 2}
+            web.post("/v1/chat/completions", json=body).raise_for_status()
+            assert engine.flush(timeout=60)
+            again = web.post("/v1/chat/completions", json=body).json()["cacheblend"]
+            assert engine.flush(timeout=60)
+            (chunk,) = web.get("/v1/chunks").json()["data"]
+        assert again["missed_tokens"] == 0 and sum(again["hit_tokens"].values()) >= chunk["tokens"]
+        (manifest,) = engine.store.manifests()
+        assert again["hit_tokens"]["prefix"] == len(manifest.anchor_ids)
+        assert engine.store.stats().blocks == len(manifest.block_names) + len(manifest.anchor_ids)
+
+
+def test_choices_seeds_stops_and_log_probabilities(url: str) -> None:
+    options = {"n": 3, "temperature": 1.5, "seed": 4, "logprobs": True, "top_logprobs": 2, "max_tokens": 5}
+    first, second = ask(url, **options), ask(url, **options)
+    texts = [choice.message.content for choice in first.choices]
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    assert texts == [choice.message.content for choice in second.choices]
+    for choice in first.choices:
+        for token in choice.logprobs.content:
+            assert token.logprob <= 0 and len(token.top_logprobs) == 2
+            assert math.isclose(max(t.logprob for t in token.top_logprobs), token.top_logprobs[0].logprob)
+    whole = ask(url).choices[0].message.content
+    stop = whole[len(whole) // 2 :][:2]
+    cut = ask(url, stop=[stop])
+    assert cut.choices[0].message.content == whole[: whole.index(stop)] and cut.choices[0].finish_reason == "stop"
+
+
+def test_documents_and_tool_messages_are_chunks(url: str) -> None:
+    asked = [{"role": "user", "content": QUESTION}]
+    documents = [{"title": f"note {n}", "text": text} for n, text in enumerate(PASSAGES)]
+    report = extras(
+        client(url).chat.completions.create(
+            model="nano", messages=asked, max_tokens=2, extra_body={"documents": documents}
+        )
+    )  # type: ignore[arg-type]
+    assert sum(report["hit_tokens"].values()) + report["missed_tokens"] > 0
+    held, end = 0, time.monotonic() + 60
+    while held < len(set(PASSAGES)) and time.monotonic() < end:  # they are stored after the answer
+        held = len(httpx.get(f"{url}/v1/chunks").json()["data"])
+        time.sleep(0.05)
+    assert held >= len(set(PASSAGES))
+
+
+def test_completions_of_texts_and_of_token_ids_with_spans(url: str) -> None:
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        assert engine.builder is not None
+        ids, spans = engine.builder.encode("Read this. "), []
+        for passage in PASSAGES[:2]:
+            inside = engine.builder.encode(passage)
+            spans.append([len(ids), len(ids) + len(inside)])
+            ids += inside
+        ids += engine.builder.encode(QUESTION)
+    options: dict[str, Any] = {"model": "nano", "max_tokens": 4, "temperature": 0}
+    body = {"cacheblend": {"chunks": spans}}
+    answer = client(url).completions.create(prompt=ids, logprobs=2, extra_body=body, **options)
+    assert answer.usage is not None and answer.usage.prompt_tokens >= len(ids)
+    assert (
+        answer.choices[0].logprobs is not None
+        and len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens
+    )
+    text = client(url).completions.create(prompt="Who has the boot?", stream=True, **options)
+    assert "".join(event.choices[0].text for event in text if event.choices) is not None
+
+
+def test_the_model_is_listed(url: str) -> None:
+    assert [model.id for model in client(url).models.list()] == ["nano"]
+
+
+# ---- chunks -------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_stored_listed_pinned_used_and_deleted() -> None:
+    with running(ServeSettings(chunk_tokens=16)) as url:
+        texts = [{"text": text, "title": f"note {n}"} for n, text in enumerate(PASSAGES)]
+        stored = httpx.post(f"{url}/v1/chunks", json={"chunks": texts, "pin": True}, timeout=60).json()["data"]
+        assert [one["title"] for one in stored] == [text["title"] for text in texts]
+        assert all(one["held"] and one["pinned"] and one["bytes"] > 0 for one in stored)
+        assert extras(ask(url))["missed_tokens"] == 0
+        name = stored[0]["id"]
+        assert httpx.delete(f"{url}/v1/chunks/{name}/pin").json()["pinned"] is False
+        assert httpx.delete(f"{url}/v1/chunks/{name}").json()["deleted"] is True
+        assert httpx.delete(f"{url}/v1/chunks/{name}").status_code == 404
+        assert len(httpx.get(f"{url}/v1/chunks").json()["data"]) == len({t["text"] for t in texts}) - 1
+        assert httpx.post(f"{url}/v1/chunks/zz/pin").status_code == 404
+
+
+def test_chunks_of_token_ids_are_those_of_prompts_of_token_ids(url: str) -> None:
+    ids = [300 + number % 700 for number in range(40)]
+    stored = httpx.post(f"{url}/v1/chunks", json={"chunks": [{"token_ids": ids}]}, timeout=60).json()["data"]
+    assert stored[0]["tokens"] == 40 and stored[0]["held"]
+    body = {"prompt": [7, *ids, 8], "max_tokens": 1, "cacheblend": {"chunks": [[1, 41]]}}
+    report = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["cacheblend"]
+    assert report["missed_tokens"] == 0 and report["hit_tokens"]["memory"] == 40
+    for wrong in ({"token_ids": [10**9]}, {"token_ids": [-1]}, {"token_ids": []}, {}, {"token_ids": ids, "text": "x"}):
+        refused = httpx.post(f"{url}/v1/chunks", json={"chunks": [wrong]}, timeout=60)
+        assert refused.status_code == 400, wrong
+
+
+def test_unpinning_a_chunk_leaves_what_another_pinned_one_shares() -> None:
+    with running(ServeSettings()) as url:
+        same = [300 + n % 700 for n in range(256)]
+        chunks = {"chunks": [{"token_ids": [*same, 7]}, {"token_ids": [*same, 8]}], "pin": True}
+        one, other = httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60).json()["data"]
+        assert httpx.delete(f"{url}/v1/chunks/{one['id']}/pin").json()["pinned"] is False
+        pinned = {each["id"]: each["pinned"] for each in httpx.get(f"{url}/v1/chunks").json()["data"]}
+        assert pinned == {one["id"]: False, other["id"]: True}

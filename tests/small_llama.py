@@ -1,0 +1,147 @@
+"""Engines on a tiny llama in a folder, the prompts that they are asked, and what their answers and blocks must be."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.naming import BlockName, chain_names, split_blocks
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
+from cacheblend.store import KVStore
+from tokenizers_for_tests import sentencepiece
+
+CONTEXT, LAYERS, BLOCK = 256, 4, 8
+PASSAGES = [
+    Passage("The quick brown fox jumps over the lazy dog, and the dog sleeps on.", "fox"),
+    Passage("A passage is stored once and reused at any position of a prompt.", "stored"),
+    Passage("Who wrote it? The answer is in the second passage: nobody knows.", "who"),
+]
+QUESTION = " Who wrote the second passage?"
+PARTS = ["Answer from the passages. ", *PASSAGES, QUESTION]
+GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
+SOON = 60.0  # seconds: only a failing test waits that long
+Open = Callable[..., BlendEngine]
+"""`open_engine(store, **settings)` opens an engine that is closed after the test."""
+
+
+def build_llama(path: Path) -> Path:
+    """Writes a tiny random model and a tokenizer to a folder, and returns it."""
+    tokenizer = sentencepiece()
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@contextmanager
+def opened_once(folder: Path, cache: Path) -> Iterator[BlendEngine]:
+    """An engine loaded once; the tests' engines use its model and tokenizer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a model this small is not faster with more threads, and slower on a busy machine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        with BlendEngine.from_pretrained(folder) as engine:
+            yield engine
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def opening(loaded: BlendEngine) -> Iterator[Open]:
+    """Opens engines on a loaded one's model, and closes them at the end."""
+    opened: list[BlendEngine] = []
+
+    def open_one(store: KVStore | str | Path | None = None, **settings: Any) -> BlendEngine:
+        config = BlendConfig(**{"block_size": BLOCK, **settings})
+        known = {"fingerprint": "tiny", "name": loaded.name}
+        opened.append(BlendEngine(loaded.model, loaded.tokenizer, store=store, config=config, **known))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        engine.close()
+
+
+def plain(engine: BlendEngine, prompt: Prompt, tokens: int = GREEDY.max_new_tokens) -> list[int]:
+    """transformers' own greedy answer."""
+    ids = torch.from_numpy(prompt.token_ids.astype("i8"))[None]
+    out = engine.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def check_chain(engine: BlendEngine, segments: list[Any]) -> int:
+    """Checks that each stored block of the chain equals a plain prefill (third exactness invariant); counts them."""
+    ids = torch.tensor([i for segment in segments for i in segment.tolist()])
+    cache = DynamicCache()
+    engine.model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+    parent, position, held = engine.planner.root, 0, 0
+    for segment in segments:
+        for tokens, name in zip(
+            split_blocks(segment, BLOCK), chain_names(parent, split_blocks(segment, BLOCK)), strict=True
+        ):
+            rows = slice(position, position + len(tokens))
+            if engine.store.find([name])[0] is not None:
+                held += 1
+                for layer, kv in enumerate(cache.layers):
+                    expected = torch.stack([kv.keys[0, :, rows], kv.values[0, :, rows]], dim=1)
+                    torch.testing.assert_close(engine.store.read(name, layer), expected, rtol=1e-3, atol=1e-4)
+            parent, position = name, rows.stop
+    return held
+
+
+def names_of(engine: BlendEngine, passage: Passage) -> list[BlockName]:
+    """Names of a passage's blocks after BOS."""
+    assert engine.builder is not None
+    segments = engine.prompt([passage]).segments
+    anchor = engine.planner.chain_of([segments[0].token_ids])
+    return chain_names(anchor, split_blocks(segments[1].token_ids, BLOCK))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def check_sums(answer: Answer) -> None:
+    report = answer.report
+    assert report.loaded_tokens + report.missed_tokens + report.text_tokens == report.prompt_tokens
+    assert 0 <= report.recomputed_tokens <= report.loaded_tokens
+    passes = 1 + len(report.fallbacks)
+    assert passes * report.prompt_tokens * LAYERS >= report.row_layers > 0
+    assert report.generated_tokens == len(answer.token_ids)
+    assert 0 < report.ttft_s <= report.total_s
+    assert report.ttft_s >= report.plan_s + report.compute_s
+    assert min(asdict(report)[name] for name in ("plan_s", "load_s", "wait_s", "compute_s")) >= 0
