@@ -92,6 +92,16 @@ def test_warm_stores_each_passage_once(run: Run, model: Path, data: Path, tmp_pa
     assert first.json["store_bytes"] == second.json["store_bytes"] > 0
 
 
+def test_warm_and_store_use_what_is_behind_the_memory(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
+    """The URL is a server's own: what stood in its memory would be lost with the command."""
+    url = f"memory://?max_bytes=1GiB, file://{tmp_path}/s"
+    warmed = run("warm", "--model", model, "--store", url, "--data", data, "--json").json
+    assert warmed["stored"] == warmed["passages"] > 0 and warmed["store"] == f"file://{tmp_path}/s"
+    assert run("store", "stat", url, "--json").json == run("store", "stat", tmp_path / "s", "--json").json
+    again = run("warm", "--model", model, "--store", tmp_path / "s", "--data", data, "--json").json
+    assert (again["stored"], again["held"]) == (0, warmed["passages"])
+
+
 def test_warm_takes_several_files_and_a_limit(run: Run, model: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("One more.\n\nAnd one more.\n")
     command = ("warm", "-m", model, "-s", tmp_path / "s", "-d", data, "-d", tmp_path / "more.txt", "--json")
