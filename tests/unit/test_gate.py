@@ -1,6 +1,7 @@
 """The gate's statistics against known values and slow sums; its grid; summaries of samples."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,14 +11,17 @@ from hypothesis import strategies as st
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.select.question_selectors import Hybrid
 from cacheblend.core.select.selectors import AllRows, Gradual, Hkvd
 from cacheblend.engines.bounds import allowed_errors, lower_bound, needed_rows, reaches
+from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.evaluation import gate
 from cacheblend.evaluation.agreement import Sample, Summary, equal_share, summarise
 from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.candidates import Candidate, expected_compute, grid
 from cacheblend.evaluation.gate import Bar, Skipped, Tried, attempts_for, promising, run_gate
 from cacheblend.evaluation.gate_run import Run
+from cacheblend.nano import model_path
 
 confidences = st.floats(0.5, 0.999)
 
@@ -154,6 +158,23 @@ def test_the_grid_takes_further_settings_of_a_selector() -> None:
                                                        "hkvd@2:measure=v r=0.2"]  # fmt: skip
     assert found[0].settings == {"selector": "query", "pool": 8, "recompute_ratio": 0.2}
     assert found[1].selector() == Hkvd((1,), (0.2,), "v")
+
+
+def test_the_grid_has_the_kind_of_setting_that_ships() -> None:
+    """At its mean share of rows it is the shipped profile, to rounding; a deeper model checks deeper."""
+    (found,) = grid(12, ["narrowing"], [1.55 / 12])
+    shipped, selector = read_profile(model_path() / PROFILE_NAME).selection.make_selector(), found.selector()
+    assert isinstance(shipped, Hybrid) and isinstance(selector, Hybrid)
+    assert (selector.early, *selector.ratios) == pytest.approx((shipped.early, *shipped.ratios))
+    assert replace(selector, early=shipped.early, ratios=shipped.ratios) == shipped
+    assert expected_compute(found, 12) == pytest.approx(1.55 / 12)
+    (deep,) = grid(32, ["narrowing:hops=1"], [0.15])
+    assert deep.selector().check_layers == (5, 8, 10) and deep.settings["hops"] == 1
+    assert expected_compute(deep, 32) == pytest.approx(0.15)
+    (most,) = grid(12, ["narrowing"], [1.0])
+    assert most.selector() == replace(shipped, early=1.0, ratios=(1.0, 1.0, 1.0))
+    with pytest.raises(InvalidInputError, match="too few for the check layers of narrowing"):
+        grid(8, ["narrowing"])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class QualityOptions:
         typer.Option(
             "--selector",
             help="Selectors to try, as for evaluate; several times. Default: hkvd, gradual, query, query that "
-            "follows the words of what it finds, and hybrid.",
+            "follows the words of what it finds, hybrid, and narrowing (hybrid, most rows in the first layers).",
             rich_help_panel=GATE,
             show_default=False,
         ),

@@ -9,7 +9,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.checks import check_ratio
 from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selector_choice import Ratios, SelectorChoice
-from cacheblend.core.select.selectors import Selector
+from cacheblend.core.select.selectors import Selector, scaled_shares
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 FOLLOWING = {"question_words": 5, "lead": 0, "head_rows": 16, "hops": 2, "hop_rows": 0}
@@ -22,7 +22,12 @@ def named(selector: str, settings: Mapping[str, float]) -> str:
     return f"{selector}:" + ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
 
 
-SELECTORS = ("hkvd", "gradual", "query", named("query", FOLLOWING), "hybrid")
+NARROWING = "narrowing"
+NARROWING_SHARES = (0.52, 0.25, 0.1, 0.02)
+"""Shares of a hybrid that is called `NARROWING`: in front of its first check layer and behind each of three, before
+they are scaled to a mean over all layers. Many rows go through the first layers and hardly any through the last: with
+the mean 0.129 it is what the model that ships has as its profile (docs/log.md, 2026-11-26)."""
+SELECTORS = ("hkvd", "gradual", "query", named("query", FOLLOWING), "hybrid", NARROWING)
 HKVD_CHECKS = (1, 2)
 WITHOUT_RATIO = {"all": 1.0, "none": 0.0}
 
@@ -49,8 +54,8 @@ def grid(layers: int, selectors: Sequence[str] = (), ratios: Sequence[float] = (
 
     Args:
         layers: number of layers of the model; candidates with check layers beyond it are left out.
-        selectors: selector names of `Selection`, and ``gradual`` (hkvd without check layers), optionally with
-            further settings (see `SelectorChoice`); empty: `SELECTORS`.
+        selectors: selector names of `Selection`, ``gradual`` (hkvd without check layers) and ``narrowing`` (see
+            `NARROWING_SHARES`), optionally with further settings (see `SelectorChoice`); empty: `SELECTORS`.
         ratios: shares of loaded tokens to recompute; empty: `RATIOS`.
 
     Raises:
@@ -77,7 +82,7 @@ def expected_compute(candidate: Candidate, layers: int) -> float:
     shares: Ratios = getattr(selector, "ratios", (config.recompute_ratio,) * len(checks))
     ends = (*checks[1:], layers)
     active = sum(share * (end - start) for share, start, end in zip(shares, checks, ends, strict=False))
-    return (checks[0] + active) / layers
+    return (checks[0] * getattr(selector, "early", 1.0) + active) / layers
 
 
 def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[Candidate]:
@@ -96,9 +101,23 @@ def _of_selector(text: str, ratios: tuple[float, ...], layers: int) -> Iterator[
         if layers > 1:
             for ratio in ratios:
                 yield _candidate(f"{choice.text} r={ratio:g}", base | _at(ratio) | {"selector": "hkvd"})
+    elif base["selector"] == NARROWING:
+        checks = layers // 6, layers // 4, layers // 3
+        if 0 < checks[0] < checks[1] < checks[2]:
+            for ratio in ratios:
+                settings = _narrowing(checks, layers, ratio) | base | {"selector": "hybrid"}
+                yield _candidate(f"{choice.text} r={ratio:g}", settings)
     else:
         for ratio in ratios:
             yield _candidate(f"{choice.text} r={ratio:g}", base | _at(ratio))
+
+
+def _narrowing(checks: tuple[int, int, int], layers: int, mean: float) -> dict[str, Any]:
+    lasting = [end - start for start, end in zip((0, *checks), (*checks, layers), strict=True)]
+    early, *ratios = scaled_shares(NARROWING_SHARES, lasting, mean)
+    following = FOLLOWING | {"head_rows": 24, "hops": 3, "hop_spans": 3}
+    shares = {"check_layers": checks, "ratios": tuple(ratios), "early_ratio": early}
+    return following | shares | _at(ratios[-1])
 
 
 def _candidate(name: str, settings: dict[str, Any]) -> Candidate:

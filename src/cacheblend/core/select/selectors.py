@@ -6,6 +6,7 @@ its type. `core.select.question_selectors` has the selectors that use the questi
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -219,15 +220,25 @@ GRADUAL_SHARES = (0.5, 0.35, 0.18, 0.05)
 
 def _gradual_ratios(ratio: float, checks: tuple[int, ...], layers: int) -> tuple[float, ...]:
     """A ratio for each check layer: `GRADUAL_SHARES` times one factor, at most 1, and `ratio` on average."""
-    shares = GRADUAL_SHARES[: len(checks)]
-    lasting = [*(1 for _ in checks[1:]), max(1, layers - checks[-1])]  # layers that run with each share
-    budget = ratio * sum(lasting)
-    for full in range(len(checks)):  # the first `full` ratios are 1, the factor gives the others
+    lasting = [*(1 for _ in checks[1:]), max(1, layers - checks[-1])]
+    return scaled_shares(GRADUAL_SHARES[: len(checks)], lasting, ratio)
+
+
+def scaled_shares(shares: Sequence[float], lasting: Sequence[int], mean: float) -> tuple[float, ...]:
+    """Falling shares times one factor, each at most 1, so that they have this mean over the layers.
+
+    Args:
+        shares: falling, above 0.
+        lasting: number of layers that run with each share, at least one.
+        mean: of the shares over all these layers, 0..1.
+    """
+    budget = mean * sum(lasting)
+    for full in range(len(shares)):  # the first `full` shares are 1, the factor gives the others
         left = max(0.0, budget - sum(lasting[:full]))
         factor = left / sum(share * count for share, count in zip(shares[full:], lasting[full:], strict=True))
         if factor * shares[full] <= 1:
             return (1.0,) * full + tuple(factor * share for share in shares[full:])
-    return (1.0,) * len(checks)
+    return (1.0,) * len(shares)
 
 
 @dataclass(frozen=True)
