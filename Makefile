@@ -32,7 +32,7 @@ demo: $(VENV)/.installed ## passages stored once, asked in many orders: answers 
 	$(BIN)/cacheblend demo $(ARGS)
 
 test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`, those on a GPU only where there is CUDA
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 	$(if $(wildcard $(VLLM_VENV)/.installed),$(MAKE) test-vllm)
 
 vllm: $(VLLM_VENV)/.installed ## vLLM for CPUs and this package beside it, in .venv-vllm

@@ -66,7 +66,7 @@ def test_standard_input_and_what_is_refused(run: Run, tmp_path: Path, monkeypatc
     assert run(*common).json["kept"] == 1
     piped(b"")
     assert run(*common, "--salt", "another").json["other_models"] == 1
-    assert "a store in memory" in run("--store", "memory", "--source", tmp_path, "--json").json["error"]
+    assert "the store 'memory' ends" in run("--store", "memory", "--source", tmp_path, "--json").json["error"]
     assert "does not exist" in run("--store", tmp_path / "s", "--source", tmp_path / "no", "--json").json["error"]
 
 
