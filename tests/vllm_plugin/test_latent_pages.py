@@ -5,7 +5,6 @@ holds (its CPU build caches none of such models); blocks that belong to others; 
 that are no plain product; odd widths; backends that pack what is needed; kernels that need other shapes.
 """
 
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
+from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.latent import halves
 from cacheblend.core.kernels.operations import attend_rows
-from cacheblend.store import MemoryStore
 from vllm_running import needs_vllm
 
 pytestmark = needs_vllm
@@ -171,22 +169,11 @@ def test_records_have_names_of_their_own(tmp_path: Path) -> None:
     assert named(use_mla=False) == fingerprint_folder(folder, {}) != named(use_mla=True)
 
 
-def test_a_request_that_has_keys_alone_compared_is_told_so() -> None:
-    """The configured selector compares nothing, so the start does not refuse its measure."""
+def test_a_request_that_has_rows_compared_compares_keys_and_values_whatever_another_selector_was_set_to() -> None:
+    """The start refuses to compare keys alone, but not where the configured selector compares nothing."""
     from cacheblend.core.config import BlendConfig
-    from cacheblend.core.naming import as_token_ids
-    from cacheblend.engines.identity import ModelIdentity
     from cacheblend.engines.settings import Settings
-    from cacheblend.engines.vllm.config import ConnectorConfig
-    from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
     from cacheblend.engines.vllm.scheduler.options import RequestOptions
-    from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 
-    config = BlendConfig(selector="head", measure="k")
-    planners = TenantPlanners(ModelIdentity(None, "model", "float32", None, "a model"), config)
-    finder = ChunkFinder(ConnectorConfig(), Settings(config), planners, MemoryStore(1 << 20), keeps_latents=True)
-    with closing(finder):
-        ids = as_token_ids(range(20, 60))
-        with pytest.raises(InvalidInputError, match="measure 'k' compares keys or values alone"):
-            finder.start(ids, RequestOptions(selector="hkvd", spans=((0, 20),)), None)
-        assert not isinstance(finder.start(ids, RequestOptions(spans=((0, 20),)), None), str)
+    settings = Settings(BlendConfig(selector="head", measure="k"))
+    assert RequestOptions(selector="hkvd").selector_of(settings).measure == "kv"

@@ -123,7 +123,6 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
             self._store,
             self._open_control() if self._config.controller else None,
             keeps_events=self._publishes_events,
-            keeps_latents=compat.keeps_latents(self._vllm_config),
         )
 
     def _open_watch(self, finder: ChunkFinder) -> ShadowWatch | None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 
 from cacheblend.core.errors import StoreError
-from cacheblend.core.fuse.prefill import check_latents
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.naming import BlockName, TokenIds, join_ids
 from cacheblend.core.plan.plan import BlendPlan
@@ -55,7 +54,6 @@ class ChunkFinder:
         store: where chunks are found.
         control: decides what is loaded; None: all that is stored.
         keeps_events: `take_changes` will be called.
-        keeps_latents: the model does, instead of keys and values.
     """
 
     def __init__(
@@ -67,13 +65,12 @@ class ChunkFinder:
         control: LoadControl | None = None,
         *,
         keeps_events: bool = False,
-        keeps_latents: bool = False,
     ) -> None:
         self._settings, self._planners, self._store, self._control = settings, planners, store, control
         self._chunk_end_token_id = config.chunk_end_token_id
         self._lookups = LookUps[Found | None](config.lookup_timeout_s)
         self._listing: ChunkListing | None = None
-        self._keeps_events, self._keeps_latents = keeps_events, keeps_latents
+        self._keeps_events = keeps_events
         if config.match_content:
             anchor = join_ids(planners.of().anchor.segments(None))
             self._listing = ChunkListing(
@@ -106,9 +103,7 @@ class ChunkFinder:
             InvalidInputError: the options cannot be carried out.
         """
         settings = self._settings  # the floor may change them while the look-up goes on
-        selector = options.selector_of(settings)  # raises for wrong ones
-        if self._keeps_latents:
-            check_latents(selector)
+        options.selector_of(settings)  # raises for wrong ones
         planner = self._planners.of(cache_salt, named(adapter))
         prompt = named_chunks(token_ids, options.spans, self._chunk_end_token_id)
         if prompt is None:
