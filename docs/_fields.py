@@ -27,6 +27,7 @@ NOTES = {
     "instructions": "the first system message",
     "logprobs": "chat: true or false; completions: 0 to 20",
     "min_tokens": "before, no token ends the answer; a stop text does",
+    "n": "integer, 1 to 8",
     "parallel_tool_calls": "false: the first call alone is returned; see [tools](#tools)",
     "prompt": "a text or a list of token ids, or a list of one of them",
     "reasoning_effort": "given to the chat template",
