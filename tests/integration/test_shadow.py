@@ -282,6 +282,20 @@ def test_closing_drops_what_waits_in_the_middle_of_a_layer_too(engine: BlendEngi
     assert counts(made) == (0, 3)
 
 
+def test_an_answer_waits_while_its_full_prefill_is_opened(engine: BlendEngine) -> None:
+    made, check = watched(engine)
+    engine.generate(RAG, GREEDY)
+    opened, seen_while_opening = check._open_full, []
+
+    def looking(prompt: Prompt, rows: int) -> Any:
+        seen_while_opening.append((check.waiting, check.has_work))
+        return opened(prompt, rows)
+
+    check._open_full = looking  # type: ignore[method-assign]
+    drain(check)
+    assert seen_while_opening == [(1, True)] and check.waiting == 0 and counts(made) == (1, 0)
+
+
 def test_a_full_queue_drops_the_oldest(engine: BlendEngine) -> None:
     made, check = watched(engine)
     for _ in range(MOST_WAITING + 3):

@@ -126,6 +126,7 @@ class ShadowCheck:
     ) -> None:
         self.watch, self._open_full, self._version, self._wake = watch, open_full, version, wake
         self._queue: deque[Watched] = deque()
+        self._current: Watched | None = None  # from the moment it leaves the queue: opening its pass takes a while
         self._pass: _Pass | None = None
         self._lock, self._closed = threading.Lock(), False
         self._last_version: int | None = None
@@ -133,7 +134,8 @@ class ShadowCheck:
     @property
     def waiting(self) -> int:
         """Answers that wait or are being compared."""
-        return len(self._queue) + (self._pass is not None)
+        with self._lock:
+            return len(self._queue) + (self._current is not None)
 
     @property
     def has_work(self) -> bool:
@@ -175,15 +177,15 @@ class ShadowCheck:
                 self._finish(self._pass)
         except Exception as error:
             logger.warning("a shadow check failed; its request is not affected", exc_info=True)
-            self._end()
             self.watch.drop(FAILED)
+            self._end()
             if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
                 torch.cuda.empty_cache()  # requests need some of it
 
     def close(self) -> None:
         """Drops what waits; call it when nothing is computed any more. Idempotent."""
         with self._lock:
-            self._closed, left = True, self.waiting
+            self._closed, left = True, len(self._queue) + (self._current is not None)
             self._queue.clear()
         self._end()
         for _ in range(left):
@@ -193,8 +195,9 @@ class ShadowCheck:
         with self._lock:
             if not self._queue:
                 return
-            watched = self._queue.popleft()
+            watched = self._current = self._queue.popleft()
         if self._is_stale(watched):
+            self._end()
             return
         self._pass = _Pass(watched, self._open_full(watched.forced(), len(watched.token_ids)))
 
@@ -207,7 +210,7 @@ class ShadowCheck:
         self._end()
 
     def _end(self) -> None:
-        done, self._pass = self._pass, None
+        done, self._pass, self._current = self._pass, None, None
         if done is not None:
             done.prefill.close()
 
