@@ -26,11 +26,8 @@ from transformers import (
 
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 
-CHILD = Path(__file__).parent / "vllm_plugin" / "child.py"
-NURSERY = CHILD.with_name("nursery.py")
+NURSERY = Path(__file__).parent / "vllm_plugin" / "nursery.py"
 LIMIT_S = 600
-PARALLEL = {"tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"}
-"""Options of engines with several processes, which a fork cannot start."""
 
 NANO_VOCAB = 1200
 """Ids below it are of the shipped model's ordinary tokens."""
@@ -85,14 +82,15 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 
 SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
 }
-"""The environment of a process that runs vLLM."""
+"""The environment of a process that runs vLLM. Even an eager engine compiles the function that ranks log-probabilities,
+which takes longer than most jobs."""
 
 
 class Texts:
@@ -143,12 +141,46 @@ class Asked:
         return Prompt.of([*parts, text(self.ids[at:])])
 
 
+class Nursery:
+    """A process of `nursery.py`, which runs programs in forks of itself; to be closed.
+
+    Args:
+        sees: the programs run models of images, whose processors must be importable before vLLM is.
+        compiles: `torch.compile` does what it says.
+    """
+
+    def __init__(self, *, sees: bool, compiles: bool) -> None:
+        self._settings = dict(SETTINGS)
+        if compiles:
+            del self._settings["TORCH_COMPILE_DISABLE"]
+        command = [sys.executable, str(NURSERY), *(["--sees"] if sees else [])]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, env=os.environ | self._settings, text=True, **pipes)
+
+    def run(self, program: str, job: Path) -> int:
+        """How `program`, a module beside `nursery.py`, ended with this job; what it printed is in `JOB.words`."""
+        asked, answered = self._process.stdin, self._process.stdout
+        assert asked and answered
+        given = {"program": program, "job": str(job), "settings": os.environ | self._settings}
+        asked.write(json.dumps(given) + "\n")
+        asked.flush()
+        watch = threading.Timer(LIMIT_S, os.kill, (int(answered.readline()), signal.SIGKILL))
+        watch.start()
+        try:
+            return int(answered.readline())
+        finally:
+            watch.cancel()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
 class Vllm:
     """Runs jobs of `child.py` and remembers what came out of equal ones; to be closed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._done = folder, dict[str, Any]()
-        self._nursery: subprocess.Popen[str] | None = None
+        self._nurseries: dict[tuple[bool, bool], Nursery] = {}
 
     def run(
         self,
@@ -183,44 +215,19 @@ class Vllm:
             return self._done[job]
         path = self._folder / f"job{len(self._done)}.json"
         path.write_text(job)
-        words = Path(f"{path}.words")
-        alone = PARALLEL & set(engine) or "image" in engine.get("limit_mm_per_prompt", {})  # see vision
-        code = self._alone(path, words, engine) if alone else self._in_nursery(path, words)
-        out = Path(f"{path}.out")
+        sees = "image" in engine.get("limit_mm_per_prompt", {})
+        code = self.run_program("child", path, sees=sees, compiles=not engine.get("enforce_eager", True))
+        out, words = Path(f"{path}.out"), Path(f"{path}.words")
         self._done[job] = json.loads(out.read_text()) if out.is_file() else {"code": code, "words": words.read_text()}
         return self._done[job]
 
-    def _alone(self, path: Path, words: Path, engine: dict[str, Any]) -> int:
-        """The job in a process that starts others."""
-        settings = dict(SETTINGS)
-        if engine.get("tensor_parallel_size", 1) > 1:
-            settings |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-        command, env = [sys.executable, str(CHILD), str(path)], {**os.environ, **settings}
-        with words.open("w") as sink:
-            ran = subprocess.run(command, env=env, stdout=sink, stderr=sink, timeout=LIMIT_S, check=False)
-        return ran.returncode
-
-    def _in_nursery(self, path: Path, words: Path) -> int:
-        if self._nursery is None:
-            self._nursery = subprocess.Popen(
-                [sys.executable, str(NURSERY)],
-                env={**os.environ, **SETTINGS},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        asked, answered = self._nursery.stdin, self._nursery.stdout
-        assert asked and answered
-        settings = {**os.environ, **SETTINGS}
-        asked.write(json.dumps({"job": str(path), "words": str(words), "settings": settings}) + "\n")
-        asked.flush()
-        watch = threading.Timer(LIMIT_S, os.kill, (int(answered.readline()), signal.SIGKILL))
-        watch.start()
-        try:
-            return int(answered.readline())
-        finally:
-            watch.cancel()
+    def run_program(self, program: str, job: Path, *, sees: bool = False, compiles: bool = False) -> int:
+        """See `Nursery.run`; the nursery is started when it is first needed."""
+        kind = sees, compiles
+        if kind not in self._nurseries:
+            self._nurseries[kind] = Nursery(sees=sees, compiles=compiles)
+        return self._nurseries[kind].run(program, job)
 
     def close(self) -> None:
-        if self._nursery is not None:
-            self._nursery.communicate()
+        for nursery in self._nurseries.values():
+            nursery.close()

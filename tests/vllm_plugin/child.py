@@ -1,4 +1,4 @@
-"""Runs vLLM in a process of its own, since one process holds one engine: `python child.py JOB.json`.
+"""A program of `nursery.py`: runs vLLM in a process of its own, since one process holds one engine.
 
 The job is `{"model", "engine", "extra", "steps", "beside"}`; `extra` null leaves the connector out, `beside` null
 leaves it alone, else it lists the connectors of a `MultiConnector`, null for ours. A step asks prompts, or does one of
@@ -40,6 +40,7 @@ def main(path: Path) -> None:
         "skip_tokenizer_init": True,
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": 128 << 20,
     }
     options |= job["engine"]
     if job["extra"] is not None:
@@ -250,7 +251,3 @@ def finish_captures(llm: Any) -> None:
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     while connector is not None and connector.has_pending_push_work():
         llm.llm_engine.step()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

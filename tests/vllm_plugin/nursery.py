@@ -1,9 +1,11 @@
-"""Imports vLLM once, and runs each job of `child.py` in a fork of itself, which saves most of a small job's time.
+"""Imports vLLM once, and runs each job in a fork of itself, which saves most of a small job's time.
 
-A line on standard input names a job, `{"job", "words", "settings"}`; `words` is the file that takes what the job
-prints, `settings` is its environment. Two lines answer: the number of the job's process, and how it ended.
+A line on standard input names a job, `{"program", "job", "settings"}`: the module that runs it, its file, its
+environment. What it prints is written beside the job, as `JOB.json.words`. Two lines answer: the number of the job's
+process, and how it ended. `--sees`: the jobs run models of images.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -12,7 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import child
+sys.path.append(str(Path(__file__).parents[1]))
+
+import vision
 
 MODULES = (
     "vllm.v1.engine.llm_engine",
@@ -25,10 +29,14 @@ MODULES = (
 
 
 def main() -> None:
+    if "--sees" in sys.argv:
+        vision.make_importable()
     from vllm import LLM  # noqa: F401
 
     for name in MODULES:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a job's collections, and vLLM asks for several, need not look at what all of them share
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
@@ -39,15 +47,16 @@ def main() -> None:
 
 def run(given: dict[str, Any]) -> None:
     """Does the job and ends the process."""
-    words = os.open(given["words"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    words = os.open(given["job"] + ".words", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (words, 1), (words, 2)):
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(given["settings"])
+    gc.unfreeze = lambda: None  # what vLLM does when it ends, and a whole collection takes half a second
     code = 0
     try:
-        child.main(Path(given["job"]))
+        importlib.import_module(given["program"]).main(Path(given["job"]))
     except BaseException:
         traceback.print_exc()
         code = 1

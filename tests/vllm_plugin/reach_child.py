@@ -1,13 +1,11 @@
-"""Runs many families in vLLM, one after the other in one process: `python reach_child.py JOB.json`.
+"""A program of `nursery.py`: runs a family of models in vLLM, alone and with the connector.
 
-The job is a list of `{"name", "model", "engine", "prompts", "chunks", "ratio", "extra"}`; a line of what came out of
-each is written to `JOB.json.out` as soon as it is there, so that a family that ends the process shows which it was.
+The job is `{"model", "engine", "prompts", "chunks", "ratio", "extra"}`; what came out is written beside it, as
+`JOB.json.out`.
 """
 
 import gc
 import json
-import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -24,21 +22,18 @@ ENGINE: dict[str, Any] = {
     "disable_log_stats": False,
     "distributed_executor_backend": "uni",
     "enable_prefix_caching": True,
+    "kv_cache_memory_bytes": 128 << 20,
 }
 SAMPLING = {"max_tokens": 4, "logprobs": 4}
 
 
 def main(path: Path) -> None:
-    with Path(f"{path}.out").open("w") as out:
-        for family in json.loads(path.read_text()):
-            began = time.monotonic()
-            found: dict[str, Any] = {"name": family["name"]}
-            try:
-                found |= run(family)
-            except Exception as error:
-                found |= {"error": _innermost(error), "trace": traceback.format_exc()[-3000:]}
-            out.write(json.dumps(found | {"seconds": round(time.monotonic() - began, 1)}) + "\n")
-            out.flush()
+    family = json.loads(path.read_text())
+    try:
+        found = run(family)
+    except Exception as error:
+        found = {"error": _innermost(error), "trace": traceback.format_exc()[-3000:]}
+    Path(f"{path}.out").write_text(json.dumps(found))
 
 
 def run(family: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +95,3 @@ def _innermost(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

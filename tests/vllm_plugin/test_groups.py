@@ -259,9 +259,9 @@ def test_memory_of_a_blended_request_with_the_hybrid_manager_on_and_off(
         {"begin": "r", "ids": asked.ids, "chunks": asked.spans, "sampling": {"max_tokens": 60}},
         *[part for given in (1, 20, 40) for part in ({"until": "r", "tokens": given}, {"cache": True})],
     ]
-    used = {}
+    used, engine = {}, {"max_model_len": 4400, "max_num_batched_tokens": 4400, "kv_cache_memory_bytes": 1 << 30}
     for off in (False, True):
-        engine = {"max_model_len": 4400, "max_num_batched_tokens": 4400, "disable_hybrid_kv_cache_manager": off}
+        engine["disable_hybrid_kv_cache_manager"] = off
         extra = {"store": f"file://{tmp_path}/{off}", "recompute_ratio": 0.05}
         result = vllm.run(model, steps, extra, **EXTENDED, **engine)
         held = result["answers"][4::2]

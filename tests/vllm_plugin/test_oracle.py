@@ -26,8 +26,9 @@ def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     texts = Texts(21)
     passages = texts.passages(5)
-    is_interpreted = attention == "pages, triton"  # which takes minutes for four
-    asked = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(1 if is_interpreted else 4)]
+    is_interpreted = attention == "pages, triton"  # which takes minutes for four prompts of four
+    prompts, picked = (1, 2) if is_interpreted else (4, 4)
+    asked = [texts.prompt(texts.rng.sample(passages, picked)) for _ in range(prompts)]
     ids, spans = [one.ids for one in asked], [one.spans for one in asked]
     ask: dict[str, Any] = {"ask": ids, "chunks": spans}
     steps = [{**ask, "alone": True}, {"forget": True}, {**ask, "sampling": {"max_tokens": 1, "logprobs": 8}}]

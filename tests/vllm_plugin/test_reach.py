@@ -1,12 +1,9 @@
 """Families of decoders in vLLM, end to end: its own answers at r = 1, the dense oracle's at r = 0.2, plain beside them.
 
-Several families run in one process, one after the other; what came of each is noted, and printed at the end of the run.
+What came of each is noted, and printed at the end of the run.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,11 +18,11 @@ from cacheblend.core.select.selectors import Hkvd
 from families import VOCAB
 from reference import blend
 from vllm_families import ENGINES, REACH, write_model
-from vllm_running import SETTINGS, Asked, Texts, needs_vllm
+from vllm_running import Asked, Texts, Vllm, needs_vllm
 
 pytestmark = needs_vllm
 
-RATIO, AT_ONCE, CHILD = 0.2, 9, Path(__file__).parent / "reach_child.py"
+RATIO = 0.2
 CLOSE = 2e-3  # of log-probabilities
 
 NOT_RUN = {"minimax_m2": ("AssertionError", "has no sigmoid routing; it blends in the embedded engine")}
@@ -45,47 +42,26 @@ def asked_of(name: str) -> list[Asked]:
     return [texts.prompt(passages, front=9), texts.prompt(passages[::-1], front=9)]
 
 
-@pytest.fixture(scope="session")
-def reached(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What the child says of a family: it runs with those beside it, when one of them is first asked for."""
-    folder, found = tmp_path_factory.mktemp("reach"), dict[str, dict[str, Any]]()
-
-    def of(name: str) -> dict[str, Any]:
-        if name not in found:
-            start = REACH.index(name) // AT_ONCE * AT_ONCE
-            names = [each for each in REACH[start : start + AT_ONCE] if each not in found]
-            found.update(run_together(names, folder))
-        return found[name] | {"model": str(folder / name)}
-
-    return of
-
-
-def run_together(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """By family; where vLLM ended the process, its words for the family that it ended with."""
-    job = []
-    for name in names:
-        asked = asked_of(name)
-        prompts, chunks = [one.ids for one in asked], [one.spans for one in asked]
-        what = {"name": name, "model": str(write_model(name, folder)), "prompts": prompts, "chunks": chunks}
-        what["engine"] = ENGINES.get(name, {})
-        job.append({**what, "ratio": RATIO, "extra": {"check_layers": [1]}})
-    path = folder / f"{names[0]}.json"
-    path.write_text(json.dumps(job))
-    command, env = [sys.executable, str(CHILD), str(path)], {**os.environ, **SETTINGS}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800, check=False)
-    lines = [json.loads(line) for line in Path(f"{path}.out").read_text().splitlines()]
-    found = {line["name"]: line for line in lines}
-    if len(found) < len(names):
-        found[names[len(found)]] = {"error": f"vLLM ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-1000:]}"}
-    return found
+def reached(name: str, folder: Path, vllm: Vllm) -> dict[str, Any]:
+    """What the child says of a family; where vLLM ended the process, vLLM's words."""
+    asked, model = asked_of(name), write_model(name, folder)
+    prompts, chunks = [one.ids for one in asked], [one.spans for one in asked]
+    job, engine = folder / "job.json", ENGINES.get(name, {})
+    what = {"model": str(model), "engine": engine, "prompts": prompts, "chunks": chunks, "ratio": RATIO}
+    job.write_text(json.dumps({**what, "extra": {"check_layers": [1]}}))
+    code, out = vllm.run_program("reach_child", job), Path(f"{job}.out")
+    if not out.is_file():
+        return {"error": f"vLLM ended with {code}: {Path(f'{job}.words').read_text()[-1000:]}"}
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found | {"model": str(model)}
 
 
 @pytest.mark.parametrize("name", REACH)
 def test_a_family_answers_as_vllm_at_one_and_as_the_oracle_below(
-    reached: Callable[[str], dict[str, Any]], name: str, record_property: Callable[[str, object], None]
+    vllm: Vllm, tmp_path: Path, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     note = partial(record_property, "reach")
-    found = reached(name)
+    found = reached(name, tmp_path, vllm)
     if name in NOT_RUN:
         error, reason = NOT_RUN[name]
         assert error in found["error"]

@@ -3,9 +3,10 @@
 Situations: a cache that blending cannot read, found when prefills are prepared; a scheduler's side that is not told of
 it; a model whose code raises something of its own when its layers are called one by one; an encoder, which has no group
 of KV cache; a group that has a drafter's layers only; layers whose `forward` vLLM has replaced (weights kept on the
-host).
+host); another connector in front or behind, which goes on saving and loading while all prompts are left to vLLM.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from cacheblend.core.errors import ModelNotBlendableError
-from vllm_running import needs_vllm
+from vllm_running import Texts, Vllm, needs_vllm
 
 pytestmark = needs_vllm
 
@@ -132,3 +133,38 @@ def test_a_forward_that_vllm_has_set_is_put_back() -> None:
         assert float(own(torch.zeros(1))) == float(replaced(torch.zeros(1))) == 1
     assert replaced.__dict__["forward"] is bringing
     assert "forward" not in own.__dict__
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("in_front", [True, False], ids=["the other in front", "ours in front"])
+def test_another_connector_goes_on_beside_a_model_that_is_left_to_vllm(
+    vllm: Vllm, tmp_path: Path, in_front: bool
+) -> None:
+    from transformers import AutoModelForCausalLM, OPTConfig
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=2048, hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "opt")
+    texts = Texts(16)
+    asked = [texts.prompt(texts.passages(3)) for _ in range(6)]
+    naming = [one.spans if number % 2 else [] for number, one in enumerate(asked)]
+    ask = {"ask": [one.ids for one in asked], "chunks": naming, "sampling": {"max_tokens": 8}}
+    steps = [{**ask, "alone": True}, {"forget": True}, ask, {"forget": True}, ask]
+    other = {
+        "kv_connector": "Holding",
+        "kv_connector_module_path": "holding",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "other")},
+    }
+    beside = [other, None] if in_front else [None, other]
+    extra = {"store": f"file://{tmp_path}/store", "on_unblendable": "plain", "shadow": 1.0}
+    engine = {"block_size": 32, "num_gpu_blocks_override": 47, "max_model_len": 1472}  # some of the requests wait
+    given = vllm.run(tmp_path / "opt", steps, extra, beside=beside, **engine)["answers"]
+    right = vllm.run(tmp_path / "opt", steps, None, **engine)["answers"]
+    for number in (0, 2, 4):
+        assert [one["tokens"] for one in given[number]] == [one["tokens"] for one in right[number]]
+    for number in (2, 4):
+        cached = [one["cached"] for one in given[number]]
+        assert all(cached[::2]) and not any(cached[1::2])  # the other loads what it has saved: prompts without chunks
