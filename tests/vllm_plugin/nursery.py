@@ -24,6 +24,10 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.model_loader.default_loader",
+    "compressed_tensors.quantization",
+    "cacheblend.engines.vllm.connector",
+    "cacheblend.engines.vllm.scheduler.scheduling",
+    "cacheblend.engines.vllm.worker.worker",
 )
 """What a job would import first of all; none of them starts a thread or reads the environment of one job."""
 
