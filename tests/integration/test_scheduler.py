@@ -244,6 +244,32 @@ def test_requests_end_when_the_scheduler_thread_ends(engine: BlendEngine, monkey
         submit(scheduler, RAG)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_is_being_planned_counts_as_active_and_ends_with_the_thread(engine: BlendEngine) -> None:
+    inner, asked = engine.open_prefill, [0]
+
+    def open_prefill(*given: Any, **options: Any) -> Any:
+        asked[0] += 1
+        if asked[0] == 2:
+            raise SystemExit
+        return inner(*given, **options)
+
+    engine.open_prefill = open_prefill  # type: ignore[method-assign, assignment]
+    slow, scheduler = Slow(engine), Scheduler(engine, Limits(active=1))
+    try:
+        first = submit(scheduler, RAG)
+        while scheduler.waiting:
+            time.sleep(0.01)
+        assert scheduler.active == 1
+        slow.go_on.set()
+        assert first.wait().error is None
+        assert isinstance(submit(scheduler, RAG).wait().error, ClosedError)
+        assert scheduler.active == 0
+    finally:
+        slow.go_on.set()
+        scheduler.close()
+
+
 def test_a_request_for_more_answers_than_the_limit_runs_alone(engine: BlendEngine) -> None:
     scheduler = Scheduler(engine, Limits(active=2))
     try:

@@ -58,6 +58,7 @@ class Scheduler:
         last_check = max((*selector.check_layers, engine.survey.kinds.first_to_drop))
         self._batcher: PrefillBatcher[Ticket] = PrefillBatcher(last_check + 1, engine.config.tile_rows, JoinedRows)
         self._waiting: deque[Ticket] = deque()
+        self._opening: Ticket | None = None  # while it is planned, which may take as long as a slow store's look-up
         self._answering: list[Ticket] = []
         self._view = engine.view  # of the requests that run: other adapters have another one
         self._changed = threading.Condition()
@@ -94,8 +95,8 @@ class Scheduler:
 
     @property
     def active(self) -> int:
-        """Number of requests in prefill or decoding."""
-        return len(self._answering) + sum(1 for _ in self._batcher)
+        """Number of requests that are planned, in prefill or in decoding."""
+        return len(self._answering) + sum(1 for _ in self._batcher) + (self._opening is not None)
 
     @property
     def is_alive(self) -> bool:
@@ -160,7 +161,8 @@ class Scheduler:
     def _all(self) -> Iterator[Ticket]:
         with self._changed:
             waiting = list(self._waiting)
-        yield from (*waiting, *self._batcher, *self._answering)
+        opening = () if self._opening is None else (self._opening,)
+        yield from (*waiting, *opening, *self._batcher, *self._answering)
 
     def _admit(self) -> None:
         while True:
@@ -169,7 +171,7 @@ class Scheduler:
                     return
                 if self.active and self._are_adapters_others():
                     return  # the requests that run end with the adapters that they began with
-                ticket = self._waiting.popleft()
+                ticket = self._opening = self._waiting.popleft()
             ask = ticket.ask
             self._engine.background.begin_request()
             try:
@@ -184,6 +186,7 @@ class Scheduler:
             ticket.origin = self._engine.origin(state, own=ask.is_own, tenant=ask.tenant_label)
             self._view = state.view
             self._batcher.add(ticket)
+            self._opening = None
 
     def _are_adapters_others(self) -> bool:
         return self._engine.view is not self._view or self._engine.adapters.has_changed()
@@ -303,6 +306,8 @@ class Scheduler:
                 was_admitted = False
             else:
                 was_admitted = True
+        if self._opening is ticket:
+            self._opening = None
         self._batcher.remove(ticket)
         if ticket in self._answering:
             self._answering.remove(ticket)
