@@ -44,7 +44,8 @@ async def started(
         QueueFullError, TooLateError, ClosedError: see `ServerState.parse` and `Scheduler.submit`.
     """
     check_model(state, asked.model)
-    ask = await state.parse(request, lambda: _scheduler_request(state, asked, key, parse))
+    form = await _form(state, request, asked)
+    ask = await state.parse(request, lambda: _scheduler_request(state, asked, key, parse, form))
     running = RunningRequest(ask, state.scheduler, state.metrics)
     request.state.running = running
     running.start()
@@ -76,13 +77,19 @@ async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
         wanted.cancel()
 
 
-def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: Callable[[], ParsedPrompt]) -> Ask:
+def _scheduler_request(
+    state: ServerState,
+    asked: Sampling,
+    key: ApiKey,
+    parse: Callable[[], ParsedPrompt],
+    grammar: CompiledGrammar | None,
+) -> Ask:
     """What the scheduler runs; tokenises the prompt, so it is called on a worker thread."""
     settings, extras = state.settings, asked.cacheblend or Extras()
     if asked.n > settings.max_choices:
         raise ApiError(400, f"n is {asked.n}; at most {settings.max_choices} choices are allowed", param="n")
     _check_token_ids(state, asked)
-    salt, grammar = _salt(asked, extras), _compiled(state, asked)
+    salt = _salt(asked, extras)
     prompt, keep_text, shown = parse()
     state.check_size(prompt)
     remembered = state.tenants.remember_salt(key, salt)
@@ -107,19 +114,29 @@ def _scheduler_request(state: ServerState, asked: Sampling, key: ApiKey, parse: 
     )
 
 
-def _compiled(state: ServerState, asked: Sampling) -> CompiledGrammar | None:
-    """The form of the answer, compiled, before anything is computed. Raises `ApiError`."""
+async def _form(state: ServerState, request: Request, asked: Sampling) -> CompiledGrammar | None:
+    """The form of the answer, compiled, before anything is computed; None: any text.
+
+    Raises:
+        ApiError: it is wrong, nothing satisfies it, or it contradicts other fields.
+        QueueFullError, TooLateError: see `ServerState.compile`.
+    """
     said = {name: getattr(asked, name, None) for name in ("response_format", "text", "structured_outputs")}
-    grammar, field = grammar_of(**said)
-    if grammar is not None and (asked.ignore_eos or asked.min_tokens):
+    if all(form is None for form in said.values()):
+        return None
+    grammars = state.engine.grammars
+    grammar, field = await state.parse(request, lambda: grammar_of(**said))
+    if grammar is None:
+        return None
+    if asked.ignore_eos or asked.min_tokens:
         name = "ignore_eos" if asked.ignore_eos else "min_tokens"
         message = f"{name} cannot hold beside {field}: once the form is complete, only EOS is allowed"
         raise ApiError(400, message, param=name)
-    if grammar is not None and state.call_format is not None and asked.may_call_tools:
+    if state.call_format is not None and asked.may_call_tools:
         message = f"an answer that {field} gives its form calls no tool; send one of the two, or tool_choice none"
         raise ApiError(400, message, param="tools")
     try:
-        return state.engine.grammars.compile(grammar)
+        return grammars.find(grammar) or await state.compile(request, lambda: grammars.compile(grammar))
     except InvalidInputError as error:
         raise ApiError(400, f"{field}: {error}", param=field) from None
 

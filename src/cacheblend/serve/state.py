@@ -63,11 +63,12 @@ class ServerState:
         self.call_format = format_of(settings.tool_call_parser, template)
         self._side = FairQueue(1, settings.limits.waiting, run_apart)
         self._parsing = FairQueue(PARSERS, settings.limits.waiting)
+        self._compiling = FairQueue(1, settings.limits.waiting)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be read or to be run."""
-        return self._parsing.waiting + self.scheduler.waiting
+        """Requests that wait to be read, for the form of their answer, or to be run."""
+        return self._parsing.waiting + self._compiling.waiting + self.scheduler.waiting
 
     def body_bytes(self, path: str) -> int:
         """Bytes of a body to a path: of one prompt, or of many chunks."""
@@ -82,10 +83,21 @@ class ServerState:
         Raises:
             QueueFullError, TooLateError, ApiError: see `FairQueue.run`.
         """
+        return await self._prepare(self._parsing, request, work)
+
+    async def compile(self, request: Request, work: Callable[[], T]) -> T:
+        """Runs what compiles the form of an answer, which may take seconds: one at a time, and no prompt waits for it.
+
+        Raises:
+            QueueFullError, TooLateError, ApiError: see `FairQueue.run`.
+        """
+        return await self._prepare(self._compiling, request, work)
+
+    async def _prepare(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
         if self.waiting >= self.settings.limits.waiting:
             raise QueueFullError(self.waiting, 1)
         deadline = time.monotonic() + self.settings.timeout_s
-        return await self._parsing.run(request.state.key, work, deadline, request.is_disconnected)
+        return await queue.run(request.state.key, work, deadline, request.is_disconnected)
 
     async def run_serially(self, request: Request, work: Work[T]) -> T:
         """Runs work that does not go through the scheduler (storing, explaining), a slice of it at a time.
@@ -102,13 +114,13 @@ class ServerState:
 
     def end_queues(self) -> None:
         """Ends what the queues hold; their clients are told."""
-        self._side.end()
-        self._parsing.end()
+        for queue in (self._side, self._parsing, self._compiling):
+            queue.end()
 
     def close(self) -> None:
         """Ends the queues, as far as they have not begun."""
-        self._side.close()
-        self._parsing.close()
+        for queue in (self._side, self._parsing, self._compiling):
+            queue.close()
 
     async def authenticate(self, request: Request) -> ApiKey:
         """The key that a request is made with; noted for the log.

@@ -141,10 +141,10 @@ class Grammars:
         """
         if grammar is None:
             return None
-        found = self._find(grammar)
+        found = self.find(grammar)
         if found is None:
             with self._compiling:
-                found = self._find(grammar)
+                found = self.find(grammar)
                 if found is None:
                     self._open()
                     found = self._compile(grammar)
@@ -192,7 +192,8 @@ class Grammars:
             raise InvalidInputError(f"the {grammar.kind} cannot be used: {reason}")
         return CompiledGrammar(grammar, grammar_trial.compile_source(self._compiler, kind, text), self._never)
 
-    def _find(self, grammar: Grammar) -> CompiledGrammar | None:
+    def find(self, grammar: Grammar) -> CompiledGrammar | None:
+        """The grammar if it is compiled and kept; waits for nothing."""
         with self._keeping:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
