@@ -1,5 +1,6 @@
 """Shared by all tiers."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -22,6 +23,12 @@ if not torch.cuda.is_available():
 
 if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)  # workers share the cores
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected outlives all tests: no garbage collection looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
