@@ -114,9 +114,11 @@ def test_who_goes_away_is_not_compiled_for_and_too_many_are_told(gate: Gate, ask
             ask("alice", timeout=1, **form("slow, and gone"))
         slow = [pool.submit(ask, "alice", **form(f"slow {number}")) for number in range(1, WAITING + 8)]
         wait_until(lambda: any(each.done() for each in slow))
+        assert ask("alice").status_code == ask("bob").status_code == 200  # forms turn away forms alone
+        new = pool.submit(ask, "bob", **form("slow, and bob's"))  # the newest of those that have most gives way
         gate.open(100)
         found = [each.result().status_code for each in (first, *slow)]
-    assert {*found} == {200, 429} and found[0] == 200
+    assert {*found} == {200, 429} and found[0] == 200 == new.result().status_code
     assert not any("gone" in text for text in gate.begun)
 
 

@@ -15,7 +15,8 @@ VALUES, CONTAINERS = 1 << 18, 1 << 16
 """Values, and lists and objects, of a body: these are parsed and checked in a tenth of a second."""
 FREE = 1 << 16
 """Bytes of every body that count against no bound: short requests are read whatever long ones there are."""
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # keeps no way back: a text may have 16 MB
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""Keeps no way back: texts may have 16 MB. One that nothing ends goes to the end: or each quote in it began one."""
 
 
 def check_shape(body: bytes, values: int = VALUES) -> None:

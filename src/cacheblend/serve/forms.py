@@ -2,22 +2,21 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf.grammar import Grammar
 from cacheblend.engines.hf.grammar_schema import check_depth
 from cacheblend.serve.errors import ApiError
+from cacheblend.serve.fields import Closed
 
 Name = Annotated[str, StringConstraints(max_length=256)]
 Schema = dict[str, Any] | bool
 _JSON_OBJECT = Grammar("json_object")
 
 
-class Form(BaseModel):
+class Form(Closed):
     """An object that says a form; null is "not said", and a field that it does not have is refused."""
-
-    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod

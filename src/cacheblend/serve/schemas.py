@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StringConstraints,
 from cacheblend.engines.documents import COLLECTION, LONGEST_ID
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.fields import REFUSED, REFUSED_RESPONSES, Refused, check_fields
+from cacheblend.serve.fields import REFUSED, REFUSED_RESPONSES, Biases, Closed, Refused, check_fields
 from cacheblend.serve.forms import ResponseFormat, StructuredOutputs, TextOptions
 from cacheblend.serve.tools.requests import ToolChoice, Tools
 from cacheblend.serve.unicode import check_unicode
@@ -19,12 +19,14 @@ TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]  # one error per el
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
-class Body(BaseModel):
+class Body(Closed):
     """The body of a request; refuses text that is not valid Unicode, which no tokenizer and no answer can encode.
 
     Raises:
         ApiError: some text, a key included, has a lone surrogate (JSON can write one, e.g. ``"\\ud800"``).
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
@@ -33,7 +35,7 @@ class Body(BaseModel):
         return data
 
 
-class Extras(BaseModel):
+class Extras(Closed):
     """The field ``cacheblend`` of a request.
 
     Attributes:
@@ -44,7 +46,6 @@ class Extras(BaseModel):
         chunks: spans [start, stop) of a prompt that is given as token ids.
     """
 
-    model_config = ConfigDict(extra="forbid")
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selector: Name | None = None
     salt: Name = ""
@@ -52,10 +53,9 @@ class Extras(BaseModel):
     chunks: Annotated[list[tuple[int, int]], Field(max_length=4096, fail_fast=True)] | None = None
 
 
-class Document(BaseModel):
+class Document(Closed):
     """A passage that is passed to the chat template."""
 
-    model_config = ConfigDict(extra="forbid")
     title: Name = ""
     text: str
 
@@ -76,7 +76,7 @@ class Message(BaseModel):
     content: str | Annotated[list[ContentPart], Field(max_length=4096, fail_fast=True)] | None = None
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Closed):
     """Options of a stream.
 
     Attributes:
@@ -85,7 +85,6 @@ class StreamOptions(BaseModel):
         include_obfuscation: events are not padded.
     """
 
-    model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None
@@ -118,7 +117,7 @@ class Sampling(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Biases | None = None
     bad_words: Annotated[list[Stop], Field(max_length=256, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
@@ -278,10 +277,9 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-class ChunkText(BaseModel):
+class ChunkText(Closed):
     """A chunk to store: a text, or token ids exactly as they will occur in prompts."""
 
-    model_config = ConfigDict(extra="forbid")
     text: Annotated[str, StringConstraints(min_length=1)] | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     title: Name = ""
@@ -302,10 +300,9 @@ class WarmRequest(Body):
     salt: Name = ""
 
 
-class DocumentText(BaseModel):
+class DocumentText(Closed):
     """A document to store: with the same id it is the same document."""
 
-    model_config = ConfigDict(extra="forbid")
     id: Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_ID)]
     text: str
     title: Name = ""

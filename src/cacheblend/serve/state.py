@@ -94,8 +94,8 @@ class ServerState:
         return await self._prepare(self._compiling, request, work)
 
     async def _prepare(self, queue: FairQueue, request: Request, work: Callable[[], T]) -> T:
-        if self.waiting >= self.settings.limits.waiting:
-            raise QueueFullError(self.waiting, 1)
+        if (waiting := self._parsing.waiting + self.scheduler.waiting) >= self.settings.limits.waiting:
+            raise QueueFullError(waiting, 1)  # forms have a bound of their own, and turn away forms alone
         deadline = time.monotonic() + self.settings.timeout_s
         return await queue.run(request.state.key, work, deadline, request.is_disconnected)
 

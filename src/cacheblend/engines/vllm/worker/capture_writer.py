@@ -101,7 +101,7 @@ class CaptureWriter:
 
     def wait(self, seconds: float) -> None:
         """Waits until a chunk is stored, at most so long; not at all if there is none."""
-        wait(self._unfinished, seconds, FIRST_COMPLETED)
+        wait([each for each in self._unfinished if not each.done()], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Waits `CLOSE_S` at most for the chunk that is being written; those after it are not stored."""
