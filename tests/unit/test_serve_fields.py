@@ -84,3 +84,19 @@ def test_the_page_says_of_every_field_what_becomes_of_it() -> None:
     assert page == fields.written(page), "run python docs/_fields.py"
     for name in {*REFUSED_RESPONSES, *ACCEPTED, *(field for kind in KINDS.values() for field in kind[0].model_fields)}:
         assert f"| `{name}` |" in page, name
+
+
+@pytest.mark.parametrize("where", ["cacheblend", "response_format", "stream_options"])
+def test_many_unknown_fields_are_refused_by_the_first(where: str) -> None:
+    from pydantic import ValidationError
+
+    from cacheblend.serve.schemas import ChatRequest
+
+    body = {"messages": [{"role": "user", "content": "x"}], where: {f"k{number}": 0 for number in range(1000)}}
+    with pytest.raises(ValidationError, match="there is no field 'k0'") as told:
+        ChatRequest.model_validate(body)
+    assert told.value.error_count() == 1
+    body = {"messages": body["messages"], "logit_bias": {f"k{number}": "x" for number in range(1025)}}
+    with pytest.raises(ValidationError, match="at most 1024") as told:
+        ChatRequest.model_validate(body)
+    assert told.value.error_count() == 1
