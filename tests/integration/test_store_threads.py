@@ -1,7 +1,6 @@
 """Sixteen threads on one store that is too small for what they write: what is read is right, what is pinned stays,
 and the bound holds."""
 
-import os
 import random
 import threading
 import time
@@ -13,12 +12,12 @@ import pytest
 from cacheblend.core.errors import StoreFullError
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.format.block_file import encode_block, encode_chain
+from campaign import share
 from redis_server import needs_redis, redis_server
 from store_blocks import make_block, make_chain, same_bits
 
 THREADS, HELD, WRITTEN, PINNED = 16, 12, 60, 3
-SECONDS = float(os.environ.get("CACHEBLEND_THREADS_S", "5"))
-"""30 in CI."""
+SECONDS = share(30)
 WANTED = ("new", "read", "missed", "deleted")
 """A run goes on until each of these happened more than ten times: a busy machine needs longer for them."""
 AT_MOST_S = 120.0

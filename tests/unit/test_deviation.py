@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.deviation import Measure, kv_deviation
+from campaign import share
 from kernel_cases import compare_deviation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +72,7 @@ def test_inputs_are_not_written_to() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=share(50), deadline=None)
 def test_the_kernel_measures_as_pytorch_does(dtype: torch.dtype, data: st.DataObject) -> None:
     pytest.importorskip("triton", reason="Triton is not installed here")
     heads = data.draw(st.integers(1, 4))

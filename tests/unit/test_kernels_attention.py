@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from campaign import share
 from kernel_cases import ATTENTION_TOLERANCE, compare, compare_attention
 from reference_attention import dense_attention
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
-
 from cacheblend.core.kernels import attention_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +43,7 @@ def cases(draw):
     return query, keys, values, positions.to(DEVICE), spec, draw(st.sampled_from([None, None, 1, 2, 7]))
 
 
-SETTINGS = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SETTINGS = settings(max_examples=share(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @SETTINGS

@@ -14,12 +14,13 @@ from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
 from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.registry import PLAIN, Kernel, Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation
+from campaign import share
 from kernel_cases import ATTENTION_TOLERANCE, compare, paged, records
 from reference_attention import dense_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = st.sampled_from(list(FLOAT8))
-SETTINGS = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+SETTINGS = settings(max_examples=share(25), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
 @pytest.fixture(autouse=True)

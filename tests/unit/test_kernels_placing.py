@@ -10,12 +10,13 @@ from cacheblend.core.kernels import comparing, operations, placing
 from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.codec import CODECS, codec_of
+from campaign import share
 from kernel_cases import STEP, compare, compare_placing, is_close, placed, placed_in_pages, records
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = st.one_of(*[st.integers(1, 60)] * 14, st.integers(1, 300), st.integers(1, 2000))  # mostly few: they take less
 CODEC, DTYPE = st.sampled_from(list(CODECS)), st.sampled_from(list(STEP))
-SETTINGS = settings(max_examples=110, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+SETTINGS = settings(max_examples=share(110), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
 @st.composite

@@ -16,6 +16,7 @@ from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
 from cacheblend.core.plan.runs import guessed_size, held_size
+from campaign import share
 
 ROOT = root_name("model", "float32")
 LAYOUT = KVLayout((LayerShape(1, 2),), torch.float32)
@@ -132,7 +133,7 @@ def held_rows(plan: BlendPlan) -> dict[int, tuple[object, ...]]:
     return rows
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=share(400), deadline=None)
 @given(cases())
 def test_the_plan_is_that_of_a_look_up_for_each_run(case: Case) -> None:
     plan = case.planner.plan(case.prompt, CountingSource(case.held))
@@ -142,7 +143,7 @@ def test_the_plan_is_that_of_a_look_up_for_each_run(case: Case) -> None:
         assert plan.spans == slow.spans
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=share(400), deadline=None)
 @given(cases())
 def test_a_second_look_up_is_made_for_a_wrong_guess_only(case: Case) -> None:
     source = CountingSource(case.held)
@@ -154,7 +155,7 @@ def test_a_second_look_up_is_made_for_a_wrong_guess_only(case: Case) -> None:
         assert source.finds == 1
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=share(400), deadline=None)
 @given(cases())
 def test_a_run_is_loaded_where_its_chunks_blocks_are_held(case: Case) -> None:
     plan = case.planner.plan(case.prompt, CountingSource(case.held))
@@ -172,7 +173,7 @@ def test_a_run_is_loaded_where_its_chunks_blocks_are_held(case: Case) -> None:
         start += len(segment)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=share(400), deadline=None)
 @given(cases())
 def test_a_chunk_is_held_if_all_its_rows_here_are(case: Case) -> None:
     plan = case.planner.plan(case.prompt, CountingSource(case.held))
@@ -200,7 +201,7 @@ def test_any_number_of_runs_is_one_look_up(runs: int, size: int) -> None:
     assert source.finds == (1 if size == 256 else 2)
 
 
-@settings(max_examples=300)
+@settings(max_examples=share(300))
 @given(st.integers(1, 400), st.integers(1, 60), st.integers(1, 60))
 def test_a_guess_gives_the_chunks_number_of_blocks(tokens: int, size: int, configured: int) -> None:
     manifest = stored_chunk([7] * tokens, size, [])
