@@ -57,6 +57,9 @@ class FakeSource:
             for name in names
         ]
 
+    def round_trip_s(self, tier: str) -> float:
+        return 0.0
+
     @staticmethod
     def _in(memory: RecordMemory | None, record: torch.Tensor) -> torch.Tensor:
         if memory is None:
@@ -82,6 +85,9 @@ class CountingSource:
     ) -> list[list[torch.Tensor] | BlockLostError]:
         self.calls.append(layers)
         return [[torch.zeros(2, 2, self.tokens[name], 8) for _ in layers] for name in names]
+
+    def round_trip_s(self, tier: str) -> float:
+        return 0.0
 
 
 def planned(drop: int | None = None) -> tuple[BlendPlan, FakeSource]:

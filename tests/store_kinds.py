@@ -1,6 +1,7 @@
 """Every kind of store, opened on a path."""
 
 import atexit
+import os
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ S3 = pytest.param("s3", marks=needs_bucket)
 KINDS = (
     "memory",
     "disk",
+    "relative",
     "tiered",
     "tiered without memory",
     "direct",
@@ -57,7 +59,9 @@ def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24, ttl: float | None
     if kind == "cascade":
         options = {"max_bytes": max_bytes, "durable": False, "ttl": ttl}
         return CascadeStore([DiskStore(path / each, **options) for each in ("near", "far")])  # type: ignore[arg-type]
+    if kind == "relative":
+        path = Path(os.path.relpath(path))
     disk = DiskStore(path, max_bytes=max_bytes, durable=False, direct=kind == "direct", ttl=ttl)
-    if kind in ("disk", "direct"):
+    if kind in ("disk", "relative", "direct"):
         return disk
     return TieredStore(MemoryStore(0 if "without" in kind else 1 << 20), disk)

@@ -26,8 +26,14 @@ def text_of(seed: int, count: int) -> str:
     return " ".join(f"The {rng.choice(words)} of the {rng.choice(words)} is {rng.randrange(99)}." for _ in range(count))
 
 
-def test_a_folder_from_its_first_sync_to_its_end(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_folder_from_its_first_sync_to_its_end(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_relative: bool
+) -> None:
     source, store = tmp_path / "docs", tmp_path / "s"
+    if is_relative:
+        monkeypatch.chdir(tmp_path)
+        store = Path("kv2")
     source.mkdir()
     for name in "abc":
         (source / f"{name}.txt").write_text(text_of(ord(name), 80))

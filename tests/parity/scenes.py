@@ -62,6 +62,7 @@ def open_engine(
 ) -> BlendEngine:
     """An engine without a tokenizer that holds these chunks, captured after SYSTEM if the anchor is ``system``."""
     settings = {"anchor": anchor, "block_size": BLOCK_SIZE, "tile_rows": TILE_ROWS, "capture": False, **config}
+    settings.setdefault("load_timeout_s", 60.0)  # the machine may be busy
     engine = BlendEngine(
         model,
         store=MemoryStore() if store is None else store,

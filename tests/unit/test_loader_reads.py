@@ -79,10 +79,10 @@ def test_a_device_is_given_more_of_a_block_at_once() -> None:
     layout = KVLayout((LayerShape(8, 128),) * 32, torch.bfloat16)
     found = []
     for at_once in (AT_ONCE, AT_ONCE_TO_DEVICE):
-        size = ReadSize(layout, 256, at_once)
+        size = ReadSize(layout, 256, 256, at_once)
         for _ in range(5):
-            size.learn(size.layers, 0.0)
-        found.append(size.layers)
+            size.learn(size.of(), 0.0)
+        found.append(size.of())
     assert found == [1, 8]
 
 

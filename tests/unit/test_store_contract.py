@@ -280,7 +280,7 @@ def test_all_that_a_store_holds_stays_within_its_bound(kind: str, seed: int, tmp
     """Tiny chunks, of which manifests are the larger part; some pinned, written again, deleted, or without blocks."""
     rng, in_pages = (
         random.Random(seed),
-        kind in ("disk", "direct", "tiered", "tiered without memory", "striped", "cascade"),
+        kind in ("disk", "relative", "direct", "tiered", "tiered without memory", "striped", "cascade"),
     )
     max_bytes = (1 << 17) if in_pages else (1 << 13) if kind == "s3" else (1 << 14)
     bound = max_bytes * {"striped": 3, "cascade": 2}.get(kind, 1)

@@ -1,11 +1,15 @@
 """From a URL to a store, and wrong URLs."""
 
 import re
+import string
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, StoreError
+from cacheblend.core.naming import root_name
 from cacheblend.store import (
     DiskStore,
     MemoryStore,
@@ -16,6 +20,7 @@ from cacheblend.store import (
     parse_bytes,
 )
 from cacheblend.store.expiry import parse_seconds
+from store_blocks import holds, make_block
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,22 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///a,/b", "each needs a scheme"),
         ("a,", "each needs a scheme"),
         (",", "each needs a scheme"),
-        ("Memory", "write memory in lower case, or ./Memory"),
+        ("Memory", "looks like 'memory': write memory, or ./Memory for a folder of that name"),
+        ("memroy", "looks like 'memory': write memory, or ./memroy"),
+        (":memory:", "looks like 'memory': write memory, or ./:memory:"),
+        (" memory ", "looks like 'memory': write memory, or ./memory"),
+        ("memory//", "looks like 'memory'"),
+        ("redis", "looks like 'redis': write redis://host:6379/0, or ./redis"),
+        ("Redis//localhost", "looks like 'redis'"),
+        ("reddis", "looks like 'redis'"),
+        ("valky", "looks like 'valkey'"),
+        ("s3", "looks like 's3': write s3://bucket/folder, or ./s3"),
+        ("S3:", "without its two slashes"),
+        ("cuda", "looks like 'cuda': write cuda://?max_bytes=8GiB, or ./cuda"),
+        ("file", "looks like 'file': write file:///folder, or ./file"),
+        ("memory,redis", "each needs a scheme"),
+        ("kv,redis", "each needs a scheme"),
+        ("memroy, kv", "each needs a scheme"),
         ("file:", "without its two slashes"),
         ("file:/x", "without its two slashes"),
         ("mem:", "without its two slashes"),
@@ -126,11 +146,13 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///tmp/no-such-cacheblend-store,redis://host:no", "the port must be a number"),
     ],
 )
-def test_what_cannot_be_opened(url: str, message: str) -> None:
+def test_what_cannot_be_opened(url: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for reports in (open_store, check_store_url):
         with pytest.raises(InvalidInputError) as caught:
             reports(url)
         assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
     assert not Path("/tmp/no-such-cacheblend-store").exists()
 
 
@@ -171,6 +193,81 @@ def test_a_folder_with_commas_in_its_name(tmp_path: Path, monkeypatch: pytest.Mo
     check_store_url("./Memory")
     check_store_url("./mem:")
     check_store_url(tmp_path / "kv?max_bytes=1")
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["memory", "redis", "rediss", "valkey"]), st.data())
+def test_a_typo_of_a_scheme_is_no_folder(scheme: str, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(scheme) - 1))
+    letter = data.draw(st.sampled_from(string.ascii_letters))
+    before, after = scheme[:at], scheme[at:]
+    typos = [before + after[1:], before + letter + after, before + letter + after[1:]]
+    if len(after) > 1:
+        typos.append(before + after[1] + after[0] + after[2:])
+    typo = data.draw(st.sampled_from(typos))
+    if typo != "memory":
+        with pytest.raises(InvalidInputError, match=re.escape(f"or ./{typo} for a folder of that name")):
+            check_store_url(typo)
+    for folder in (
+        f"./{typo}",
+        f"/{typo}",
+        f"~/{typo}",
+        f"{typo}/",
+        f"kv/{typo}",
+        f"my-{typo}",
+        f"{typo}2",
+        f"{typo}-kv",
+    ):
+        check_store_url(folder)
+    check_store_url(Path(typo))
+
+
+@pytest.mark.parametrize(
+    "name", ["kv", "store", "cache", "cude", "files", "tile", "kv3", "s4", "mem", "memories", "reads"]
+)
+def test_names_of_folders_that_are_not_like_a_scheme(name: str) -> None:
+    check_store_url(name)
+
+
+def test_a_store_that_is_there_under_the_name_of_a_scheme_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "redis").mkdir()
+    with pytest.raises(InvalidInputError, match=r"or \./redis for a folder"):
+        open_store("redis")
+    open_store("./redis").close()
+    with open_store("redis") as store:
+        assert isinstance(store, DiskStore) and store.path == tmp_path / "redis"
+
+
+def test_a_relative_folder_stays_where_it_was_when_the_current_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    block = make_block(1)
+    for name in ("kv2", "./kv3", "a/../kv4"):
+        with open_store(name) as store:
+            elsewhere = tmp_path / f"elsewhere-{Path(name).name}"
+            elsewhere.mkdir()
+            monkeypatch.chdir(elsewhere)
+            store.write(block)
+            assert holds(store, block)
+            with store.documents.changing(root_name("a model", "bfloat16")):
+                pass
+            assert not list(elsewhere.iterdir())
+        monkeypatch.chdir(tmp_path)
+        with open_store(tmp_path / Path(name).name) as store:
+            assert holds(store, block)
+
+
+def test_a_relative_folder_of_no_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(StoreError, match="kv is relative, and the current folder is gone: name the whole path"):
+        open_store("kv")
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -117,10 +117,10 @@ def read_by_layer(
 ) -> float:
     """Seconds of reading every layer as `LayerLoader` does: into staging memory, small layers several at once."""
     memory = memory or memory_of(torch.device("cpu"))
-    size, first, layers, leases = ReadSize(layout, BLOCK), 0, len(layout.layers), []
+    size, first, layers, leases = ReadSize(layout, BLOCK, BLOCK), 0, len(layout.layers), []
     started = time.perf_counter()
     while first < layers:
-        asked = range(first, min(layers, first + size.layers))
+        asked = range(first, min(layers, first + size.of()))
         begun = time.perf_counter()
         leases.append(memory.lease())
         for read in store.read_layers(names, asked, None, leases[-1].take):

@@ -79,7 +79,7 @@ def _show(answer: "Answer", layers: int, settings: "Settings", as_json: bool) ->
     if answer.report.decision:
         out.print(f"loading controller: {answer.report.decision}", soft_wrap=True)
     out.print(settings_line(settings), soft_wrap=True)
-    for line in answer.report.fallbacks:
+    for line in (*answer.report.fallbacks, *answer.report.load_timeouts):
         out.print(Text.assemble(("fallback:", "yellow"), f" {line}"))
 
 

@@ -192,6 +192,15 @@ class BlendOptions(SelectionOptions, ChunkOptions):
     """Everything that a command which answers prompts lets a user set of blending."""
 
     cost_model: CostModelFile = None
+    load_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--load-timeout",
+            help="Seconds that a request waits for the store; what comes later is computed. Without it: as long as "
+            "computing takes, but half a second at least.",
+            rich_help_panel=BLENDING,
+        ),
+    ] = None
     capture: Annotated[
         bool,
         typer.Option(
@@ -217,7 +226,8 @@ class BlendOptions(SelectionOptions, ChunkOptions):
         """
         file = None if self.cost_model is None else str(self.cost_model)
         chosen = SelectionOptions.settings(self) | ChunkOptions.settings(self)
-        return chosen | {"cost_model": file, "capture": self.capture, "discover": self.discover}
+        chosen |= {"cost_model": file, "load_timeout_s": self.load_timeout}
+        return chosen | {"capture": self.capture, "discover": self.discover}
 
 
 def check_settings(settings: dict[str, Any], layers: int | None) -> "BlendConfig | None":

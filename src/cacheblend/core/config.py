@@ -27,6 +27,9 @@ class BlendConfig(Selection):
         tile_rows: rows that go through a layer at once; bounds the memory of a long prompt. 0: 1,024 on a CPU, and
             4,096 on a GPU, where the launches of a tile take as long as a small tile's work.
         read_ahead: layers loaded ahead of the one being computed.
+        load_timeout_s: seconds that a request may wait for the store, look-ups included; then what it waits for is
+            computed. What is loaded while layers compute does not count. None: as long as computing what is loaded
+            takes, as measured, but half a second at least; infinite: as long as it takes.
         compile_layers: have torch.compile join a layer's small kernels. Opening the engine then takes up to a minute
             longer; pays where a pass waits for launches: few rows on a GPU.
         cost_model: a cost model's file (`cacheblend calibrate`), from which the loading controller decides what is
@@ -49,6 +52,7 @@ class BlendConfig(Selection):
     salt: str = ""
     tile_rows: int = 0
     read_ahead: int = 8
+    load_timeout_s: float | None = None
     compile_layers: bool = False
     cost_model: str | None = None
     capture: bool = True
@@ -67,6 +71,10 @@ class BlendConfig(Selection):
                 raise InvalidInputError(f"{name} must be a whole number, got {value!r}")
             if value < least:
                 raise InvalidInputError(f"{name} must be at least {least}, got {value}")
+        timeout = self.load_timeout_s
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and timeout > 0):
+            raise InvalidInputError(f"load_timeout_s must be a number of seconds above 0, or none, got {timeout!r}")
         for name in ("compile_layers", "capture", "discover"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")

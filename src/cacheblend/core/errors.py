@@ -37,6 +37,10 @@ class BlockLostError(CacheBlendError):
         self.reason = reason
 
 
+class LoadTimeoutError(BlockLostError):
+    """Blocks that the store did not give in the time that a request waits for it. They are held, and computed."""
+
+
 class BlockDamagedError(BlockLostError):
     """The block is damaged; the store has reported it.
 

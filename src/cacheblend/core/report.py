@@ -29,9 +29,10 @@ class BlendReport:
         total_s: from the call to the last token.
         generated_tokens: tokens of the answer.
         left_out_tokens: stored tokens that were computed nevertheless, because the loading controller or the request's
-            mode decided so.
+            mode decided so, or because loading them took too long.
         decision: the loading controller's reason, for display; empty without a controller.
         fallbacks: reasons why less was reused than planned, one line each.
+        load_timeouts: what was computed because the store took too long (`BlendConfig.load_timeout_s`), one line each.
         saveable_share: of a model with recurrent layers, the share of its layers in which rows behind the exact prefix
             can be left out at all; the others compute every row. None: it has no such layers.
     """
@@ -56,6 +57,7 @@ class BlendReport:
     left_out_tokens: int = 0
     decision: str = ""
     fallbacks: list[str] = field(default_factory=list)
+    load_timeouts: list[str] = field(default_factory=list)
     saveable_share: float | None = None
 
     @property

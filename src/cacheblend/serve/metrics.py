@@ -119,7 +119,7 @@ class Metrics:
         self._hits = counter("hit_tokens", "Tokens of prompts found in the store, by tier.", "source")
         self._missed = counter("missed_tokens", "Tokens of chunks that were not stored.")
         self._recomputed = counter("recomputed_tokens", "Tokens loaded and recomputed.")
-        self._fallbacks = counter("fallbacks", "Prefills that started again, by reason.", "reason")
+        self._fallbacks = counter("fallbacks", "Stored KV that was computed instead, by reason.", "reason")
         for name, what, now in (
             ("cacheblend_requests_waiting", "Requests in the queue.", waiting),
             ("cacheblend_requests_active", "Requests being prefilled or decoded.", active),
@@ -145,6 +145,8 @@ class Metrics:
             self._hits.labels(source).inc(tokens)
         if report.fallbacks:
             self._fallbacks.labels("lost block").inc(len(report.fallbacks))
+        if report.load_timeouts:
+            self._fallbacks.labels("load timeout").inc(len(report.load_timeouts))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

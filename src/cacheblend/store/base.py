@@ -117,6 +117,10 @@ class KVStore(BlockSource):
             InvalidInputError: no such layer, or `heads` is not a non-empty run of its heads.
         """
 
+    def round_trip_s(self, tier: str) -> float:
+        """See `BlockSource.round_trip_s`."""
+        return 0.0
+
     def read_many(
         self, names: Sequence[BlockName], layer: int, heads: slice | None = None
     ) -> list[torch.Tensor | BlockLostError]:

@@ -12,6 +12,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
+from cacheblend.store.disk.folder import FORMAT_FILE
 from cacheblend.store.disk.store import DEFAULT_DISK_BYTES
 from cacheblend.store.options import (
     parse_bytes,
@@ -67,7 +68,9 @@ def open_store(
             - ``"cuda://?max_bytes=8GiB"``: a GPU's memory, ``cuda://1`` that of the second one; alone, or in front of
               other stores as a cache of them.
             - a folder's path or ``"file:///folder"``: a folder, made if it does not exist. Several folders,
-              ``file:///a:/b``, share blocks and bound.
+              ``file:///a:/b``, share blocks and bound. A text that looks like a scheme or like a typo of one
+              (``"redis"``, ``"memroy"``, ``":memory:"``) is refused, unless a store of that name is there;
+              ``"./redis"`` is a folder.
             - ``"redis://host:port/database"`` (``rediss``, ``valkey``): a server.
             - ``"s3://bucket/folder"``: a bucket; its keys are taken from AWS's usual environment variables.
 
@@ -249,13 +252,39 @@ def _check_bare(path: str) -> None:
             f"store {path!r}: options need a URL with a scheme; write {form}?{path[option.end() :]}"
         )
     _check_commas(path, Path(path))
-    if path.lower() == "memory":
-        raise InvalidInputError(f"store {path!r}: write memory in lower case, or ./{path} for a folder of that name")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:(?!//)", path):  # one letter is a drive
         raise InvalidInputError(
             f"store {path!r} looks like a URL without its two slashes; use {SUPPORTED}, or ./{path} for a folder of "
             "that name"
         )
+    if (scheme := _meant_scheme(path)) and not (Path(path) / FORMAT_FILE).is_file():
+        raise InvalidInputError(
+            f"store {path!r} looks like {scheme!r}: write {_FORMS.get(scheme, 'redis://host:6379/0')}, or "
+            f"./{path.strip()} for a folder of that name"
+        )
+
+
+def _meant_scheme(path: str) -> str | None:
+    """The scheme that a bare name looks like: in another case, between colons or blanks, or a letter away from it.
+
+    Of the short ones only the name itself: many words are a letter away.
+    """
+    word = re.sub(r"//.*", "", path).strip(": ").lower()
+    if word in _OPTIONS:
+        return word
+    if not word.isalpha():  # a path, or a name with a number
+        return None
+    return next((scheme for scheme in _OPTIONS if len(scheme) > 4 and _is_a_letter_away(word, scheme)), None)
+
+
+def _is_a_letter_away(word: str, other: str) -> bool:
+    """One letter is missing, too many or wrong, or two neighbours are swapped."""
+    for at in range(len(other)):
+        left, right = word[at:], other[at:]
+        swapped = right[1:2] + right[:1] + right[2:]
+        if word[:at] == other[:at] and (left in (right[1:], swapped) or left[1:] in (right, right[1:])):
+            return True
+    return False
 
 
 def _check_commas(path: str, folder: Path) -> None:
@@ -265,8 +294,8 @@ def _check_commas(path: str, folder: Path) -> None:
         InvalidInputError: the message says what to write.
     """
     parts = [part.strip() for part in path.split(",")]
-    names_another = any(re.match(r"\.?\.?/|~|memory$", part) for part in parts[1:])
-    is_list = len(parts) > 1 and (names_another or not all(parts) or parts[0].lower() == "memory")
+    names_another = any(re.match(r"\.?\.?/|~", part) or _meant_scheme(part) for part in parts[1:])
+    is_list = len(parts) > 1 and (names_another or not all(parts) or _meant_scheme(parts[0]) is not None)
     if is_list and not folder.is_dir():
         raise InvalidInputError(
             f"store {path!r}: of several stores each needs a scheme; write e.g. "
@@ -310,6 +339,14 @@ def _bucket(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
     endpoint, region = options.get("endpoint"), options.get("region")
     return BucketPlace(parts.url, read_bytes(options), read_ttl(options), read_seconds(options, 5.0), endpoint, region)
 
+
+_FORMS = {
+    "memory": "memory",
+    "cuda": "cuda://?max_bytes=8GiB",
+    "file": "file:///folder",
+    "s3": "s3://bucket/folder",
+}
+"""What to write of each scheme; the others are servers."""
 
 _MAKERS: Mapping[str, Callable[[_Parts, Mapping[str, str]], StorePlace]] = {
     "memory": _memory,

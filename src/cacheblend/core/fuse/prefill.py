@@ -2,7 +2,7 @@
 
     open ──> question's pass ──> layer 0 ──> ... ──> check layer ──> ... ──> last layer ──> logits, KV cache
              (if the selector                        rows dropped
-              asks for it)          <── a block was lost: restart with it as a miss
+              asks for it)          <── a block was lost, or the store is too slow: restart with it as a miss
 
 For each layer: load, check (drop rows), compute the active rows, write their fresh KV over the loaded KV, attend over
 the fused KV causally by true position. Rows go through a layer in tiles, ascending by position: a row attends only to
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
 from cacheblend.core.fuse.asking import Asking, OverRanks
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.recurrent import Recurrence
@@ -28,6 +28,7 @@ from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend, LayerRunner
+from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
@@ -66,6 +67,7 @@ class PrefillOptions:
         synchronize: waits for the device, so that a clock read afterwards is right.
         on_result: see `OnResult`.
         recurrence: what recurrent layers ask for.
+        budget: what the request may wait for the store, which its loaders have, too; for the report.
     """
 
     tile_rows: int = 1024
@@ -78,14 +80,15 @@ class PrefillOptions:
     synchronize: Callable[[], None] = lambda: None
     on_result: OnResult | None = None
     recurrence: Recurrence = field(default_factory=Recurrence)
+    budget: LoadBudget = field(default_factory=LoadBudget)
 
 
 class BlendedPrefill:
     """A stepper: `advance` it until it is `done`, then take its `result`; close it in the end, or use `with`.
 
-    A block that fails to load becomes a miss, and the prefill starts again without it. If rows had already been
-    dropped, which cannot be restored, that happens once: if a later pass loses a block after a selection again,
-    everything is recomputed.
+    A block that fails to load, or does not load in time, becomes a miss, and the prefill starts again without it. If
+    rows had already been dropped, which cannot be restored, that happens once: if a later pass loses a block after a
+    selection again, everything is recomputed. Blocks that were too slow are left out, not missed: the store has them.
 
     Args:
         plan: of the prompt.
@@ -189,10 +192,13 @@ class BlendedPrefill:
             else:
                 yield from self._compute_layer()
         except BlockLostError as error:
-            self._fallbacks.append(str(error))
+            is_late = isinstance(error, LoadTimeoutError)
+            if not is_late:
+                self._fallbacks.append(str(error))
             self._restarts += self._rows.has_dropped
             self.close()
-            self._start(self._plan.without("all" if self._restarts > 1 else error.names))
+            names = {span.name for span in self._plan.spans} if self._restarts > 1 else error.names
+            self._start(self._plan.leaving_out(frozenset(names)) if is_late else self._plan.without(names))
 
     def mark_shared(self) -> None:
         """Something else is computed before this is done: its times then say little about this prompt."""
@@ -208,6 +214,7 @@ class BlendedPrefill:
         report = report_of(self._plan, self._computed, self._loader, self._rows.recomputed, plan_s, prefill_s)
         recurrence = self._options.recurrence
         report.fallbacks, report.saveable_share = [*self._fallbacks, *recurrence.lost], recurrence.saveable_share
+        report.load_timeouts = list(self._options.budget.timeouts)
         if self._rows.total:
             report.selector, report.recompute_ratio = self._named
         states = recurrence.kept(self._runner)

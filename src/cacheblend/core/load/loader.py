@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cacheblend.core.errors import BlockLostError
+from cacheblend.core.errors import BlockLostError, LoadTimeoutError
 from cacheblend.core.kernels.rope import KeyRotation
+from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV, PlacedSpans
 from cacheblend.core.load.read_size import AT_ONCE, AT_ONCE_TO_DEVICE, ReadSize
 from cacheblend.core.load.staging import Lease, Staging
@@ -69,13 +70,14 @@ class LayerLoader:
         rotations: one for each layer; None where keys have no position.
         first_reused_layer: LOADED rows are not read before this layer, because earlier layers compute all of them.
         device: of the buffers.
-        read_ahead: 0 loads in the caller's thread.
+        read_ahead: 0 loads in the caller's thread, unless there is a budget.
         overlap: copy prefetched layers while earlier ones compute; None: on CUDA only.
         heads: the KV heads to read (of a tensor-parallel rank); `layout` has only these heads.
         codec: of the chunks' records; blocks of the exact prefix are never compressed.
         resident: gives the rows of the plan's span `RESIDENT` for a layer, [kv_heads, 2, n, head_dim] on the device.
         threads: where the store is read; `close` does not wait for it. None: in a thread of its own, and `close` waits.
         ahead_bytes: of buffers that are loaded ahead at most, but always one layer's; None: `AHEAD_BYTES`.
+        budget: what the request may wait for the store; None: as long as it takes.
         caches: gives each layer's place in an engine's own cache; None: buffers are made here. Records are then only
             read and sent ahead, and placed by the caller of `layer`: a loader that was closed writes nowhere.
 
@@ -101,6 +103,7 @@ class LayerLoader:
         resident: Callable[[int], torch.Tensor] | None = None,
         threads: DaemonPool | None = None,
         ahead_bytes: int | None = None,
+        budget: LoadBudget | None = None,
         caches: Callable[[int], LayerCache] | None = None,
     ) -> None:
         self._plan, self._source, self._layout, self._rotations = plan, source, layout, rotations
@@ -116,11 +119,15 @@ class LayerLoader:
         exact, reused = ([s for s in self._spans if (s.source is Source.LOADED) == is_reused] for is_reused in (0, 1))
         self._exact, self._reused = PlacedSpans.of(exact, "raw"), PlacedSpans.of(reused, codec)
         self._next = 0  # the first layer that has not been asked for
-        tokens = max((s.record_tokens or len(s) for s in self._spans), default=1)
-        self._read_size = ReadSize(layout, tokens, AT_ONCE_TO_DEVICE if self._overlap else AT_ONCE)
+        blocks = {s.name: s.record_tokens or len(s) for s in self._spans}
+        self._tiers = {s.tier for s in self._spans}
+        at_once = AT_ONCE_TO_DEVICE if self._overlap else AT_ONCE
+        self._read_size = ReadSize(layout, max(blocks.values(), default=1), sum(blocks.values()), at_once)
         self._pending: dict[int, Future[dict[int, _Read]] | Future[dict[int, _Loaded]]] = {}
         self._given: dict[int, LayerCache] = {}
         self._caches = caches
+        self._budget = budget
+        self._reading = ""  # the tier that is being read
         self._threads = threads
         self._reader: DaemonPool | CallsInOrder | None = None
         self.read_s: dict[str, float] = {}
@@ -135,6 +142,7 @@ class LayerLoader:
 
         Raises:
             BlockLostError: names every block of this layer that could not be read.
+            LoadTimeoutError: the budget is used up; names all blocks of the tier that did not answer.
         """
         if index in self._given:
             return self._given[index]
@@ -142,6 +150,11 @@ class LayerLoader:
         try:
             self._schedule(index)
             pending = self._pending.pop(index, None)
+            if self._budget is not None:
+                if pending is None and self._spans_of(index):
+                    pending = self._submit(range(index, index + 1))
+                if pending is not None and not self._budget.wait(pending):
+                    raise self._late(index, self._budget)
             group: _Group = self._read(range(index, index + 1)) if pending is None else pending.result()
             got = group.pop(index)  # else this layer would live as long as the last one that was read with it
             loaded = self._fill(index, got, self._place_of(index)) if isinstance(got, _Read) else got
@@ -156,6 +169,13 @@ class LayerLoader:
         finally:
             pending = None  # else an error and the future that has it would keep each other, and what was read, alive
             self.wait_s += time.perf_counter() - started
+
+    def _late(self, index: int, budget: LoadBudget) -> LoadTimeoutError:
+        """Of the tier that is being read, or of all if none is: no thread is free."""
+        by_tier, tier = _by_tier(self._spans_of(index)), self._reading
+        late = by_tier.get(tier) or [name for names in by_tier.values() for name in names]
+        tier = tier if tier in by_tier else ""
+        return LoadTimeoutError(late, budget.give_up(f"loading layer {index} from {tier or 'the store'}", tier))
 
     def awaited(self, index: int) -> "Future[Any] | None":
         """The read that `layer` would wait for; None: `layer` returns, or raises, without waiting for the store.
@@ -211,7 +231,12 @@ class LayerLoader:
 
     def _group_from(self, start: int, index: int) -> range:
         """The layers that are read at once, all with the same spans."""
-        ends = [start + self._read_size.layers, len(self._layout.layers), max(start, index + self._most_ahead) + 1]
+        round_trip_s = max((self._source.round_trip_s(tier) for tier in self._tiers), default=0.0)
+        ends = [
+            start + self._read_size.of(round_trip_s),
+            len(self._layout.layers),
+            max(start, index + self._most_ahead) + 1,
+        ]
         if start < self._first_reused_layer:
             ends.append(self._first_reused_layer)
         return range(start, min(ends))
@@ -274,7 +299,7 @@ class LayerLoader:
         records: dict[BlockName, list[torch.Tensor]] = {}
         lost: dict[BlockName, BlockLostError] = {}
         for tier, names in _by_tier(self._spans_of(layers.start)).items():
-            asked = time.perf_counter()
+            asked, self._reading = time.perf_counter(), tier
             read = self._source.read_layers(names, layers, self._heads, lease.take)
             for name, found in zip(names, read, strict=True):
                 if isinstance(found, BlockLostError):
@@ -283,7 +308,8 @@ class LayerLoader:
                     records[name] = found
             seconds[tier] = (time.perf_counter() - asked) / len(layers)
         if seconds:
-            self._read_size.learn(len(layers), len(layers) * sum(seconds.values()))
+            round_trip_s = max(self._source.round_trip_s(tier) for tier in seconds)
+            self._read_size.learn(len(layers), len(layers) * sum(seconds.values()), round_trip_s)
         if lost:
             *_, reason = (error.reason for error in lost.values())
             which = f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start} to {layers.stop - 1}"

@@ -164,6 +164,13 @@ class BlockSource(Protocol):
         """
         ...
 
+    def round_trip_s(self, tier: str) -> float:
+        """Seconds that a read of this tier takes however little is read; 0: next to none, or not known yet.
+
+        So many layers are best read at once that their bytes take as long.
+        """
+        ...
+
 
 class EmptySource:
     """A `BlockSource` that holds no block: everything planned with it is computed."""
@@ -181,3 +188,7 @@ class EmptySource:
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """An error for each name."""
         return [BlockLostError([name], "nothing is held here") for name in names]
+
+    def round_trip_s(self, tier: str) -> float:
+        """None."""
+        return 0.0

@@ -259,4 +259,4 @@ class BlendPlan:
 
     def leaving_out(self, names: frozenset[BlockName]) -> "BlendPlan":
         """The plan that computes these stored blocks instead of loading them; they do not count as missed."""
-        return replace(self.without(names), left_out=names)
+        return replace(self.without(names), left_out=self.left_out | names)

@@ -228,6 +228,7 @@ class BlendEngine(Answering, FollowedModel):
         with contextlib.ExitStack() as ends:  # all of them, also where one fails or the wait is interrupted
             if self._owns_store:
                 ends.callback(self.store.close)
+            ends.callback(self.prefiller.close)
             ends.callback(self.grammars.close)
             ends.callback(self._warmer.close)
             if self.shadow is not None:

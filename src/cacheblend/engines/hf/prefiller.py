@@ -1,5 +1,6 @@
 """Opens prefills on a transformers model: plan, loading decision, layer runner and loader. Knows no decoding."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +13,19 @@ import torch
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import Controller, Decision
+from cacheblend.core.cost.pace import Pace
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.kernels.operations import serve
 from cacheblend.core.kernels.upload import upload_together
+from cacheblend.core.load.budget import BudgetedSource, LoadBudget
 from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.plan.blocks import EmptySource, KVLayout
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
-from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
 from cacheblend.engines.hf.compiling import compile_layers
@@ -32,6 +36,15 @@ from cacheblend.engines.hf.sparse_loader import open_loader_of
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import KVStore
+
+THREADS = 16
+"""That ask the store. When all hang in it, further prompts wait for one as long as their budget lasts."""
+
+CLOSE_S = 5.0
+"""Seconds that `close` waits for calls of the store that are under way."""
+
+PACE_ROWS = 256
+"""Rows by which the model's pace is measured before a prompt has been computed."""
 
 Mode = Literal["blend", "reuse", "prefix", "full"]
 """Which stored KV is used: all, with the selector's rows recomputed (``blend``); all, with no rows recomputed
@@ -63,6 +76,7 @@ class Prefiller:
     ) -> None:
         self._view, self._survey, self._store, self._config = view, survey, store, config
         self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
+        self._threads, self._pace = DaemonPool(THREADS, "cacheblend-reader"), Pace()
         serve(device, survey.layout.dtype, survey.head_shapes)
         if config.compile_layers:
             compile_layers(view, device)
@@ -74,7 +88,15 @@ class Prefiller:
 
     def of_view(self, view: ModelView, survey: Survey) -> "Prefiller":
         """The same for another view of the model."""
-        return Prefiller(view, survey, self._store, self._config, self.controller, self.device, self._sentence_end_ids)
+        where = self._store, self._config, self.controller, self.device, self._sentence_end_ids
+        same = Prefiller(view, survey, *where)
+        same._threads, same._pace = self._threads, self._pace
+        return same
+
+    def close(self) -> None:
+        """Ends the threads that ask the store; waits some seconds for calls that are under way."""
+        self._threads.close()
+        self._threads.join(CLOSE_S)
 
     def open(
         self,
@@ -95,8 +117,12 @@ class Prefiller:
             raised: makes the selector for a higher ratio. If given, the loading controller (if any) decides.
         """
         started = time.perf_counter()
-        plan = plan_in_mode(planner.plan(prompt, self._store), mode)
-        decision = None
+        budget = LoadBudget(self._config.load_timeout_s, lambda: self._compute_s(len(prompt), planner))
+        source = BudgetedSource(self._store, budget, self._threads)
+        plan = planner.plan(prompt, source)
+        if source.is_late:  # who knows what is stored: nothing is captured
+            plan = plan.leaving_out(frozenset(span.name for span in plan.spans))
+        plan, decision = plan_in_mode(plan, mode), None
         if self.controller is not None and raised is not None and mode == "blend":
             in_force = selector.share if selector.share is not None else floor_of(self._config)
             decision = self.controller.decide(plan, in_force)
@@ -104,7 +130,8 @@ class Prefiller:
             if decision.ratio > in_force:
                 selector = raised(decision.ratio)
         chosen = NoRows() if mode == "reuse" else selector
-        options = self._options(chosen, decision)
+        budget.measured_by(lambda: self._compute_s(len(plan.stored_rows), planner))
+        options = self._options(chosen, decision, budget)
         return self._begin(plan, self._survey.fit_selector(chosen), options, started, named=chosen)
 
     def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> BlendedPrefill:
@@ -115,7 +142,7 @@ class Prefiller:
             planner: any tenant's.
             last_rows: see `PrefillOptions`.
         """
-        options = replace(self._options(AllRows(), None), last_rows=last_rows, on_layer=lambda layer, kv: None)
+        options = replace(self._options(AllRows()), last_rows=last_rows, on_layer=lambda layer, kv: None)
         return self._begin(planner.plan(prompt, EmptySource()), AllRows(), options)
 
     def open_alone(self, prompt: Prompt, planner: Planner) -> BlendedPrefill:
@@ -125,10 +152,10 @@ class Prefiller:
             prompt: an anchor and a chunk.
             planner: the tenant's.
         """
-        return self._begin(planner.plan(prompt, EmptySource()), AllRows(), self._options(AllRows(), None))
+        return self._begin(planner.plan(prompt, EmptySource()), AllRows(), self._options(AllRows()))
 
-    def open_loader(self, plan: BlendPlan, first_reused_layer: int) -> LayerLoader:
-        """Opens a loader for the plan; see `LayerLoader`. Layers are the model's."""
+    def open_loader(self, plan: BlendPlan, first_reused_layer: int, budget: LoadBudget | None = None) -> LayerLoader:
+        """Opens a loader for the plan; see `LayerLoader`. Layers are the model's. No budget: no bound."""
         return open_loader_of(
             self._survey.kinds,
             plan,
@@ -139,6 +166,8 @@ class Prefiller:
             device=self.device,
             read_ahead=self._config.read_ahead,
             codec=self._config.codec,
+            budget=budget,
+            threads=None if budget is None else self._threads,
         )
 
     def synchronize(self) -> None:
@@ -156,14 +185,16 @@ class Prefiller:
     ) -> BlendedPrefill:
         """`named`: the selector as settings name it, for the report."""
         begin = partial(BlendedPrefill, started=started, named=named)
+        open_loader = partial(self.open_loader, budget=options.budget)
         if not self._survey.kinds.has_other_layers:
-            return begin(plan, self._open_runner, self.open_loader, selector, options)
+            return begin(plan, self._open_runner, open_loader, selector, options)
         exact, a_token = codec_of(self._config.codec).is_exact, self._survey.layout.block_bytes(1)
-        resuming = Resuming(self._survey.kinds, self._store, self.device, a_token, chunks=exact)
+        source = BudgetedSource(self._store, options.budget, self._threads)
+        resuming = Resuming(self._survey.kinds, source, self.device, a_token, chunks=exact)
         tile_rows = len(plan) if self._survey.kinds.stepped else options.tile_rows
         options = replace(options, recurrence=resuming, tile_rows=tile_rows)
         opens = partial(self._open_runner, resuming=resuming)
-        return begin(plan, opens, self.open_loader, selector, options)
+        return begin(plan, opens, open_loader, selector, options)
 
     def _open_runner(self, plan: BlendPlan, resuming: Resuming | None = None) -> HfLayerRunner:
         first = plan.prefix_length
@@ -172,20 +203,58 @@ class Prefiller:
             return HfLayerRunner(self._view, ids, positions)
         return HfLayerRunner(self._view, ids, positions, resuming.states, resuming.row_cuts())
 
-    def _options(self, selector: Selector, decision: Decision | None) -> PrefillOptions:
+    def _options(
+        self, selector: Selector, decision: Decision | None = None, budget: LoadBudget | None = None
+    ) -> PrefillOptions:
+        budget = budget or LoadBudget()
         return PrefillOptions(
             tile_rows=self._config.tile_rows,
             sentence_end_ids=self._sentence_end_ids() if selector.question_rows else None,
             synchronize=self.synchronize,
-            on_result=None if decision is None else lambda result, alone: self._learn(decision, result, alone),
+            budget=budget,
+            on_result=lambda result, alone: self._learn(decision, budget, result, alone),
         )
 
-    def _learn(self, decision: Decision, result: PrefillResult, alone: bool) -> None:
-        """Reports the measured times to the controller, unless lost blocks made the pass differ from its decision."""
-        result.report.decision = decision.reason
-        if self.controller is not None and not result.report.fallbacks:
-            compute_s = result.report.compute_s if alone else None
+    def _learn(self, decision: Decision | None, budget: LoadBudget, result: PrefillResult, alone: bool) -> None:
+        """Takes the measured times, and reports them to the controller unless lost blocks made the pass differ from its
+        decision; of tiers that were too slow, that they took as long as was waited for them at least."""
+        report = result.report
+        compute_s = report.compute_s if alone else None
+        if compute_s is not None:
+            self._pace.learn(report.row_layers, compute_s)
+        if decision is None:
+            return
+        report.decision = decision.reason
+        if self.controller is not None and budget.late:
+            late = {tier: (max(seconds, decision.load_s), decision.load_s) for tier, seconds in budget.late.items()}
+            self.controller.observe(decision, None, late)
+        elif self.controller is not None and not report.fallbacks and not report.load_timeouts:
             self.controller.learn(decision, result.plan, compute_s, result.read_s)
+
+    def _compute_s(self, tokens: int, planner: Planner) -> float:
+        """How long computing so many tokens of a prompt takes, as measured."""
+        if self.controller is not None:
+            return self.controller.cost_model.full_s(tokens)
+        row_layers = tokens * self._survey.kinds.num_layers
+        seconds = self._pace.seconds(row_layers)
+        if seconds is None:
+            self._measure_pace(planner)
+            seconds = self._pace.seconds(row_layers)
+        return math.inf if seconds is None else seconds
+
+    @torch.no_grad()
+    def _measure_pace(self, planner: Planner) -> None:
+        """By a layer of some rows, in front of the last one, which computes hardly any."""
+        rows = min(PACE_ROWS, self._survey.max_length or PACE_ROWS)
+        prompt = Prompt.of([text(np.arange(rows) % self._survey.vocab_size)])
+        with self.open_full(prompt, planner, 1) as prefill:
+            if self._survey.num_layers > 2:
+                prefill.advance()  # warms the device up
+            self.synchronize()
+            started = time.perf_counter()
+            prefill.advance()
+            self.synchronize()
+            self._pace.learn(rows, time.perf_counter() - started)
 
 
 def controller_for(config: BlendConfig, fingerprint: str, stored: KVLayout, device: torch.device) -> Controller | None:

@@ -42,6 +42,14 @@ class TierNames:
         """The name of a tier that store `number` itself calls `name`."""
         return self._renamed[number].get(name, name)
 
+    def own(self, tier: str) -> tuple[int, str] | None:
+        """The store that has a tier of this name, and what it calls it itself; None: no store has."""
+        for number, renamed in enumerate(self._renamed):
+            for name, new in renamed.items():
+                if new == tier:
+                    return number, name
+        return None
+
     def entry(self, number: int, entry: BlockEntry) -> BlockEntry:
         """An entry of store `number`, with this name of its tier."""
         name = self.of(number, entry.tier)

@@ -58,6 +58,11 @@ class CascadeStore(CombinedStore):
         """See `KVStore.tier_names`."""
         return self._tiers.all
 
+    def round_trip_s(self, tier: str) -> float:
+        """See `KVStore.round_trip_s`."""
+        own = self._tiers.own(tier)
+        return 0.0 if own is None else self.members[own[0]].round_trip_s(own[1])
+
     def _ask(self, members: Sequence[KVStore], call: Callable[[KVStore], T]) -> list[T]:
         """The answers of the members that do not fail.
 

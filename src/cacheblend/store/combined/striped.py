@@ -51,6 +51,10 @@ class StripedStore(CombinedStore):
         """See `KVStore.tier_names`. The first store's: all of them are read side by side, as one device."""
         return self.members[0].tier_names[:1]
 
+    def round_trip_s(self, tier: str) -> float:
+        """See `KVStore.round_trip_s`. The longest: all stores are read side by side."""
+        return max(store.round_trip_s(name) for store in self.members for name in store.tier_names[:1])
+
     def held(self, names: Sequence[BlockName]) -> list[bool]:
         """See `KVStore.held`."""
         return self._by_store(names, lambda store, own: store.held(own))

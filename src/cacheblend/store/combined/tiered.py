@@ -55,6 +55,11 @@ class TieredStore(CombinedStore):
         """See `KVStore.tier_names`."""
         return self._tiers.all
 
+    def round_trip_s(self, tier: str) -> float:
+        """See `KVStore.round_trip_s`."""
+        number, name = self._tiers.own(tier) or (0, tier)
+        return (self.front, self.back)[number].round_trip_s(name)
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. An entry's tier says where a read would come from."""
         in_back = self.back.find(names)  # all of them, so that blocks used in memory count as used in the back, too

@@ -99,7 +99,7 @@ class FolderDocuments(DocumentRecords):
             self._folder.make(place)
         except OSError as error:
             raise store_error(error, f"cannot make {place}") from error
-        with own, self._folder.locked(place / "lock"):
+        with own, self._folder.locked(place):
             yield
 
     def _files_of(self, root: BlockName) -> SealedFiles[DocumentRecord]:

@@ -44,7 +44,7 @@ class Folder:
     """A folder opened as a store; made if it is not there.
 
     Args:
-        path: the folder.
+        path: the folder; a relative path is of the current folder now, and stays so if that is changed.
         read_only: never write to it.
         durable: fsync files and folders before a write counts as done.
         locks: flock files being written, and the folder while evicting. Without locks (on a network file system they
@@ -53,18 +53,20 @@ class Folder:
         mode: permissions of new files, whatever the umask; new folders can be entered by those who may read files.
 
     Attributes:
+        path: absolute.
         read_only: as requested, or because the folder cannot be written to.
         format: its version, that of the cacheblend that made it.
 
     Raises:
         StoreFormatError: written in a newer format.
-        StoreError: not a folder, one with other things in it, or one that cannot be read.
+        StoreError: not a folder, one with other things in it, or one that cannot be read; a relative path, and the
+            current folder is gone.
     """
 
     def __init__(
         self, path: Path, read_only: bool = False, durable: bool = True, locks: bool = True, mode: int = OWNER_ONLY
     ) -> None:
-        self.path, self._mode = path, mode
+        self.path, self._mode = (path := _absolute(path)), mode
         self._locks = locks
         self.durable = durable
         self.read_only = read_only
@@ -295,15 +297,16 @@ class Folder:
         fcntl.flock(fd, how)
 
     @contextlib.contextmanager
-    def locked(self, lock: str | Path = "lock") -> Iterator[None]:
+    def locked(self, part: Path | None = None) -> Iterator[None]:
         """A context that one process at a time holds (any number, if the disk is too full for the lock's file).
 
         Args:
-            lock: the file that is locked, in the folder.
+            part: the folder whose file ``lock`` is locked; None: the store's own, for evictions.
         """
+        lock = (part or self.path) / "lock"
         try:
-            self.touch(self.path / lock)
-            fd = os.open(self.path / lock, os.O_RDWR | os.O_CLOEXEC)
+            self.touch(lock)
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             if not is_full(error):
                 raise
@@ -315,6 +318,13 @@ class Folder:
             yield
         finally:
             os.close(fd)
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        return path.absolute()
+    except OSError as error:
+        raise StoreError(f"{path} is relative, and the current folder is gone: name the whole path") from error
 
 
 def format_file_text() -> str:

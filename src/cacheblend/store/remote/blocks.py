@@ -8,9 +8,10 @@ import itertools
 import logging
 import math
 import threading
+import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from cacheblend.store.remote.breaker import CircuitBreaker
 from cacheblend.store.remote.objects import Bytes, Objects, Range
 
 _MAX_KNOWN = 65_536  # headers that are cached
+_ROUND_TRIPS = 8  # the shortest of the last ones counts: others were behind a reading, or long
 logger = logging.getLogger(LOGGER_NAME)
 warnings.filterwarnings("ignore", message="The given buffer is not writable")  # records are never written to
 
@@ -52,6 +54,20 @@ class RemoteBlocks:
         self._known: OrderedDict[BlockName, BlockHeader] = OrderedDict()
         self._lock = threading.Lock()
         self.damaged = 0
+        self._round_trips: deque[float] = deque(maxlen=_ROUND_TRIPS)
+
+    @property
+    def round_trip_s(self) -> float:
+        """Seconds that the place takes to answer at least; 0: it has not been asked yet."""
+        return min(self._round_trips, default=0.0)
+
+    @contextlib.contextmanager
+    def _round_trip(self) -> Iterator[None]:
+        """The context of a call that brings hardly any bytes."""
+        began = time.perf_counter()
+        with self._breaker.asking():
+            yield
+        self._round_trips.append(time.perf_counter() - began)
 
     def headers(self, names: Sequence[BlockName], found: list[Damage] | None = None) -> dict[BlockName, BlockHeader]:
         """Headers of the blocks that are held, from the cache or in one call; damage is appended to `found`.
@@ -62,7 +78,7 @@ class RemoteBlocks:
         known = self._cached(names)
         missing = list(dict.fromkeys(name for name in names if name not in known))
         if missing:
-            with self._breaker.asking():
+            with self._round_trip():
                 data = self._objects.headers(missing)
             known |= self._learnt(dict(zip(missing, data, strict=True)), found)
         return known
@@ -74,9 +90,10 @@ class RemoteBlocks:
             StoreError: the place cannot be asked.
         """
         names = list(dict.fromkeys(names))
-        known = self._cached(names)
-        with self._breaker.asking():
-            data = self._objects.look_up(names, set(names) - set(known), since) if names else []
+        known, data = self._cached(names), list[Bytes | None]()
+        if names:
+            with self._round_trip():
+                data = self._objects.look_up(names, set(names) - set(known), since)
         held = dict(zip(names, data, strict=True))
         learnt = self._learnt({name: header for name, header in held.items() if name not in known})
         return {name: header for name, header in (known | learnt).items() if held[name] is not None}

@@ -72,6 +72,10 @@ class RemoteStore(KVStore):
         """See `KVStore.is_reachable`."""
         return not self._breaker.is_paused
 
+    def round_trip_s(self, tier: str) -> float:
+        """See `KVStore.round_trip_s`. As the last look-ups took, and readings of headers."""
+        return self._blocks.round_trip_s
+
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `KVStore.find`. One round trip; with a time to live two, and more if pinned blocks have expired."""
         headers: dict[BlockName, BlockHeader] = {}

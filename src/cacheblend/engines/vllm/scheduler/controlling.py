@@ -13,7 +13,7 @@ Knows plans, outcomes and seconds. Does not know vLLM, stores, or who asks.
 
 import math
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -120,7 +120,7 @@ class LoadControl:
                 controller.learn(decision, left, None, {})  # no outcome will come: the slowness is forgotten here
         names = decision.left_out & {span.name for span in plan.spans}
         if names:
-            plan = replace(plan.leaving_out(names), left_out=plan.left_out | names)
+            plan = plan.leaving_out(names)
         ratio = self._rounded(decision, controller.floor if in_force is None else in_force) if raises else None
         return LoadChoice(plan, ratio, decision, is_all_left_out=not _reads(left))
 

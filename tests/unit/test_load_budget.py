@@ -1,0 +1,224 @@
+"""What a request may wait for the store, by a clock of its own; and how often a far store is asked for its layers."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cacheblend.core.cost.pace import Pace
+from cacheblend.core.errors import LoadTimeoutError
+from cacheblend.core.load import budget as budget_module
+from cacheblend.core.load import loader as loader_module
+from cacheblend.core.load import read_size as read_size_module
+from cacheblend.core.load.budget import LEAST_S, LoadBudget
+from cacheblend.core.load.loader import LayerLoader
+from cacheblend.core.load.read_size import MOMENT_S, ReadSize
+from cacheblend.core.naming import chain_names
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.core.plan.planner import Planner
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.store import DiskStore, MemoryStore, TieredStore
+from cacheblend.store.combined.cascade import CascadeStore
+from cacheblend.store.combined.striped import StripedStore
+from cacheblend.store.remote import blocks as blocks_module
+from cacheblend.store.remote.store import RemoteStore
+from remote_objects import FarObjects
+from store_blocks import ROOT, make_block, raw_block
+
+
+class Clock:
+    """Moves when somebody waits, at most to the end of what is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.ends = 100.0, dict[int, tuple["Future[Any]", float]]()
+        monkeypatch.setattr(budget_module, "wait", self._wait)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def call(self, seconds: float) -> "Future[Any]":
+        """A call that ends so many seconds from now, if it is waited for."""
+        made = Future[Any]()
+        self.ends[id(made)] = made, self.now + seconds
+        return made
+
+    def _wait(self, calls: Sequence["Future[Any]"], timeout: float) -> None:
+        (call,) = calls
+        end = self.ends[id(call)][1]
+        self.now = min(self.now + timeout, max(self.now, end))
+        if self.now >= end:
+            call.set_result(None)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_what_is_there_already_costs_nothing(clock: Clock) -> None:
+    budget, done = LoadBudget(0.1, clock=clock), Future[Any]()
+    done.set_result(None)
+    assert budget.wait(done) and budget.spent == 0.0
+
+
+def test_calls_take_from_one_budget_what_they_are_waited_for(clock: Clock) -> None:
+    budget = LoadBudget(1.0, clock=clock)
+    assert budget.wait(clock.call(0.75))
+    clock.now += 50.0  # computing
+    assert not budget.wait(clock.call(0.5))
+    assert budget.spent == 1.0 and clock.now == 151.0
+    assert budget.give_up("loading", "s3").startswith("loading takes longer than the 1.00 s allowed")
+    assert budget.late == {"s3": 1.0}
+    assert budget.wait(clock.call(LEAST_S - 0.01))  # of another tier
+    assert not budget.wait(clock.call(0.02))
+
+
+def test_a_small_budget_begins_anew_for_another_tier(clock: Clock) -> None:
+    budget = LoadBudget(0.2, clock=clock)
+    assert not budget.wait(clock.call(9.0))
+    budget.give_up("loading")
+    assert budget.wait(clock.call(0.1)) and not budget.wait(clock.call(9.0))
+    assert clock.now == pytest.approx(100.4)
+
+
+def test_the_measure_is_asked_for_when_the_least_is_spent(clock: Clock) -> None:
+    asked: list[float] = []
+
+    def measure() -> float:
+        asked.append(clock.now)
+        return 2.0
+
+    budget = LoadBudget(None, measure, clock=clock)
+    assert budget.wait(clock.call(LEAST_S - 0.01)) and not asked
+    assert budget.wait(clock.call(1.0)) and asked == [100.0 + LEAST_S]
+    budget.measured_by(lambda: 0.001)  # less is stored than the prompt is long
+    assert not budget.wait(clock.call(0.01))
+    budget = LoadBudget(None, lambda: 0.001, clock=clock)
+    assert not budget.wait(clock.call(1.0)) and budget.spent == LEAST_S
+
+
+def test_without_a_bound_or_a_measure_everything_is_waited_for(clock: Clock) -> None:
+    for budget in (LoadBudget(clock=clock), LoadBudget(float("inf"), clock=clock)):
+        budget.measured_by(lambda: float("inf"))
+        assert budget.wait(clock.call(1e6))
+
+
+def test_a_pace_is_that_of_long_passes() -> None:
+    pace = Pace()
+    assert pace.seconds(100) is None
+    pace.learn(10, 1.0)
+    assert pace.seconds(100) == 10.0
+    for _ in range(20):
+        pace.learn(10_000, 10.0)
+        pace.learn(10, 0.0)
+    assert pace.seconds(1000) == pytest.approx(1.0, rel=0.02)
+
+
+# ---- round trips ------------------------------------------------------------------------------------------
+
+LAYERS = 32
+LAYOUT = KVLayout((LayerShape(2, 8),) * LAYERS, torch.float32)
+PLANNER = Planner(ROOT, block_size=8)
+
+
+def filled(far: FarObjects) -> Prompt:
+    """Stores chunks there, and returns a prompt of them."""
+    segments = [chunk(np.arange(8) + 100 * number) for number in range(8)]
+    filling = RemoteStore(far)  # type: ignore[arg-type]
+    for segment in segments:
+        (name,) = chain_names(ROOT, [segment.token_ids])
+        records = make_block(1, 8, LAYOUT.layers, torch.float32).records
+        filling.write(raw_block(name, ROOT, segment.token_ids, records))
+    far.calls.clear()
+    return Prompt.of([text([1, 2, 3]), *segments, text([4, 5])])
+
+
+def load(store: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, far: FarObjects) -> None:
+    """Plans and loads a prompt, layer by layer, and checks what was loaded."""
+    for module in (loader_module, blocks_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=far.clock))
+    plan = PLANNER.plan(prompt, store)
+    assert plan.hit_tokens()["far"] == 64
+    records = make_block(1, 8, LAYOUT.layers, torch.float32).records
+    with LayerLoader(plan, store, LAYOUT, [None] * LAYERS, read_ahead=1) as loader:
+        for layer in range(LAYERS):
+            kv: Any = loader.layer(layer)
+            assert torch.equal(kv.keys[:, 3:11].nan_to_num(), records[layer][:, 0].nan_to_num())
+
+
+@pytest.mark.parametrize("latency_s", [0.8, 0.05, 0.02])
+@pytest.mark.parametrize("is_behind_memory", [False, True])
+def test_small_records_of_a_far_store_come_in_one_round_trip(
+    latency_s: float, is_behind_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the look-up, which tells how far away it is."""
+    far = FarObjects(latency_s)
+    prompt = filled(far)
+    with RemoteStore(far) as remote:  # type: ignore[arg-type]
+        store = TieredStore(MemoryStore(1 << 24), remote) if is_behind_memory else remote
+        load(store, prompt, monkeypatch, far)
+    assert far.calls == ["look_up", "records"]
+
+
+def test_a_store_that_is_near_is_read_while_layers_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = FarObjects(MOMENT_S / 2, bytes_per_s=1e5)  # a layer takes .08 s
+    prompt = filled(far)
+    with RemoteStore(far) as store:  # type: ignore[arg-type]
+        load(store, prompt, monkeypatch, far)
+    assert far.calls == ["look_up", *["records"] * LAYERS]
+
+
+def test_a_slow_wire_is_read_in_parts_that_take_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first part by what is assumed of a wire, the others by what it took."""
+    layer_bytes = LAYOUT.block_bytes(64) / LAYERS
+    monkeypatch.setattr(read_size_module, "BYTES_PER_S", layer_bytes / 0.005)
+    far = FarObjects(0.02, bytes_per_s=layer_bytes / 0.01)  # half as fast
+    prompt = filled(far)
+    with RemoteStore(far) as store:  # type: ignore[arg-type]
+        load(store, prompt, monkeypatch, far)
+    assert far.calls == ["look_up", *["records"] * 15]  # 4 layers, then 2 at a time
+    size = ReadSize(LAYOUT, 8, 64)
+    assert [size.of(trip_s) for trip_s in (0.0, MOMENT_S, 0.003, 0.05, 9.0)] == [1, 1, 1, 10, LAYERS]
+    size.learn(10, 0.04, 0.05)  # the bytes take next to no time
+    assert size.of(0.05) == LAYERS
+
+
+def test_stores_of_stores_know_how_far_each_tier_is(tmp_path: Any) -> None:
+    far, farther = FarObjects(0.1), FarObjects(0.3)
+    remotes = [RemoteStore(each) for each in (far, farther)]  # type: ignore[arg-type]
+    for remote, trip_s in zip(remotes, (0.1, 0.3), strict=True):
+        assert remote.round_trip_s("far") == 0.0  # not asked yet
+        remote._blocks._round_trips.append(trip_s)
+    with CascadeStore([DiskStore(tmp_path / "near", durable=False), *remotes]) as cascade:
+        tiered = TieredStore(MemoryStore(1 << 20), cascade)
+        found = [tiered.round_trip_s(tier) for tier in ("memory", "disk", "far", "far-2", "none of these")]
+        assert tiered.tier_names == ("memory", "disk", "far", "far-2") and found == [0.0, 0.0, 0.1, 0.3, 0.0]
+        assert StripedStore({"a": remotes[0], "b": remotes[1]}).round_trip_s("far") == 0.3
+
+
+def test_a_budget_bounds_what_a_far_store_may_take() -> None:
+    """A store that answers in .8 s, and a request that may wait .2: it is asked for one layer, and given up."""
+
+    class Hanging(FarObjects):
+        def records(self, ranges: Any) -> Any:
+            self.calls.append("records")
+            gate.result()
+
+    gate: Future[None] = Future()
+    far = Hanging(0.8)
+    prompt = filled(far)
+    store = RemoteStore(far)  # type: ignore[arg-type]
+    plan = PLANNER.plan(prompt, store)
+    budget = LoadBudget(0.05)
+    try:
+        loader = LayerLoader(plan, store, LAYOUT, [None] * LAYERS, budget=budget)
+        with pytest.raises(LoadTimeoutError, match="loading layer 0 from far takes longer than"):
+            loader.layer(0)
+        assert far.calls == ["look_up", "records"]
+    finally:
+        gate.set_exception(OSError("ended"))
+        loader.close()
