@@ -110,6 +110,7 @@ def test_other_config_fields_are_not(folder: Path, change: dict[str, Any]) -> No
 def test_digests_are_remembered_and_forgotten_on_change(
     folder: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fingerprint, "SETTLED_S", -1.0)
     hashed: list[str] = []
     real = fingerprint.hashlib.file_digest
     monkeypatch.setattr(
@@ -125,9 +126,11 @@ def test_digests_are_remembered_and_forgotten_on_change(
     assert hashed[2:] == ["model-0.safetensors"]
 
 
-def test_a_damaged_memory_is_not_believed(folder: Path, cache_home: Path) -> None:
+def test_a_damaged_memory_is_not_believed(folder: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A note cut short by a crash would give the folder a name of its own."""
+    monkeypatch.setattr(fingerprint, "SETTLED_S", -1.0)
     before = fingerprint_folder(folder)
+    assert any(f.is_file() for f in cache_home.rglob("*"))
     for note in (f for f in cache_home.rglob("*") if f.is_file()):
         note.write_text("")
     assert fingerprint_folder(folder) == before

@@ -163,7 +163,8 @@ def test_records_have_names_of_their_own(tmp_path: Path) -> None:
     def named(*, use_mla: bool) -> str:
         hf, same = SimpleNamespace(), {"revision": None, "hf_overrides": {}, "quantization": None}
         model = SimpleNamespace(model=str(folder), hf_config=hf, dtype=torch.float32, use_mla=use_mla, **same)
-        config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"))
+        load = SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={})
+        config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto"), load_config=load)
         return str(identify(config, None).fingerprint)
 
     assert named(use_mla=False) == fingerprint_folder(folder, {}) != named(use_mla=True)

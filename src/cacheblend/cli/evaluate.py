@@ -134,8 +134,8 @@ def _run_suite(
     to: Destination,
 ) -> bool:
     """Whether the suite's bars hold."""
-    from cacheblend.cli.models import SHIPPED
     from cacheblend.cli.suite import SuiteOptions, refuse_options, run_suite_command
+    from cacheblend.engines.folders import SHIPPED
 
     refuse_options(given_options(ctx))
     assert suite.suite is not None

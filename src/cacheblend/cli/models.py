@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend.cli.output import status
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
-from cacheblend.nano import model_path
+from cacheblend.engines import folders
 
 if TYPE_CHECKING:
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.hf import BlendEngine
-
-
-SHIPPED = "nano"
 
 
 def open_engine(
@@ -58,28 +55,17 @@ def open_engine(
 
 
 def model_folder(model: Path) -> Path:
-    """The folder that ``--model`` names: ``nano`` is the model that ships, unless a folder has that name.
+    """The folder that ``--model`` names; see `folders.model_folder`.
 
     Raises:
-        InvalidInputError: there is no such folder.
+        InvalidInputError: there is none.
     """
-    if _ships(model):
-        return model_path()
-    if not model.is_dir():
-        raise InvalidInputError(
-            f"{model} is no folder; --model takes a folder with config.json and weights, or {SHIPPED}"
-        )
-    return model
+    return folders.model_folder(model)
 
 
 def model_name(model: Path) -> str:
     """A model's name in titles and file names: its folder's name, or ``nano`` for the one that ships."""
-    shipped = _ships(model) or model.resolve() == model_path().resolve()
-    return SHIPPED if shipped else model.resolve().name
-
-
-def _ships(model: Path) -> bool:
-    return str(model) == SHIPPED and not model.is_dir()
+    return folders.name_of(model_folder(model))
 
 
 def quiet_transformers() -> None:

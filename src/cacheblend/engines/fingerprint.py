@@ -1,23 +1,34 @@
 """A model's fingerprint, from its files: the weights' bytes and the config fields that shape K and V.
 
 Every engine and process that opens the same folder gets the same fingerprint, and a different one after any change of a
-weight. Hashing gigabytes takes seconds, so the hash of each weight file is cached under its path, size, time and inode.
+weight. Hashing gigabytes takes seconds, so the hash of each weight file is noted in the user's cache folder. A note is
+believed if size, times and inode of the file are the noted ones, among them the time of its last change, which only the
+kernel sets, and a sample of the bytes of every tensor is the noted one, whatever the file system says. What neither
+shows is a byte outside of the sample that changes behind the kernel's back.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import threading
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.adapters import base_tensors, digest_of
+from cacheblend.engines.checkpoint import sample_of, state_of, weights_in
 
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+SETTLED_S = 2.0
+"""A file that was written so shortly ago may be written again within one tick of its file system's clock, so that the
+time of its last change would stay."""
+_TRIES = 3
 
 # Fields about how a model is loaded, run or sampled; K and V do not depend on them.
 IRRELEVANT = frozenset(
@@ -55,22 +66,29 @@ def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -
             model is loaded as the folder has it.
 
     Raises:
-        InvalidInputError: the folder has no config or no weights.
+        InvalidInputError: the folder has no config or no weights, or they are written to meanwhile.
     """
     config = folder / "config.json"
-    files = sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)})
+    options = options or {}
+    files, chosen = weights_in(folder, options.get("variant"), options.get("use_safetensors"))
     if not config.is_file() or not files:
         raise InvalidInputError(f"{folder} is no model folder: it needs config.json and weights (*.safetensors)")
-    with ThreadPoolExecutor(4) as pool:
-        digests = list(pool.map(_file_digest, files))
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            digests = list(pool.map(file_digest, files))
+    except OSError as error:
+        raise InvalidInputError(
+            f"{error.filename} cannot be read ({error.strerror}); repair it, or download it again"
+        ) from error
     try:
         fields = json.loads(config.read_text())
     except ValueError as error:
         raise InvalidInputError(f"{config} is not JSON ({error}); fetch the model again") from error
-    fingerprint = _join(fields, zip((f.name for f in files), digests, strict=True))
+    names = [file.relative_to(folder).as_posix() for file in files]
+    fingerprint = _join(fields, [*zip(names, digests, strict=True), *([("loaded", chosen)] if chosen else [])])
     if not options:
         return fingerprint
-    described = repr(sorted((name, repr(value)) for name, value in options.items()))
+    described = repr(sorted((name, repr(_described(value))) for name, value in options.items()))
     return hashlib.sha256(f"{fingerprint}\n{described}".encode()).hexdigest()
 
 
@@ -94,27 +112,44 @@ def _join(config: Mapping[str, Any], digests: Iterable[tuple[str, str]]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _file_digest(file: Path) -> str:
-    """SHA-256 of a file's bytes, cached in the user's cache folder."""
-    state = file.stat()
-    key = json.dumps([str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ino])
-    note = _cache_folder() / hashlib.sha256(key.encode()).hexdigest()
-    try:
-        cached = note.read_text()
-        if len(cached) == hashlib.sha256().digest_size * 2:  # shorter: cut off by a crash
-            return cached
-    except OSError:
-        pass
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    try:
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file's bytes, hex; noted in the user's cache folder.
+
+    Raises:
+        InvalidInputError: it is written to all the while.
+    """
+    note = _cache_folder() / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()}.json"
+    for _ in range(_TRIES):
+        state, began = state_of(file), time.time_ns()
+        known = {"state": list(state), "sample": sample_of(file)}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or cut off by a crash
+            noted = json.loads(note.read_text())
+            if {name: noted[name] for name in known} == known:
+                return str(noted["digest"])
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if state_of(file) == state:
+            if max(state[1:3]) < began - SETTLED_S * 1e9:
+                _write(note, json.dumps({**known, "digest": digest}))
+            return digest
+    raise InvalidInputError(f"{file} is being written to; open the model once it is complete")
+
+
+def _write(note: Path, text: str) -> None:
+    with contextlib.suppress(OSError):  # without the note the next start hashes the file again
         note.parent.mkdir(parents=True, exist_ok=True)
-        fresh = note.with_suffix(f".{os.getpid()}")
-        fresh.write_text(digest)
+        fresh = note.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        fresh.write_text(text)
         fresh.replace(note)
-    except OSError:
-        pass  # without the cache the next start hashes the file again
-    return digest
+
+
+def _described(value: Any) -> Any:
+    """An option's value, with the digest of a tensor in its place: its `repr` would leave most of it out."""
+    if torch.is_tensor(value):
+        return digest_of(value)
+    if isinstance(value, Mapping) and any(map(torch.is_tensor, value.values())):
+        return sorted((name, _described(each)) for name, each in value.items())
+    return value
 
 
 def _cache_folder() -> Path:

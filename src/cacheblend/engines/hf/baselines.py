@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt
@@ -76,20 +77,20 @@ def agreement(logits: torch.Tensor, full: torch.Tensor) -> Agreement:
     return Agreement(kl_divergence(wanted, other), bool(other.argmax() == wanted.argmax()), error)
 
 
-@torch.no_grad()
+@without_ambient
 def touch(engine: BlendEngine, prompt: Prompt) -> None:
     """Runs a short plain forward, so that no method pays for the first read of the weights."""
     engine.model(input_ids=engine.ids_of(prompt)[None, :TOUCHED_ROWS])
 
 
-@torch.no_grad()
+@without_ambient
 def full_recompute(engine: BlendEngine, prompt: Prompt) -> FirstToken:
     """The baseline without this package: transformers' own forward with a cache, last logits only."""
     cache = DynamicCache(config=engine.model.config)
     return _plain(engine, prompt, cache, known=0, started=time.perf_counter())
 
 
-@torch.no_grad()
+@without_ambient
 def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
     """Loads the leading blocks whose KV is exact and computes the rest without blending.
 
@@ -111,6 +112,7 @@ def prefix_caching(engine: BlendEngine, prompt: Prompt) -> FirstToken:
     return first
 
 
+@without_ambient
 def fused(engine: BlendEngine, prompt: Prompt, selector: Selector) -> FirstToken:
     """Runs the fused path: full reuse and blend differ only in their selector."""
     return _first_token(engine.prefill(prompt, selector=selector))
@@ -121,6 +123,7 @@ def _first_token(result: PrefillResult) -> FirstToken:
     return FirstToken(result.logits, report.ttft_s, report.row_layers, result.kv, report, states)
 
 
+@without_ambient
 def finish(
     engine: BlendEngine,
     prompt: Prompt,
@@ -172,6 +175,7 @@ def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: i
     return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * engine.survey.num_layers, cache)
 
 
+@without_ambient
 class PlainDecoding:
     """Decodes one sequence with transformers' own forward and cache, one token per `step`.
 
@@ -211,7 +215,6 @@ class PlainDecoding:
         """See `Sampler`."""
         return self._sampler.logits
 
-    @torch.no_grad()
     def step(self) -> int:
         """Samples the next token; sets `finish_reason` after the last one."""
         if self._sampler.has_begun:

@@ -14,13 +14,14 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import CacheBlendError
+from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.blocks import LayerShape
-from cacheblend.engines.fingerprint import WEIGHT_FILES
+from cacheblend.engines.checkpoint import check_files, weight_files
 from cacheblend.engines.hf.configs import check_config
 from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.live_check import LiveCheck
-from cacheblend.engines.hf.opening import class_of, loading_reason
+from cacheblend.engines.hf.opening import class_of, loading_reason, read_weights
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.tokens import PromptBuilder
@@ -68,6 +69,7 @@ class _StopError(Exception):
     """Raised when a failed check makes all later checks impossible."""
 
 
+@without_ambient
 def diagnose(
     model: PreTrainedModel | str | Path,
     *,
@@ -117,7 +119,7 @@ def _open(
 ) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer (None if it cannot be loaded); the config is checked before the weights are read."""
     config_file = folder / "config.json"
-    weights = sorted({file for pattern in WEIGHT_FILES for file in folder.glob(pattern)})
+    weights = weight_files(folder)
     missing = [what for what, there in (("config.json", config_file.is_file()), ("weights", weights)) if not there]
     if missing:
         found.checks.append(Check("files", False, f"{folder} has no {' and no '.join(missing)}"))
@@ -130,7 +132,8 @@ def _open(
     except Exception as error:
         raise _fail(found, "config", error) from error
     try:
-        model: PreTrainedModel = opens.from_pretrained(folder, dtype=dtype).eval()
+        check_files(folder)
+        model = read_weights(opens, folder, dtype)
         model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except Exception as error:
         raise _fail(found, "weights", error) from error

@@ -21,10 +21,12 @@ from transformers import PreTrainedModel
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
+from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf.answering import Answering
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
@@ -48,6 +50,7 @@ from cacheblend.engines.tokens import Message, Passage
 from cacheblend.store import KVStore, check_store_url, open_store
 
 
+@without_ambient
 class BlendEngine(Answering, FollowedModel):
     """One model and one store. Requests may come from several threads.
 
@@ -125,26 +128,29 @@ class BlendEngine(Answering, FollowedModel):
         """Opens a model folder. What can be wrong is checked before weights are read, as far as possible.
 
         Args:
-            path: a folder with config.json, weights and tokenizer.
+            path: a folder with config.json, weights and tokenizer; ``nano``, the model that ships; or a name on the hub
+                (``org/name``) of which this machine has a snapshot. Nothing is downloaded.
             store: a store, or its URL: ``memory``, a folder, ``file:///folder?max_bytes=...``; see `open_store`.
             config: how to blend. None uses the model's profile, if it has one, or the defaults. A mapping of some
                 fields overrides the profile's, or sets it aside (`resolve_settings`); a `BlendConfig` replaces it.
             profile: its file, if it is not ``blend-profile.json`` in the model's folder.
             dtype: of the weights; ``auto`` uses the folder's own.
-            device: None uses CUDA if there is a GPU.
+            device: None uses CUDA if there is a GPU, or what `device_map` says.
             with_tokenizer: False if all prompts are token ids.
-            **model_options: for transformers' own `from_pretrained`; they become part of the blocks' names.
+            **model_options: for transformers' own `from_pretrained`; those that may change keys and values become part
+                of the blocks' names, and such a model has another profile.
 
         Raises:
-            InvalidInputError: a wrong store URL or setting, not a model folder, no tokenizer in it, or a damaged
-                profile.
+            InvalidInputError: a wrong store URL or setting, not a model folder, no tokenizer in it, weights that are
+                missing, damaged, or written to meanwhile, or a damaged profile.
             ModelNotBlendableError: the model cannot be blended.
         """
         if not isinstance(store, KVStore):
             check_store_url(store)
-        check_settings(config, Path(path), profile)
-        opened = open_folder(path, dtype=dtype, device=device, with_tokenizer=with_tokenizer, **model_options)
-        settings = resolve_settings(config, Path(path), opened.fingerprint, profile)
+        folder = model_folder(path, revision=model_options.get("revision"), cache_dir=model_options.get("cache_dir"))
+        check_settings(config, folder, profile)
+        opened = open_folder(folder, dtype=dtype, device=device, with_tokenizer=with_tokenizer, **model_options)
+        settings = resolve_settings(config, folder, opened.fingerprint, profile)
         engine = BlendEngine(
             opened.model,
             opened.tokenizer,
@@ -278,7 +284,6 @@ class BlendEngine(Answering, FollowedModel):
             self.shadow.submit(watched)
         self.background.end_request()
 
-    @torch.no_grad()
     def prefill(
         self,
         prompt: Prompt,
@@ -292,7 +297,6 @@ class BlendEngine(Answering, FollowedModel):
         with self.open_prefill(prompt, ratio=ratio, selector=selector, mode=mode, state=state) as prefill:
             return self._run(prefill)
 
-    @torch.no_grad()
     def _run(self, prefill: BlendedPrefill) -> PrefillResult:
         while not prefill.advance():
             pass

@@ -1,6 +1,8 @@
 """Opens a model folder: weights, tokenizer, fingerprint. A model that cannot be blended is refused before its weights
 are read, where its config shows that."""
 
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,43 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
-from cacheblend.engines.fingerprint import fingerprint_folder
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
+from cacheblend.engines.adapters import plain_parts
+from cacheblend.engines.checkpoint import check_files, states_in
+from cacheblend.engines.fingerprint import file_digest, fingerprint_folder
+from cacheblend.engines.folders import name_of
 from cacheblend.engines.hf.configs import check_config
 
 REASON_LINES, REASON_CHARACTERS = 3, 400
 """Most of a library's error message that `loading_reason` gives."""
+
+NAMED_TENSORS = 3
+"""Tensors that a message names."""
+
+# How files are found, read and placed, and by which code: the same numbers come out.
+LEAVES_WEIGHTS = frozenset(
+    [
+        "attn_implementation",
+        "cache_dir",
+        "device_map",
+        "disable_mmap",
+        "force_download",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "offload_buffers",
+        "offload_folder",
+        "offload_state_dict",
+        "output_loading_info",
+        "proxies",
+        "revision",
+        "token",
+        "tqdm_class",
+        "trust_remote_code",
+        "weights_only",
+    ]
+)
+logger = logging.getLogger("cacheblend.engine")
 
 
 @dataclass(frozen=True)
@@ -50,18 +83,50 @@ def open_folder(
     with_tokenizer: bool = True,
     **model_options: Any,
 ) -> OpenedModel:
-    """See `BlendEngine.from_pretrained`."""
+    """Opens a model folder; arguments as for `BlendEngine.from_pretrained`."""
     folder, where = Path(path), _checked_device(device)
+    if "torch_dtype" in model_options:
+        dtype = model_options.pop("torch_dtype") or dtype
     _check_dtype(dtype)
-    # Options may override the config (RoPE, window) or quantise, which changes K and V.
-    changing = {name: value for name, value in model_options.items() if name != "attn_implementation"}
-    fingerprint = fingerprint_folder(folder, changing)
+    if subfolder := model_options.pop("subfolder", ""):
+        folder = folder / subfolder
+    check_files(folder, model_options.get("variant"), model_options.get("use_safetensors"))
+    before = states_in(folder)
+    fingerprint = fingerprint_folder(folder, _changing(folder, model_options))
     config = AutoConfig.from_pretrained(folder, **model_options)
     opens = class_of(config)
-    tokenizer = _tokenizer(folder) if with_tokenizer else None
-    model = _read_weights(opens, folder, dtype, model_options).eval()
-    model.to(where)
-    return OpenedModel(model, tokenizer, fingerprint, folder.resolve().name)
+    remote_code = {name: model_options[name] for name in ("trust_remote_code",) if name in model_options}
+    tokenizer = _tokenizer(folder, **remote_code) if with_tokenizer else None
+    model = read_weights(opens, folder, dtype, **model_options)
+    if device is not None or model_options.get("device_map") is None:
+        model.to(where)
+    _own_memory(model)
+    if states_in(folder) != before:
+        raise InvalidInputError(
+            f"files in {folder} were changed while the model was opened from them; open it again once they are complete"
+        )
+    return OpenedModel(model, tokenizer, fingerprint, name_of(folder))
+
+
+def _changing(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that may change K and V: that override the config (RoPE, window), quantise, or bring weights."""
+    changing = {name: value for name, value in options.items() if name not in LEAVES_WEIGHTS}
+    if changing.get("use_safetensors") is not False:  # the default, said or not
+        changing.pop("use_safetensors", None)
+    if file := changing.get("gguf_file"):
+        found = next((each for each in (Path(file), folder / file) if each.is_file()), None)
+        if found is None:
+            raise InvalidInputError(f"there is no file {file} in {folder}; give gguf_file a path")
+        changing["gguf_file"] = file_digest(found)
+    return changing
+
+
+def _own_memory(model: PreTrainedModel) -> None:
+    """Copies weights that lie in a mapped file: whoever wrote to it would change them under the running model."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        parts = [part for part in plain_parts(tensor.data) if part.device.type == "cpu"]
+        if not all(part.untyped_storage().resizable() for part in parts):
+            tensor.data = tensor.data.clone()
 
 
 def class_of(config: PretrainedConfig) -> Any:
@@ -86,12 +151,60 @@ def class_of(config: PretrainedConfig) -> Any:
     )
 
 
-def _read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
+def read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, **options: Any) -> PreTrainedModel:
+    """The loaded model, in evaluation mode, where transformers puts it.
+
+    Args:
+        opens: see `class_of`.
+        folder: the model's.
+        dtype: of the weights, or ``auto``.
+        **options: for transformers' `from_pretrained`.
+
+    Raises:
+        InvalidInputError: they cannot be loaded, or not all of them are there.
+    """
+    options["output_loading_info"] = True
     try:
-        model: PreTrainedModel = opens.from_pretrained(folder, dtype=dtype, **options)
-        return model
+        loaded = opens.from_pretrained(folder, dtype=dtype, **options)
+    except (CacheBlendError, MemoryError, torch.OutOfMemoryError):
+        raise
     except TypeError as error:  # transformers passes options that it does not know to the model's class
+        options.pop("output_loading_info")
         raise InvalidInputError(f"{folder} cannot be opened with the options {', '.join(options)}: {error}") from error
+    except Exception as error:
+        raise InvalidInputError(f"{folder} cannot be loaded: {loading_reason(error)}") from error
+    model, found = loaded if isinstance(loaded, tuple) else (loaded, {})
+    _check_complete(model, folder, found)
+    evaluated: PreTrainedModel = model.eval()
+    return evaluated
+
+
+def _check_complete(model: PreTrainedModel, folder: Path, found: Mapping[str, Any]) -> None:
+    """Refuses a model of which parameters were not in the files: transformers gives them random numbers.
+
+    Tied parameters, and those that a model's class declares dispensable, are not among them. A buffer has its initial
+    values, which do not differ from one opening to the next.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    absent = sorted({str(name) for name in found.get("missing_keys", ())})
+    shaped = sorted({str(each[0] if isinstance(each, tuple) else each) for each in found.get("mismatched_keys", ())})
+    missing = [name for name in absent if name in parameters]
+    if missing or shaped:
+        what = f"{_named(missing)} missing" if missing else f"{_named(shaped)} of another shape than config.json says"
+        raise InvalidInputError(
+            f"the weights in {folder} are incomplete for a {type(model).__name__}, with {what}, which would be random "
+            "numbers; download the model again, or mend its config.json if that is of another model"
+        )
+    if buffers := [name for name in absent if name not in parameters]:
+        logger.warning("%s has no %s, which keep their initial values", folder, _named(buffers))
+    if extra := sorted({str(name) for name in found.get("unexpected_keys", ())}):
+        logger.warning("%s has tensors that a %s does not use: %s", folder, type(model).__name__, _named(extra))
+
+
+def _named(tensors: Iterable[str]) -> str:
+    names = list(tensors)
+    more = f" and {len(names) - NAMED_TENSORS} more tensors" if len(names) > NAMED_TENSORS else ""
+    return ", ".join(names[:NAMED_TENSORS]) + more
 
 
 def _check_dtype(dtype: str | torch.dtype) -> None:
@@ -110,9 +223,9 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
         raise InvalidInputError(f"the device {device!r} cannot be used: {reason}") from error
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder: Path, **options: Any) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one of config.json alone
             raise ValueError("its vocabulary is empty")
         return tokenizer

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.shadowing import Watched
@@ -37,6 +38,7 @@ class Delta:
     answer: Answer | None = None
 
 
+@without_ambient
 class Request:
     """A prompt after its prefill; `step` generates its tokens. Always call `finish` at the end, or use `with`.
 

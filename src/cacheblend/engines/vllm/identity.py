@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.fingerprint import fingerprint_folder
+from cacheblend.engines.folders import cached_snapshot, name_of
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.tokens import PromptBuilder
 from cacheblend.engines.vllm.compat_cache import is_fp8
@@ -21,7 +21,7 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
         InvalidInputError: the model's files cannot be found.
     """
     model = config.model_config
-    folder = _folder(model.model, model.revision)
+    folder = _folder(model.model, model.revision, config.load_config.download_dir)
     stored = getattr(model.hf_config, "quantization_config", None)
     options = {
         "hf_overrides": model.hf_overrides or None,
@@ -34,7 +34,7 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
         fingerprint=fingerprint_folder(folder, {name: value for name, value in options.items() if value}),
         dtype=str(model.dtype).removeprefix("torch."),
         bos_id=None if tokenizer is None else PromptBuilder(tokenizer).bos_id,
-        name=folder.resolve().name,
+        name=name_of(folder),
         has_exact_hits=not is_fp8(config.cache_config, model.hf_config),
     )
 
@@ -52,14 +52,7 @@ def open_tokenizer(config: Any) -> Any:
         return None
 
 
-def _folder(model: str, revision: str | None) -> Path:
+def _folder(model: str, revision: str | None, cache_dir: str | None) -> Path:
     """The model's folder: as named, or where vLLM put the files that it fetched from the hub."""
     folder = Path(model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception as error:
-        raise InvalidInputError(f"the files of {model} are not on this machine ({error})") from error
+    return folder if folder.is_dir() else cached_snapshot(model, revision, cache_dir)

@@ -1,0 +1,304 @@
+"""The weights that are named are the weights that run: replaced, incomplete and damaged files, and models by name."""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines import fingerprint
+from cacheblend.engines.folders import model_folder
+from cacheblend.engines.hf import BlendEngine, opening
+from cacheblend.engines.hf.doctor import diagnose
+from cacheblend.nano import model_path
+from small_llama import PARTS, PASSAGES, build_llama
+
+LONG_AGO = 1_577_836_800
+SHORT: Any = [PASSAGES[0], " What?"]
+
+
+@pytest.fixture(autouse=True)
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are noted at once, so that every engine could be given a stale one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprint, "SETTLED_S", -1.0)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture
+def folder(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "tiny-llama")
+
+
+def error_of(engine: BlendEngine) -> tuple[float, int]:
+    """Of a blended prompt's logits against the model's own forward, relative; and the tokens that were loaded."""
+    prompt = engine.prompt(SHORT)
+    result = engine.prefill(prompt)
+    with torch.no_grad():
+        wanted = engine.model(input_ids=engine.ids_of(prompt)[None]).logits[0, -1]
+    error = float((result.logits - wanted).norm() / wanted.norm())
+    return error, sum(result.report.hit_tokens.values())
+
+
+def edit(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Sets tensors of a folder's weights, or takes them out."""
+    file = folder / "model.safetensors"
+    held = load_file(file) | {name.replace("__", "."): value for name, value in changes.items() if value is not None}
+    gone = [name.replace("__", ".") for name, value in changes.items() if value is None]
+    save_file({name: value.clone() for name, value in held.items() if name not in gone}, file, {"format": "pt"})
+
+
+# ---- replaced ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_model_that_was_replaced_is_served(folder: Path, tmp_path: Path) -> None:
+    """With the same path, size, time of writing and inode: a second model copied over the first."""
+    second = shutil.copytree(folder, tmp_path / "second")
+    up = load_file(second / "model.safetensors")
+    edit(second, **{name: value.roll(1, 0) + 0.01 for name, value in up.items() if "proj" in name})
+    for each in (folder, second):
+        os.utime(each / "model.safetensors", (LONG_AGO, LONG_AGO))
+    names = set()
+    for source in (None, second):
+        if source is not None:
+            before = (folder / "model.safetensors").stat()
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+            after = (folder / "model.safetensors").stat()
+            assert (before.st_size, before.st_mtime_ns, before.st_ino) == (
+                after.st_size,
+                after.st_mtime_ns,
+                after.st_ino,
+            )
+        with BlendEngine.from_pretrained(folder, store=tmp_path / "kv") as engine:
+            error, loaded = error_of(engine)
+            assert loaded == 0 and error < 1e-5
+            engine.warm(PASSAGES[:1])
+            error, loaded = error_of(engine)
+            assert loaded > 0 and error < 1e-5
+            names.add(engine.fingerprint)
+    assert len(names) == 2
+
+
+def test_a_running_engine_keeps_its_weights_whatever_is_written_to_their_file(folder: Path) -> None:
+    """transformers maps the file: a write in its place changed the weights under the model, and their KV's name not."""
+    with BlendEngine.from_pretrained(folder, store="memory") as engine:
+        prompt = engine.prompt(PARTS)
+        before = engine.prefill(prompt).logits
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        with file.open("r+b") as stream:
+            stream.seek(len(content) // 4)
+            stream.write(bytes(len(content) // 2))
+        assert torch.equal(engine.prefill(prompt).logits, before)
+        os.truncate(file, 100)
+        assert torch.equal(engine.prefill(prompt).logits, before)
+
+
+def test_tied_weights_stay_tied_in_memory_of_their_own(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    edit(folder, lm_head__weight=None)
+    with BlendEngine.from_pretrained(folder) as engine:
+        assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+
+
+def test_files_that_change_while_they_are_opened_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = opening.read_weights
+
+    def late(*args: Any, **options: Any) -> Any:
+        edit(folder, model__norm__weight=load_file(folder / "model.safetensors")["model.norm.weight"] + 1)
+        return reads(*args, **options)
+
+    monkeypatch.setattr(opening, "read_weights", late)
+    with pytest.raises(InvalidInputError, match="were changed while the model was opened from them; open it again"):
+        BlendEngine.from_pretrained(folder)
+
+
+# ---- incomplete -------------------------------------------------------------------------------------------
+
+
+def test_missing_tensors_are_refused_by_name(folder: Path) -> None:
+    edit(folder, model__layers__1__mlp__up_proj__weight=None)
+    with pytest.raises(InvalidInputError, match=r"with model\.layers\.1\.mlp\.up_proj\.weight missing, which would be"):
+        BlendEngine.from_pretrained(folder)
+    found = diagnose(folder)
+    assert not found.blendable and "model.layers.1.mlp.up_proj.weight missing" in found.reason
+    gone = {f"model__layers__{i}__self_attn__{x}_proj__weight": None for i in (0, 1) for x in "qkv"}
+    edit(folder, **gone)
+    with pytest.raises(InvalidInputError, match=r"self_attn\.v_proj\.weight and 4 more tensors missing"):
+        BlendEngine.from_pretrained(folder)
+
+
+def test_a_head_that_is_not_tied_may_not_be_missing(folder: Path) -> None:
+    edit(folder, lm_head__weight=None)
+    with pytest.raises(InvalidInputError, match=r"lm_head\.weight missing"):
+        BlendEngine.from_pretrained(folder)
+
+
+def test_tensors_of_another_shape_are_refused_even_if_transformers_would_ignore_them(folder: Path) -> None:
+    edit(folder, model__norm__weight=torch.ones(3))
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(InvalidInputError, match=r"other shapes|model\.norm\.weight of another shape") as raised:
+            BlendEngine.from_pretrained(folder, **options)  # type: ignore[arg-type]
+        assert "\n" not in str(raised.value)
+
+
+def test_tensors_that_are_not_used_are_a_warning_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(folder, **{f"extra__{i}": torch.ones(3) for i in range(5)})
+    with caplog.at_level(logging.WARNING, "cacheblend"), BlendEngine.from_pretrained(folder, store="memory"):
+        pass
+    [line] = [record.getMessage() for record in caplog.records if record.name.startswith("cacheblend")]
+    assert line.endswith("does not use: extra.0, extra.1, extra.2 and 2 more tensors")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n", "`git lfs pull`"),
+        (None, r"model\.safetensors is cut off: it has \d+ of \d+ bytes"),
+    ],
+)
+def test_files_that_are_not_whole_are_refused(content: bytes | None, message: str, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-50] if content is None else content)
+    with pytest.raises(InvalidInputError, match=message):
+        BlendEngine.from_pretrained(folder)
+    assert message.split()[-1].strip("`\\") in diagnose(folder).reason or diagnose(folder).reason
+
+
+def test_shards_of_which_one_is_missing(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    [*_, last] = sorted(folder.glob("model-*.safetensors"))
+    with BlendEngine.from_pretrained(folder, store="memory") as engine:
+        assert error_of(engine)[0] < 1e-5
+    last.unlink()
+    with pytest.raises(InvalidInputError, match=rf"{last.name} cannot be found in .*; download what is missing"):
+        BlendEngine.from_pretrained(folder)
+
+
+def test_a_damaged_file_of_pytorch_is_one_sentence(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(held, folder / "pytorch_model.bin")
+    with BlendEngine.from_pretrained(folder, store="memory") as engine:
+        assert error_of(engine)[0] < 1e-5
+    (folder / "pytorch_model.bin").write_bytes(b"no weights at all")
+    with pytest.raises(InvalidInputError, match="cannot be loaded: ") as raised:
+        BlendEngine.from_pretrained(folder)
+    assert "\n" not in str(raised.value)
+
+
+# ---- options and names ------------------------------------------------------------------------------------
+
+
+def test_load_options_that_leave_the_weights_alone_keep_names_and_profile() -> None:
+    folder = model_path()
+    with BlendEngine.from_pretrained(folder, store="memory") as engine:
+        plain, root = engine.fingerprint, engine.planner.root
+    kept: list[dict[str, Any]] = [
+        {"trust_remote_code": True},
+        {"low_cpu_mem_usage": True},
+        {"torch_dtype": torch.bfloat16},
+        {"dtype": "bfloat16"},
+        {"use_safetensors": True},
+        {"attn_implementation": "eager"},
+        {"local_files_only": True, "revision": "main"},
+        {"output_loading_info": True},
+    ]
+    for options in kept:
+        with BlendEngine.from_pretrained(folder, store="memory", **options) as engine:
+            assert (engine.fingerprint, engine.planner.root) == (plain, root), options
+            assert engine.settings.profile is not None, options
+    turned = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    with BlendEngine.from_pretrained(folder, store="memory", rope_parameters=turned) as engine:
+        assert engine.fingerprint != plain and engine.settings.profile is None
+
+
+def test_device_map_says_where_the_model_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without accelerate transformers refuses it, so its place is taken here."""
+    given: list[Any] = []
+    reads = opening.read_weights
+
+    def read(*args: Any, device_map: Any = None, **options: Any) -> Any:
+        given.append(device_map)
+        return reads(*args, **options)
+
+    monkeypatch.setattr(opening, "read_weights", read)
+    monkeypatch.setattr(opening, "_checked_device", lambda device: torch.device(device or "meta"))
+    with BlendEngine.from_pretrained(folder, store="memory", device_map="auto") as engine:
+        assert engine.model.device.type == "cpu" and given == ["auto"]
+
+
+def test_weights_that_are_handed_over_are_part_of_the_name(folder: Path) -> None:
+    held = load_file(folder / "model.safetensors")
+    plain = fingerprint.fingerprint_folder(folder)
+    one = fingerprint.fingerprint_folder(folder, {"state_dict": held})
+    assert one == fingerprint.fingerprint_folder(folder, {"state_dict": dict(reversed(held.items()))}) != plain
+    held["model.embed_tokens.weight"][200, 30] += 1  # in the middle, which no repr shows
+    assert fingerprint.fingerprint_folder(folder, {"state_dict": held}) != one
+
+
+def test_nano_opens_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with BlendEngine.from_pretrained("nano", store="memory") as engine:
+        assert engine.name == "nano" and engine.settings.profile is not None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nano").mkdir()  # a folder of that name counts
+    with pytest.raises(InvalidInputError, match="nano is no model folder"):
+        BlendEngine.from_pretrained("nano")
+
+
+def snapshot(hub: Path, folder: Path, name: str) -> Path:
+    """A folder as the hub's cache holds it: files that are links to blobs."""
+    kept = hub / f"models--{name.replace('/', '--')}"
+    held = kept / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    for place in (held, kept / "refs", kept / "blobs"):
+        place.mkdir(parents=True)
+    (kept / "refs" / "main").write_text(held.name)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.copy2(file, kept / "blobs" / f"{number}")
+        (held / file.name).symlink_to(Path("../../blobs") / f"{number}")
+    return held
+
+
+def test_a_snapshot_in_the_hubs_cache_opens_by_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+    held = snapshot(hub, folder, "org/tiny-llama")
+    with BlendEngine.from_pretrained("org/tiny-llama", store=tmp_path / "kv", cache_dir=hub) as engine:
+        assert engine.name == "tiny-llama"
+        engine.warm(PASSAGES[:1])
+        named = engine.fingerprint
+    for path in (held, folder):  # the same weights elsewhere have the same names
+        with BlendEngine.from_pretrained(path, store=tmp_path / "kv") as engine:
+            assert engine.fingerprint == named and engine.name == "tiny-llama"
+            assert error_of(engine)[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/other", "no snapshot of a model of that name on this machine; download it with `hf download org/other`"),
+        ("./other", r"is no folder; a model is a folder with config\.json and weights, nano, or a name on the hub"),
+        ("a/b/c", "a/b/c is no folder"),
+    ],
+)
+def test_a_name_that_is_not_there_says_how_to_get_it(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        model_folder(name)
+    with pytest.raises(InvalidInputError, match=f"hf download {name} --cache-dir .*hub`|is no folder; a model is"):
+        BlendEngine.from_pretrained(name, cache_dir=tmp_path / "hub")
