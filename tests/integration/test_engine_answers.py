@@ -142,7 +142,7 @@ def test_documents_are_placed_by_the_template_or_in_the_last_message(open_engine
 
 @pytest.mark.parametrize("parts", [[], [""], "", [{"role": "user", "content": "a"}, "b"]])
 def test_invalid_prompts_are_refused(open_engine: Open, parts: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"prompt is empty|made of str and Passage, not dict"):
+    with pytest.raises(InvalidInputError, match=r"prompt is empty|part 1 of the prompt: .* not a message"):
         open_engine().generate(parts)
 
 

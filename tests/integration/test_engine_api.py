@@ -61,8 +61,8 @@ def test_a_stop_text_may_be_a_text_or_a_list(engine: BlendEngine) -> None:
         ({"seed": 2**70}, "seed must fit 64 bits"),
         ({"stop": [5]}, "stop must be a tuple of texts"),
         ({"stop": 5}, "stop must be a tuple of texts, got 5"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a tuple of token ids"),
-        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a tuple of whole numbers"),
+        ({"ignore_eos": "no"}, "ignore_eos must be true or false, got 'no'"),
         ({"params": SamplingParams(), "seed": 1}, "sampling parameters or the options seed, not both"),
     ],
 )
@@ -98,9 +98,9 @@ def test_documents_in_whatever_form_callers_have_them(engine: BlendEngine) -> No
     ("call", "message"),
     [
         (lambda engine: engine.chat("hi"), "messages are a list of"),
-        (lambda engine: engine.chat(MESSAGES, documents=[5]), "a passage is a Passage, a text or .*, not int"),
-        (lambda engine: engine.warm([{"title": "no text"}]), "a passage is a Passage, a text or .*, not dict"),
-        (lambda engine: engine.generate(["a", 5]), "int"),
+        (lambda engine: engine.chat(MESSAGES, documents=[5]), "document 1: a passage is a Passage, a text, .*, got 5"),
+        (lambda engine: engine.warm([{"title": "no text"}]), "chunk 1: a passage is a Passage, a text.*, got {'title'"),
+        (lambda engine: engine.generate(["a", 5]), "part 2 of the prompt is 5"),
         (lambda engine: Passage(None), "a passage's text must be a text, got None"),
         (lambda engine: BlendConfig(check_layers=2), "check_layers must be a list or tuple.*got 2"),
         (lambda engine: engine.generate(PROMPT, ratio="0.3"), "ratio must be in 0..1, got '0.3'"),

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.core.errors import InvalidInputError, check_encodable, check_type
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.matching import SHORTEST
 from cacheblend.core.select.selection import Selection
@@ -63,28 +63,18 @@ class BlendConfig(Selection):
     watch_tokens: int = 16 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        check_least = {"block_size": 1, "tile_rows": 0, "capture_batch_tokens": 1, "read_ahead": 0, "capture_queue": 0}
-        check_least |= {"min_run_tokens": SHORTEST, "watch_tokens": self.min_run_tokens}
-        for name, least in check_least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise InvalidInputError(f"{name} must be a whole number, got {value!r}")
-            if value < least:
-                raise InvalidInputError(f"{name} must be at least {least}, got {value}")
-        timeout = self.load_timeout_s
-        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if timeout is not None and not (is_number and timeout > 0):
-            raise InvalidInputError(f"load_timeout_s must be a number of seconds above 0, or none, got {timeout!r}")
-        for name in ("compile_layers", "capture", "discover"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidInputError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if not isinstance(self.salt, str):
-            raise InvalidInputError(f"salt must be a text, got {self.salt!r}")
-        if self.anchor not in get_args(AnchorKind):
-            raise InvalidInputError(f"anchor must be one of {', '.join(get_args(AnchorKind))}, got {self.anchor!r}")
+        super().__post_init__()  # the types of all fields, too
+        least = {"block_size": 1, "tile_rows": 0, "capture_batch_tokens": 1, "read_ahead": 0, "capture_queue": 0}
+        least |= {"min_run_tokens": SHORTEST, "watch_tokens": self.min_run_tokens}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise InvalidInputError(f"{name} must be at least {limit}, got {getattr(self, name)}")
+        if self.load_timeout_s is not None and not self.load_timeout_s > 0:
+            raise InvalidInputError(
+                f"load_timeout_s must be a number of seconds above 0, or none, got {self.load_timeout_s!r}"
+            )
         codec_of(self.codec)
         check_encodable(self.salt, f"salt {self.salt!r}")
-        super().__post_init__()
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "BlendConfig":
@@ -93,8 +83,9 @@ class BlendConfig(Selection):
         Raises:
             InvalidInputError: there is no such field, or a value is outside its limits.
         """
+        check_type(values, Mapping, "config", 'a BlendConfig or a mapping of its fields, {"recompute_ratio": 0.1}')
         known = [f.name for f in fields(BlendConfig)]
-        for name in sorted(values):
+        for name in values:
             if name not in known:
                 raise InvalidInputError(f"BlendConfig has no field {name!r}; it has {', '.join(known)}")
         return BlendConfig(**values)

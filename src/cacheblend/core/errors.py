@@ -1,6 +1,14 @@
-"""Every error that this package raises on purpose. A message names the value, the limit and the way out."""
+"""Every error that this package raises on purpose, and checks of types. A message names the value, the limit and the
+way out."""
+
+from collections.abc import Iterable
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from cacheblend.core.naming import BlockName
+
+_SHOWN = 80  # characters of a value in a message
 
 
 class CacheBlendError(Exception):
@@ -77,12 +85,13 @@ def check_encodable(text: str, what: str) -> None:
     """Refuses a text that UTF-8 cannot encode: a lone surrogate, as JSON and a shell's invalid bytes bring it in.
 
     Args:
-        text: any text.
+        text: any text, or a value of another type, which is refused, too.
         what: names it for the message.
 
     Raises:
-        InvalidInputError: the text has a lone surrogate.
+        InvalidInputError: the text has a lone surrogate, or is none.
     """
+    check_type(text, str, what)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -91,3 +100,82 @@ def check_encodable(text: str, what: str) -> None:
             f"{what} has a lone surrogate at character {error.start} (U+{code:04X}), which UTF-8 cannot encode; "
             "remove it, or repair the encoding of the input"
         ) from error
+
+
+def shown(value: object) -> str:
+    """A value for a message: in one line, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def check_type(value: object, hint: Any, what: str, wanted: str = "") -> None:
+    """Refuses a value of another type than was asked for, before it fails inside or means something else.
+
+    Args:
+        value: any.
+        hint: a type as in an annotation. A whole number is a number; True is neither.
+        what: names the value for the message.
+        wanted: what to give, for the message; empty: derived from `hint`.
+
+    Raises:
+        InvalidInputError: the value is not of this type.
+    """
+    if not _fits(value, hint):
+        raise InvalidInputError(f"{what} must be {wanted or _described(hint)}, got {shown(value)}")
+
+
+def check_fields(settings: Any, names: Iterable[str] = ()) -> None:
+    """Refuses a dataclass's values that are not of their fields' types.
+
+    Args:
+        settings: the dataclass.
+        names: of the fields to look at; empty: all.
+
+    Raises:
+        InvalidInputError: naming field, type and value.
+    """
+    kind: Any = type(settings)
+    hints = _hints(kind)
+    for name in names or hints:
+        check_type(getattr(settings, name), hints[name], name)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {name: hints[name] for name in kind.__dataclass_fields__}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, options = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in options)
+    if origin is Literal:
+        return isinstance(value, str) and value in options
+    if origin is tuple and options[1:] == (...,):
+        return isinstance(value, tuple) and all(_fits(item, options[0]) for item in value)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(options) and all(map(_fits, value, options))
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def _described(hint: Any) -> str:
+    """A type, for messages."""
+    origin, options = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_described(option) for option in options)
+    if origin is Literal:
+        return f"one of {', '.join(options)}" if len(options) > 1 else repr(options[0])
+    if origin is tuple:
+        return f"a tuple of {_plural(options[0])}" if options[1:] == (...,) else f"({', '.join(map(_plural, options))})"
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "None"}
+    return names.get(hint) or f"a {(origin or hint).__name__}"
+
+
+def _plural(hint: Any) -> str:
+    options = get_args(hint)
+    if get_origin(hint) is tuple:
+        return f"tuples of {' and '.join(map(_plural, (option for option in options if option is not ...)))}"
+    return {int: "whole numbers", float: "numbers", str: "texts"}.get(hint) or f"{hint.__name__}s"

@@ -76,8 +76,8 @@ def allowed_errors(rows: int, threshold: float, confidence: float) -> int:
 
 def check_share(name: str, value: float) -> None:
     """Raises `InvalidInputError` unless 0 < value < 1."""
-    if not (math.isfinite(value) and 0 < value < 1):
-        raise InvalidInputError(f"{name} must be between 0 and 1, both excluded, got {value}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise InvalidInputError(f"{name} must be between 0 and 1, both excluded, got {value!r}")
 
 
 def _log_coefficients(successes: int, trials: int) -> npt.NDArray[np.float64]:

@@ -8,14 +8,16 @@ Knows stores and token ids. Does not know how a chunk is computed.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.core.errors import InvalidInputError, check_encodable, check_type, shown
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.naming import BlockName, TokenIds, state_name
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
+from cacheblend.engines.tokens.chat import Passage
 from cacheblend.store import KVStore
 from cacheblend.store.documents import Blocks, DamagedRecord, DocumentRecord
 
@@ -47,6 +49,35 @@ class Document:
         check_name(self.id, "a document's id")
         check_encodable(self.title, f"document {self.id[:80]!r}: the title")
         check_encodable(self.text, f"document {self.id[:80]!r}: the text")
+
+    @staticmethod
+    def of(value: object, where: str = "a document") -> "Document":
+        """A document of what callers have.
+
+        Args:
+            value: a document; a mapping with an ``id`` and what `Passage.of` takes; or another library's document that
+                has an `id` (LangChain) or a `node_id` (LlamaIndex), and what `Passage.of` takes.
+            where: names its place for messages.
+
+        Raises:
+            InvalidInputError: it is none of these, or has no id.
+        """
+        if isinstance(value, Document):
+            return value
+        names = ("id", "node_id", "id_")
+        found = map(value.get, names) if isinstance(value, Mapping) else (getattr(value, name, None) for name in names)
+        document_id = next((each for each in found if each is not None), None)
+        if document_id is None or isinstance(value, str):
+            raise InvalidInputError(
+                f"{where} has no id, by which it is found again: {shown(value)}; pass Document(id, text) or "
+                '{"id": ..., "text": ...}'
+            )
+        passage = Passage.of(value, where)
+        return Document(document_id, passage.text, passage.title)
+
+
+DocumentLike = Document | Mapping[str, Any] | Any
+"""What `Document.of` makes a document of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +268,20 @@ def check_name(name: str, what: str) -> None:
         raise InvalidInputError(f"{what} is empty; give each document one of its own")
     if len(name) > LONGEST_ID:
         raise InvalidInputError(f"{what} has {len(name)} characters, at most {LONGEST_ID} are kept: {name[:40]!r}...")
+
+
+def each_document(documents: Iterable[DocumentLike]) -> Iterator[Document]:
+    """Documents of what callers have, see `Document.of`; raises as it does, naming the place, from 1."""
+    if isinstance(documents, str | bytes | Mapping | Document) or not isinstance(documents, Iterable):
+        raise InvalidInputError(f"documents must be a list or another iterable of documents, got {shown(documents)}")
+    return (Document.of(each, f"document {number}") for number, each in enumerate(documents, 1))
+
+
+def check_document_ids(ids: object) -> None:
+    """Raises `InvalidInputError` for a single id, whose characters would be taken for ids, and what is no list."""
+    if isinstance(ids, str | bytes):
+        raise InvalidInputError(f"ids must be a list of ids, [{shown(ids)}], got one: {shown(ids)}")
+    check_type(ids, Iterable, "ids", "a list of ids")
 
 
 def referring(store: KVStore, root: BlockName) -> dict[BlockName, list[DocumentRecord]]:

@@ -119,7 +119,7 @@ def check_settings(
     """
     if file is not None:
         read_profile(Path(file))
-    given = config if isinstance(config, BlendConfig) else BlendConfig.of(config or {})
+    given = config if isinstance(config, BlendConfig) else BlendConfig.of({} if config is None else config)
     layers = layers_of(folder)
     if layers is not None and (isinstance(config, BlendConfig) or selection_fields(config or {})):
         check_selector(given.make_selector(), layers)

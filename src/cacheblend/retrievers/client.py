@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_encodable
-from cacheblend.engines.documents import COLLECTION, Document
+from cacheblend.core.errors import CacheBlendError, InvalidInputError, check_encodable, check_type
+from cacheblend.engines.documents import COLLECTION, Document, DocumentLike, check_document_ids, each_document
 
 MOST_DROPPED = 0.5
 """Share of a collection's documents that is dropped without being asked: a source may be empty by mistake."""
@@ -84,24 +84,30 @@ class DocumentServer:
             import httpx
         except ImportError as error:
             raise InvalidInputError("a server of documents needs httpx: pip install httpx") from error
+        check_type(url, str, "url", "the url of a `cacheblend serve`, http://127.0.0.1:8000")
+        check_type(key, str | None, "key")
+        check_encodable(collection, "the collection's name")
+        check_encodable(salt, "the salt")
         self.url, self.collection, self.salt = url.rstrip("/"), collection, salt
-        check_encodable(collection + salt, "the collection's name or the salt")
         if key and not (key.isascii() and key.isprintable()):
             raise InvalidInputError("the key has characters that no key of a server has; is it the right one?")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
         self._failed = (httpx.HTTPError, httpx.InvalidURL)
 
-    def put(self, documents: Iterable[Document]) -> IndexReport:
+    def put(self, documents: Iterable[DocumentLike]) -> IndexReport:
         """Stores documents, each as one chunk; of those that the server has, what changed.
 
+        Args:
+            documents: in whatever form `Document.of` takes.
+
         Raises:
-            InvalidInputError: two documents have one id and different texts.
+            InvalidInputError: two documents have one id and different texts, or one has none.
             DocumentServerError: the server does not answer or refuses; what was stored before stays.
         """
         report, known = IndexReport(), dict[str, str]()
         counted = {field.name for field in fields(report)}
-        for batch in _batches(_distinct(documents, known)):
+        for batch in _batches(_distinct(each_document(documents), known)):
             body = {
                 "documents": [{"id": each.id, "text": each.text, "title": each.title[:256]} for each in batch],
                 "collection": self.collection,
@@ -117,6 +123,7 @@ class DocumentServer:
     def drop(self, ids: Iterable[str]) -> int:
         """Drops documents; how many there were. Raises `DocumentServerError`, `InvalidInputError` for an id that is no
         text."""
+        check_document_ids(ids)
         return sum(self._drop(each) for each in dict.fromkeys(ids))
 
     def _drop(self, document_id: str) -> bool:
@@ -148,6 +155,7 @@ class DocumentServer:
             InvalidInputError: they are more than the share `most` of all; nothing is dropped.
             DocumentServerError: the server does not answer or refuses.
         """
+        check_document_ids(ids)
         there, kept = self.ids(), set(ids)
         gone = [each for each in there if each not in kept]
         if len(gone) > most * len(there):

@@ -1,6 +1,6 @@
 """Checks that every store makes on what it is given. Knows blocks, layouts and manifests; keeps no state."""
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.core.naming import block_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 
@@ -58,7 +58,8 @@ def check_manifest(manifest: ChunkManifest) -> None:
 
 
 def check_max_bytes(max_bytes: int) -> int:
-    """`max_bytes` itself; `InvalidInputError` if it is negative."""
+    """`max_bytes` itself; `InvalidInputError` if it is negative, or no whole number."""
+    check_type(max_bytes, int, "max_bytes", "a whole number of bytes (parse_bytes reads 8GiB)")
     if max_bytes < 0:
         raise InvalidInputError(f"max_bytes must be 0 or more, got {max_bytes}")
     return max_bytes

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.store.base import KVStore
 from cacheblend.store.disk.folder import FORMAT_FILE
 from cacheblend.store.disk.store import DEFAULT_DISK_BYTES
@@ -121,6 +121,7 @@ def parse_store_url(
     Raises:
         InvalidInputError: as `check_store_url`.
     """
+    check_type(url, str | Path | None, "a store", f"a store object or one of {SUPPORTED}")
     if isinstance(url, str) and len(urls := _each(url)) > 1:
         return _cascade(urls, max_bytes, ram_bytes)
     parts = _split(url)

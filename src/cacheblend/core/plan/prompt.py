@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.errors import InvalidInputError, PromptTooLongError, check_encodable
+from cacheblend.core.errors import InvalidInputError, PromptTooLongError, check_encodable, check_type
 from cacheblend.core.naming import TokenIds, as_token_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 
@@ -84,8 +84,11 @@ class Prompt:
         """A prompt of these segments.
 
         Raises:
-            InvalidInputError: the prompt has no tokens.
+            InvalidInputError: the prompt has no tokens, or a part of it is no segment.
         """
+        segments = list(segments) if isinstance(segments, Iterable) else [segments]
+        for segment in segments:
+            check_type(segment, Segment, "each part of Prompt.of", "a segment, text(ids) or chunk(ids)")
         kept = tuple(segment for segment in segments if len(segment))
         if not kept:
             raise InvalidInputError("the prompt is empty; it needs at least one token")

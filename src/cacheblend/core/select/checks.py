@@ -9,7 +9,8 @@ from cacheblend.core.kernels.deviation import Measure
 
 def check_ratio(ratio: float) -> None:
     """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
-    if not (isinstance(ratio, int | float) and math.isfinite(ratio) and 0 <= ratio <= 1):
+    is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+    if not (is_number and math.isfinite(ratio) and 0 <= ratio <= 1):
         raise InvalidInputError(f"a recompute ratio must be in 0..1, got {ratio!r}")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_fields
 from cacheblend.core.select.checks import check_ratio, check_schedule
 from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, Rank
 from cacheblend.core.select.selectors import (
@@ -74,7 +74,11 @@ class Selection:
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple | list):
                 raise InvalidInputError(f"{name} must be a list or tuple, one for each check layer, got {value!r}")
-        self.make_selector()
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        check_fields(self, ("selector", "ratios", "threshold"))
+        self.make_selector()  # which knows the limits of the fields that it uses
+        check_fields(self)
 
     @property
     def final_ratio(self) -> float:

@@ -58,10 +58,7 @@ class SelectorChoice:
         settings = dict(self.settings) | {"recompute_ratio": ratios[-1], "check_layers": check_layers}
         if len(ratios) > 1:
             settings["ratios"] = ratios
-        try:
-            return Selection(**settings).make_selector()
-        except TypeError as error:
-            raise InvalidInputError(f"selector {self.text!r}: a setting has the wrong type: {error}") from error
+        return Selection(**settings).make_selector()
 
 
 def _value(text: str) -> Any:

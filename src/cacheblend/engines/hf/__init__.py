@@ -1,5 +1,6 @@
 """Blending inside Hugging Face transformers."""
 
+from cacheblend.engines.hf.batch import BatchError
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.grammar import Grammar
 from cacheblend.engines.hf.request import Answer, Delta, Request
@@ -10,6 +11,7 @@ from cacheblend.engines.tokens import Passage
 
 __all__ = [
     "Answer",
+    "BatchError",
     "BlendEngine",
     "Delta",
     "DocumentSync",

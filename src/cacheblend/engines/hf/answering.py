@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
+from cacheblend.core.errors import check_type
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.engines.hf.prompts import PromptLike
+from cacheblend.engines.hf.prompts import PassageLike, PromptLike
 from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.sampling import SamplingOptions, SamplingParams, sampling_of
 from cacheblend.engines.hf.text_stream import TextStream
-from cacheblend.engines.tokens import Message, Passage, PromptBuilder
+from cacheblend.engines.tokens import Message, PromptBuilder
 
 
 class Answering(ABC):
@@ -29,9 +30,7 @@ class Answering(ABC):
         """Prefills a prompt; see `BlendEngine.start`."""
 
     @abstractmethod
-    def chat_prompt(
-        self, messages: Sequence[Message], documents: Sequence[Passage | str] = (), **options: Any
-    ) -> Prompt:
+    def chat_prompt(self, messages: Sequence[Message], documents: Sequence[PassageLike] = (), **options: Any) -> Prompt:
         """A message list through the model's chat template; see `PromptReader.chat`."""
 
     def generate(
@@ -51,16 +50,17 @@ class Answering(ABC):
             **options: the fields of `SamplingParams` one by one, instead of `params`.
 
         Raises:
-            InvalidInputError: as for `prompt`, or an option is unknown or out of range.
+            InvalidInputError: as for `prompt`; several texts without a passage, for which there is `generate_batch`;
+                or an option is unknown or out of range.
         """
-        *_, last = self.stream(prompt, params, ratio=ratio, **options)
+        *_, last = self._stream(prompt, sampling_of(params, options), ratio)
         assert last.answer is not None
         return last.answer
 
     def chat(
         self,
         messages: Sequence[Message],
-        documents: Sequence[Passage | str] = (),
+        documents: Sequence[PassageLike] = (),
         params: SamplingParams | None = None,
         *,
         ratio: float | None = None,
@@ -68,8 +68,12 @@ class Answering(ABC):
         **options: Unpack[SamplingOptions],
     ) -> Answer:
         """The whole answer to a message list; arguments as for `chat_prompt` and `generate`."""
+        sampling = sampling_of(params, options)
+        check_type(template_options, Mapping | None, "template_options", 'a mapping, {"enable_thinking": False}')
         prompt = self.chat_prompt(messages, documents, **(template_options or {}))
-        return self.generate(prompt, params, ratio=ratio, **options)
+        *_, last = self._stream(prompt, sampling, ratio)
+        assert last.answer is not None
+        return last.answer
 
     def stream(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,34 +19,55 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
+from cacheblend.core.select.checks import check_ratio
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf.answering import Answering
+from cacheblend.engines.hf.arguments import (
+    check_ids,
+    check_model,
+    check_opening,
+    check_path,
+    check_progress,
+    check_tokenizer,
+    config_of,
+)
 from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.batch import Batch, check_prompts
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.discovering import open_unmarked
 from cacheblend.engines.hf.following import AdapterFollower
 from cacheblend.engines.hf.grammars import Grammars
 from cacheblend.engines.hf.opening import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
-from cacheblend.engines.hf.prompts import PromptLike, PromptReader
-from cacheblend.engines.hf.request import Request
-from cacheblend.engines.hf.sampling import Sampler, SamplingParams, eos_ids_of
+from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
+from cacheblend.engines.hf.request import Answer, Request
+from cacheblend.engines.hf.sampling import (
+    Sampler,
+    SamplingOptions,
+    SamplingParams,
+    check_params,
+    eos_ids_of,
+    sampling_of,
+)
+from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadowing import Origin, ShadowCheck, Watched
 from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
+from cacheblend.engines.hf.tickets import Ask, Limits
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warming import ChunkWarmer, Progress
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.settings import Settings, check_settings, resolve_settings
-from cacheblend.engines.tokens import Message, Passage
+from cacheblend.engines.tokens import Message
 from cacheblend.store import KVStore, check_store_url, open_store
 
 
@@ -58,7 +79,7 @@ class BlendEngine(Answering, FollowedModel):
         model: a transformers causal language model, not changed here; its PEFT adapters may change between requests.
         tokenizer: its tokenizer; None if all prompts are token ids.
         store: where KV is kept, or its URL; a store object stays open after the engine is closed.
-        config: how to blend.
+        config: how to blend, or a mapping of some fields.
         fingerprint: of the model's files; None computes it from the parameters.
         bos_id: for an engine without a tokenizer; otherwise the tokenizer says it.
         sentence_end_ids: ids of the tokens that end a sentence, likewise.
@@ -66,7 +87,7 @@ class BlendEngine(Answering, FollowedModel):
 
     Raises:
         ModelNotBlendableError: the model's keys cannot be moved; the message says why.
-        InvalidInputError: a check layer that the model does not have.
+        InvalidInputError: an argument of the wrong type, or a check layer that the model does not have.
     """
 
     def __init__(
@@ -75,18 +96,23 @@ class BlendEngine(Answering, FollowedModel):
         tokenizer: Any = None,
         *,
         store: KVStore | str | Path | None = None,
-        config: BlendConfig | None = None,
+        config: BlendConfig | Mapping[str, Any] | None = None,
         fingerprint: str | None = None,
         bos_id: int | None = None,
         sentence_end_ids: Sequence[int] | None = None,
         name: str = "",
     ) -> None:
-        self.model, self.config, self.name = model, (config or BlendConfig()).on(model.device.type), name
+        check_model(model)
+        check_tokenizer(tokenizer)
+        check_type(name, str, "name")
+        check_type(fingerprint, str | None, "fingerprint")
+        self.model, self.config, self.name = model, config_of(config).on(model.device.type), name
         self.settings = Settings(self.config)
         adapters = AdapterFollower(model)
         adapted = adapters.adapted()
         view = ModelView(adapted.model)
         survey = survey_model(model, view)
+        check_ids(bos_id, sentence_end_ids, survey.vocab_size)
         selector = survey.fit_selector(self.config.make_selector())
         self.tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, survey, sentence_end_ids)
@@ -145,6 +171,9 @@ class BlendEngine(Answering, FollowedModel):
                 missing, damaged, or written to meanwhile, or a damaged profile.
             ModelNotBlendableError: the model cannot be blended.
         """
+        check_path(path)
+        check_type(profile, str | Path | None, "profile", "the path of a profile's file")
+        check_type(with_tokenizer, bool, "with_tokenizer")
         if not isinstance(store, KVStore):
             check_store_url(store)
         folder = model_folder(path, revision=model_options.get("revision"), cache_dir=model_options.get("cache_dir"))
@@ -165,12 +194,17 @@ class BlendEngine(Answering, FollowedModel):
     # ---- prompts ----------------------------------------------------------------------------------------
 
     def prompt(self, parts: PromptLike) -> Prompt:
-        """A prompt of texts and passages, of a message list, or one that is a prompt already; see `PromptReader`."""
+        """One prompt of texts and passages, of a message list, or one that is a prompt already.
+
+        Texts without a passage are joined; `generate` refuses a list of them, which may as well be several prompts. For
+        what a passage may be see `Passage.of`.
+
+        Raises:
+            InvalidInputError: it cannot be made, or ids or length are outside the model's limits.
+        """
         return self.prompts.read(parts)
 
-    def chat_prompt(
-        self, messages: Sequence[Message], documents: Sequence[Passage | str] = (), **options: Any
-    ) -> Prompt:
+    def chat_prompt(self, messages: Sequence[Message], documents: Sequence[PassageLike] = (), **options: Any) -> Prompt:
         """A message list through the model's chat template; see `PromptReader.chat`."""
         return self.prompts.chat(messages, documents, **options)
 
@@ -191,7 +225,7 @@ class BlendEngine(Answering, FollowedModel):
 
     def warm(
         self,
-        chunks: Iterable[Passage | str | Segment],
+        chunks: Iterable[PassageLike | Segment],
         *,
         system: PromptLike | None = None,
         progress: Progress | None = None,
@@ -201,7 +235,7 @@ class BlendEngine(Answering, FollowedModel):
         """Stores the KV of passages ahead of their use, each computed alone behind its anchor.
 
         Args:
-            chunks: passages; those that the store holds are not computed again.
+            chunks: passages, in whatever form `Passage.of` takes; those that the store holds are not computed again.
             system: the plain text in front of the first chunk, for the anchor rule ``system``.
             progress: called with (chunks done, chunks in all).
             tenant: for whom, see `planner_of`.
@@ -213,6 +247,7 @@ class BlendEngine(Answering, FollowedModel):
             StoreError: the store is full or cannot be written to; what was stored before stays.
         """
         self.background.check_open()
+        check_progress(progress)
         segments, state = self.prompts.segments(chunks), state or self.follow()
         anchor = state.planner.anchor.segments(None if system is None else self.prompt(system))
         return self._warmer.warm(state, tenant, anchor, segments, progress)
@@ -223,6 +258,7 @@ class BlendEngine(Answering, FollowedModel):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until missed chunks are captured and stored; False if that took longer than `timeout` seconds."""
+        check_type(timeout, float | None, "timeout")
         return self._warmer.flush(timeout)
 
     def close(self, *, wait: bool = True) -> None:
@@ -257,23 +293,74 @@ class BlendEngine(Answering, FollowedModel):
         Until the request's `finish` no background work is started.
         """
         started = time.perf_counter()
-        prompt = self.prompt(prompt)
-        params = (params or SamplingParams()).within(self.survey.max_length, len(prompt))
-        self.prompts.check_stop(params.stop)
-        grammar = self.grammars.compile(params.grammar)
+        ask = self._ask(prompt, SamplingParams() if params is None else check_params(params), ratio)
         self.background.begin_request()
         try:
             state = self.follow()
-            with self.open_prefill(self.known_in(prompt, state), ratio=ratio, state=state) as prefill:
+            with self.open_prefill(self.known_in(ask.prompt, state), ratio=ratio, state=state) as prefill:
                 origin = self.origin(state, own=ratio is None)
                 result = self._run(prefill)
-            sampler = Sampler(self.ids_of(prompt), result.logits, params, self.eos_ids, grammar)
+            sampler = Sampler(self.ids_of(ask.prompt), result.logits, ask.params, self.eos_ids, ask.grammar)
         except BaseException:
             self.background.end_request()
             raise
         decoding = Decoding.of(sampler, result)
         watched = None if self.shadow is None else self.shadow.begin(result, origin)
         return Request(state.view, decoding, result, started, self.store_missed, partial(self._end, watched), watched)
+
+    def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Ask:
+        """A request of what `start` and `generate_batch` take."""
+        read = self.prompts.read(prompt, is_one=False)
+        self.prompts.check_stop(params.stop)
+        params = params.within(self.survey.max_length, len(read))
+        return Ask(read, params, grammar=self.grammars.compile(params.grammar), ratio=ratio)
+
+    def generate_batch(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        ratio: float | None = None,
+        concurrency: int = 8,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Answer]:
+        """The whole answers to many prompts, in the prompts' order; several are prefilled and decoded together.
+
+        Prompts are read as places become free, so an iterator may make them on the way. Passages that several prompts
+        have are computed once if `warm` stores them first.
+
+        Args:
+            prompts: each as for `generate`.
+            params: how all answers are drawn, or one for each prompt, as many as there are.
+            ratio: overrides the configured recompute ratio for these requests.
+            concurrency: prompts that run at a time; each has its own KV cache in memory.
+            **options: the fields of `SamplingParams` one by one, instead of `params`.
+
+        Raises:
+            InvalidInputError: the options, `ratio` or `concurrency` are wrong, or `prompts` is a single prompt.
+            BatchError: some prompts could not be answered, e.g. too long ones; it has the answers to all others.
+        """
+        check_prompts(prompts)
+        self.background.check_open()
+        check_type(concurrency, int, "concurrency")
+        if concurrency < 1:
+            raise InvalidInputError(f"concurrency must be at least 1, got {concurrency}")
+        if ratio is not None:
+            check_ratio(ratio)
+        each = [sampling_of(one, options) for one in params] if isinstance(params, list | tuple) else []
+        for_all = None if isinstance(params, list | tuple) else sampling_of(params, options)  # type: ignore[arg-type]
+        if for_all is None:
+            prompts = list(prompts)
+            if len(each) != len(prompts):
+                raise InvalidInputError(
+                    f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for each, or one for all"
+                )
+
+        def ask_of(prompt: PromptLike, place: int) -> Ask:
+            return self._ask(prompt, for_all or each[place], ratio)
+
+        scheduler = Scheduler(self, Limits(active=concurrency, waiting=concurrency), has_thread=False)
+        return Batch(scheduler, ask_of, concurrency).run(prompts)
 
     def origin(self, state: ModelState, *, own: bool, tenant: str = "") -> Origin:
         """What a prefill that was just opened is computed with; see `Origin`."""
@@ -321,7 +408,11 @@ class BlendEngine(Answering, FollowedModel):
             mode: see `Mode`.
             tenant: whose chunks are used, see `planner_of`.
             state: the model; None: as it is now (`follow`).
+
+        Raises:
+            InvalidInputError: an argument of the wrong type, or a ratio outside 0..1.
         """
+        check_opening(prompt, selector, get_args(Mode), mode)
         state, settings, is_own = state or self.follow(), self.settings, ratio is None and selector is None
         raised = settings.at_least if is_own else None  # None: the caller has decided
         chosen = selector or settings.selector(ratio)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.core.errors import InvalidInputError, check_encodable, check_type
 from cacheblend.engines.hf.grammar_schema import check_schema
 
 MOST_BYTES = 1 << 16
@@ -67,6 +67,7 @@ class Grammar:
     @staticmethod
     def of_choices(choices: Sequence[str]) -> "Grammar":
         """One of some texts."""
+        check_type(choices, list | tuple, "choices", "a list of texts")
         return Grammar("choice", json.dumps(list(choices), ensure_ascii=False))
 
     def source(self) -> tuple[Literal["json_schema", "regex", "ebnf"], str]:

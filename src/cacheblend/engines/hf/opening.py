@@ -208,7 +208,8 @@ def _named(tensors: Iterable[str]) -> str:
 
 
 def _check_dtype(dtype: str | torch.dtype) -> None:
-    known = dtype == "auto" or isinstance(dtype, torch.dtype) or isinstance(getattr(torch, dtype, None), torch.dtype)
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    known = dtype == "auto" or isinstance(named, torch.dtype)
     if not known:
         raise InvalidInputError(f"no dtype is called {dtype!r}; use auto, float32, bfloat16 or float16")
 

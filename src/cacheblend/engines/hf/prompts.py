@@ -1,18 +1,21 @@
 """From what a caller passes to an engine to a checked prompt."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.core.errors import InvalidInputError, check_encodable, shown
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.tokens import Content, Message, Passage, PromptBuilder, find_sentence_end_ids
 
-PromptLike = Prompt | Sequence[Content] | Sequence[Message]
-"""A prompt of token ids, texts and passages in order, or a message list for the chat template."""
+PassageLike = Passage | str | Mapping[str, Any] | Any
+"""What `Passage.of` makes a passage of: a dict with a ``text``, documents of LangChain, LlamaIndex and Haystack."""
+
+PromptLike = Prompt | str | Sequence[PassageLike] | Sequence[Message]
+"""A prompt of token ids, a text, texts and passages in order, or a message list for the chat template."""
 
 
 class PromptReader:
@@ -38,39 +41,51 @@ class PromptReader:
             self._sentence_end_ids = find_sentence_end_ids(self._tokenizer)
         return self._sentence_end_ids
 
-    def read(self, parts: PromptLike) -> Prompt:
+    def read(self, parts: PromptLike, *, is_one: bool = True) -> Prompt:
         """A prompt of texts and passages, of a message list, or one that is a prompt already.
+
+        Args:
+            parts: see `PromptLike`; whatever `Passage.of` takes is a passage, but for texts, which are plain text.
+            is_one: several texts without a passage are one prompt; False: they may as well be several prompts, and are
+                refused.
 
         Raises:
             InvalidInputError: it cannot be made, or ids or length are outside the model's limits.
         """
         if not isinstance(parts, Prompt):
             builder = self._needed_builder()
-            parts = _as_list(parts)
-            is_chat = bool(parts) and all(isinstance(part, dict) for part in parts)
-            parts = builder.chat(parts) if is_chat else builder.prompt(parts)
+            given = _parts_of(parts)
+            if given and all(_is_message(part) for part in given):
+                parts = builder.chat(_messages(given))
+            else:
+                contents = [_content(part, f"part {number} of the prompt") for number, part in enumerate(given, 1)]
+                if not is_one and len(contents) > 1 and all(isinstance(part, str) for part in contents):
+                    raise InvalidInputError(
+                        f"a list of {len(contents)} texts without a passage may be one prompt or several: pass it to "
+                        "generate_batch for an answer to each, or to engine.prompt for one prompt of all"
+                    )
+                parts = builder.prompt(contents)
         parts.check(self._survey.vocab_size, self._survey.max_length, self._survey.max_length_reason)
         return parts
 
-    def chat(self, messages: Sequence[Message], documents: Sequence[Passage | str] = (), **options: Any) -> Prompt:
+    def chat(self, messages: Sequence[Message], documents: Sequence[PassageLike] = (), **options: Any) -> Prompt:
         """A message list through the model's chat template; passages are content parts of type ``chunk``, or documents.
 
         Args:
-            messages: ``{"role", "content"}`` each.
-            documents: passages, texts or ``{"text", "title"}``; passed to the template, or, if it does not use them,
-                placed before the last user message.
+            messages: ``{"role", "content"}`` each; the content is a text, or a list of parts, ``{"type": "text" or
+                "chunk", "text"}``, texts, or whatever else `Passage.of` takes.
+            documents: passages, in whatever form `Passage.of` takes; passed to the template, or, if it does not use
+                them, placed before the last user message.
             **options: for the template, e.g. ``tools`` or ``enable_thinking``.
 
         Raises:
             InvalidInputError: as for `read`, or the template does not accept the messages.
         """
-        if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
-            raise InvalidInputError('messages are a list of {"role": ..., "content": ...}')
-        passages = [Passage.of(each) for each in _as_list(documents)]
-        return self.read(self._needed_builder().chat(messages, passages, **options))
+        passages = [Passage.of(each, f"document {number}") for number, each in enumerate(_as_list(documents), 1)]
+        return self.read(self._needed_builder().chat(_messages(messages), passages, **options))
 
-    def segments(self, chunks: Iterable[Passage | str | Segment]) -> list[Segment]:
-        """Chunks of passages, texts, or token ids; a single text is one chunk.
+    def segments(self, chunks: Iterable[PassageLike | Segment]) -> list[Segment]:
+        """Chunks of passages, texts, or token ids; a single one is a list of it.
 
         Raises:
             InvalidInputError: texts without a tokenizer, or a lone surrogate in a text or title.
@@ -82,13 +97,13 @@ class PromptReader:
         if stop and self.builder is None:
             raise InvalidInputError("without a tokenizer the engine cannot find stop texts; use stop_token_ids")
 
-    def _segment(self, part: Passage | str | Segment, where: str) -> Segment:
+    def _segment(self, part: PassageLike | Segment, where: str) -> Segment:
         if isinstance(part, Segment):
             check_encodable(part.label, f"{where}: the label")
             return chunk(part.token_ids, part.label)
         if self.builder is None:
             raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
-        return self.builder.passage(Passage.of(part), where)
+        return self.builder.passage(Passage.of(part, where), where)
 
     def _needed_builder(self) -> PromptBuilder:
         if self.builder is None:
@@ -97,7 +112,83 @@ class PromptReader:
 
 
 def _as_list(values: Any) -> list[Any]:
-    """A list of what callers pass as one: a single text or passage is a list of it, None is empty."""
+    """A list of what callers pass as one: a single passage in any form is a list of it, None is empty."""
     if values is None:
         return []
-    return [values] if isinstance(values, str | Passage | Segment) else list(values)
+    if isinstance(values, Segment) or Passage.is_like(values):
+        return [values]
+    if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
+        Passage.of(values)  # says what a passage is
+    return list(values)
+
+
+def _parts_of(parts: object) -> list[Any]:
+    """A prompt's parts.
+
+    Raises:
+        InvalidInputError: it is nothing that has parts.
+    """
+    if Passage.is_like(parts):
+        return [parts]
+    if _is_message(parts):
+        raise InvalidInputError(f"a message list has the messages in a list, [message], got {shown(parts)}")
+    if isinstance(parts, Mapping | bytes) or not isinstance(parts, Iterable):
+        raise InvalidInputError(
+            f"a prompt is a text, a list of texts and passages, a message list or a Prompt, got {shown(parts)}"
+        )
+    return list(parts)
+
+
+def _content(part: object, where: str) -> Content:
+    """A part of a prompt: plain text, or a passage."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Segment | int | np.integer) or hasattr(part, "dtype"):
+        raise InvalidInputError(
+            f"{where} is {shown(part)}: a prompt of token ids is Prompt.of([text(ids), chunk(ids)]) and has no texts"
+        )
+    return Passage.of(part, where)
+
+
+def _is_message(part: object) -> bool:
+    return isinstance(part, Mapping) and "role" in part
+
+
+def _messages(messages: Any) -> list[Message]:
+    """Messages with contents that are texts, or parts ``{"type": "text" or "chunk", "text"}``.
+
+    Raises:
+        InvalidInputError: one is no message; it is named by its number.
+    """
+    wanted = 'messages are a list of {"role": ..., "content": ...}'
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise InvalidInputError(f"{wanted}, got {shown(messages)}")
+    given = list(messages)
+    if given and all(isinstance(each, list | tuple) for each in given):
+        raise InvalidInputError(f"{wanted}, got {len(given)} lists: make a prompt of each, for generate_batch")
+    return [_message(message, f"message {number}", wanted) for number, message in enumerate(given, 1)]
+
+
+def _message(message: Any, where: str, wanted: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidInputError(f"{wanted}, {where} is {shown(message)}")
+    if not isinstance(message.get("role"), str):
+        raise InvalidInputError(f"{where} has no role, user, assistant or system: {shown(message)}")
+    if len(message) == 1:
+        raise InvalidInputError(f"{where} has no content: {shown(message)}")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        return {**message, "content": [_content_part(part) for part in content]}
+    if content is not None and not isinstance(content, str):
+        raise InvalidInputError(f"the content of {where} must be a text or a list of parts, got {shown(content)}")
+    return dict(message)
+
+
+def _content_part(part: object) -> object:
+    """A part as the prompt builder takes it, which refuses other ones."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if (isinstance(part, Mapping) and "type" in part) or not Passage.is_like(part):
+        return part
+    passage = Passage.of(part)
+    return {"type": "chunk", "text": passage.text, "title": passage.title}

@@ -1,7 +1,8 @@
 """Sampling of an answer's tokens: parameters, and a sampler with transformers' own logits processors."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
@@ -20,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.core.errors import InvalidInputError, check_encodable, check_fields, shown
 from cacheblend.engines.hf.grammar import Grammar
 from cacheblend.engines.hf.grammars import CompiledGrammar, GrammarMatcher
 
@@ -36,14 +37,15 @@ class SamplingParams:
     Attributes:
         max_new_tokens: maximum length of the answer in tokens, at least 1.
         temperature: 0 and all values below `GREEDY_BELOW` decode greedily.
-        top_k, top_p, min_p: as in transformers' processors of these names; 0, 1 and 0 disable them.
+        top_k, top_p, min_p: as in transformers' processors of these names; 0, 1 and 0 disable them. Without effect
+            where `temperature` is 0; `generate`, `stream` and `chat` warn of that.
         repetition_penalty: 0.01 to 100; 1 disables it.
         presence_penalty: -2 to 2, subtracted from the logits of the answer's tokens so far; 0 disables it.
         frequency_penalty: the same, as many times as the token stands in the answer.
         logit_bias: (token id, -100 to 100), added to its logit.
         bad_words: sequences of token ids that the answer must not have.
         seed: the same seed gives the same answer; None: a random seed for each answer.
-        stop: texts that end the answer; they are not part of it.
+        stop: texts that end the answer; they are not part of it. One text stands for a tuple of it, a list for a tuple.
         stop_token_ids: ids that end the answer, in addition to the model's EOS ids.
         ignore_eos: do not stop at the model's EOS ids.
         min_new_tokens: until then no EOS or stop id is drawn; stop texts end the answer nevertheless.
@@ -69,7 +71,11 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        self._check_types()
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "logit_bias", "bad_words"):
+            object.__setattr__(self, name, _as_tuples(getattr(self, name)))
+        check_fields(self)
         if self.max_new_tokens < 1:
             raise InvalidInputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -95,6 +101,10 @@ class SamplingParams:
             raise InvalidInputError(
                 f"top_p must be in 0..1 (above 0) and min_p in 0..1, got {self.top_p} and {self.min_p}"
             )
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        """Checks the seed, and what ends an answer."""
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InvalidInputError(f"seed must fit 64 bits, got {self.seed}")
         if any(not text for text in self.stop):
@@ -104,30 +114,6 @@ class SamplingParams:
         if self.grammar is not None and (self.ignore_eos or self.min_new_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_new_tokens (min_tokens)"
             raise InvalidInputError(f"{name} cannot hold beside a grammar: once that is complete, only EOS is allowed")
-
-    def _check_types(self) -> None:
-        """A wrong type would fail, or mean something else, only after the prefill."""
-        wanted = {
-            "a whole number": (("max_new_tokens", "top_k", "min_new_tokens"), _is_whole),
-            "a number": (
-                ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-                _is_number,
-            ),
-            "pairs of token id and number": (("logit_bias",), lambda value: _is_tuple_of(value, _is_bias)),
-            "tuples of token ids": (
-                ("bad_words",),
-                lambda value: _is_tuple_of(value, lambda word: _is_tuple_of(word, _is_whole)),
-            ),
-            "a whole number or None": (("seed",), lambda value: value is None or _is_whole(value)),
-            "True or False": (("ignore_eos",), lambda value: isinstance(value, bool)),
-            "a tuple of texts": (("stop",), lambda value: _is_tuple_of(value, lambda item: isinstance(item, str))),
-            "a tuple of token ids": (("stop_token_ids",), lambda value: _is_tuple_of(value, _is_whole)),
-            "a Grammar or None": (("grammar",), lambda value: value is None or isinstance(value, Grammar)),
-        }
-        for what, (names, is_right) in wanted.items():
-            for name in names:
-                if not is_right(getattr(self, name)):
-                    raise InvalidInputError(f"{name} must be {what}, got {getattr(self, name)!r}")
 
     def within(self, context: int | None, prompt_tokens: int) -> "SamplingParams":
         """The same, with as many new tokens at most as the context has left after a prompt; None: no limit."""
@@ -190,20 +176,9 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc, unused-ignore]
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
-def _is_bias(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and _is_whole(value[0]) and _is_number(value[1])
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_tuple_of(value: object, is_right: Callable[[object], bool]) -> bool:
-    return isinstance(value, tuple) and all(map(is_right, value))
+def _as_tuples(values: object) -> object:
+    """Tuples of lists, and of lists in them."""
+    return tuple(map(_as_tuples, values)) if isinstance(values, list | tuple) else values
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -235,19 +210,42 @@ def sampling_of(params: SamplingParams | None, options: SamplingOptions) -> Samp
     """
     if params is not None and options:
         raise InvalidInputError(f"give sampling parameters or the options {', '.join(options)}, not both")
-    if params is not None:
-        return params
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    known = [field.name for field in fields(SamplingParams)]
-    for name in given:
-        if name not in known:
-            raise InvalidInputError(f"unknown sampling option {name!r}; the options are {', '.join(known)}")
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    for name in ("stop", "stop_token_ids", "logit_bias", "bad_words"):
-        if isinstance(given.get(name), Iterable):
-            given[name] = tuple(tuple(each) if isinstance(each, list) else each for each in given[name])
-    return SamplingParams(**given)
+    if params is None:
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        known = [field.name for field in fields(SamplingParams)]
+        for name in given:
+            if name not in known:
+                raise InvalidInputError(f"unknown sampling option {name!r}; the options are {', '.join(known)}")
+        params = SamplingParams(**given)
+    _warn_of_no_effect(check_params(params))
+    return params
+
+
+def _warn_of_no_effect(params: SamplingParams) -> None:
+    """Warns of options that narrow what is drawn, where nothing is drawn; Python shows it once for a line of code."""
+    narrowing = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    given = [f"{name}={getattr(params, name)}" for name, off in narrowing.items() if getattr(params, name) != off]
+    if given and params.greedy:
+        warnings.warn(
+            f"{' and '.join(given)} without effect: at temperature {params.temperature:g} the most likely token is "
+            "taken; set temperature=1.0 to sample",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def check_params(params: object) -> SamplingParams:
+    """The sampling parameters; raises `InvalidInputError` if they are none."""
+    if isinstance(params, Mapping):
+        raise InvalidInputError(
+            f"params must be SamplingParams, got {shown(params)}; pass SamplingParams(**params), or the options by "
+            "name, max_new_tokens=64"
+        )
+    if not isinstance(params, SamplingParams):
+        raise InvalidInputError(
+            f"params must be SamplingParams, got {shown(params)}; pass options by name, max_new_tokens=64"
+        )
+    return params
 
 
 def eos_ids_of(model: PreTrainedModel) -> list[int]:

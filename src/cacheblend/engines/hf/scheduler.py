@@ -1,4 +1,4 @@
-"""Serves many requests on one engine in one thread: batched prefills and batched decoding.
+"""Serves many requests on one engine in one thread, its own or the caller's: batched prefills and batched decoding.
 
     submit ─> waiting (bounded) ─> prefilling (batched, some row-layers a round) ─> answering (a token a round) ─> done
                    │ cancelled, timed out ─────────────────────────────────────────────────────────────────────> done
@@ -19,12 +19,13 @@ from functools import partial
 
 import torch
 
+from cacheblend.core.errors import check_type
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.engines.hf.decode import Decoding, compute_logits
-from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.layers import JoinedRows
 from cacheblend.engines.hf.sampling import Sampler
+from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.tickets import (
     Ask,
@@ -34,6 +35,7 @@ from cacheblend.engines.hf.tickets import (
     Event,
     Limits,
     QueueFullError,
+    ServedEngine,
     Ticket,
     TokenEvent,
     TooLateError,
@@ -50,9 +52,12 @@ class Scheduler:
     Args:
         engine: the engine; do not prefill on it elsewhere while the scheduler runs.
         limits: how many requests run and wait.
+        has_thread: requests are served by a thread of its own; False: by whoever calls `run`, in whose thread all
+            other methods are called, too.
     """
 
-    def __init__(self, engine: BlendEngine, limits: Limits | None = None) -> None:
+    def __init__(self, engine: ServedEngine, limits: Limits | None = None, *, has_thread: bool = True) -> None:
+        check_type(engine, FollowedModel, "engine", "a BlendEngine")
         self._engine, self._limits = engine, limits or Limits()
         selector = engine.survey.fit_selector(engine.config.make_selector())
         last_check = max((*selector.check_layers, engine.survey.kinds.first_to_drop))
@@ -65,8 +70,10 @@ class Scheduler:
         self._closed = self._draining = self._in_round = False
         self._catch_up_at = self._check_at = 0.0
         self._recent_s = 1.0  # running average of a request's duration
-        self._thread = threading.Thread(target=self._work, name="cacheblend-scheduler", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if has_thread:
+            self._thread = threading.Thread(target=self._work, name="cacheblend-scheduler", daemon=True)
+            self._thread.start()
 
     # ---- from any thread ----------------------------------------------------------------------------------
 
@@ -101,7 +108,7 @@ class Scheduler:
     @property
     def is_alive(self) -> bool:
         """True while the scheduler's thread runs."""
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self, timeout: float = 0.0) -> None:
         """Refuses new requests, waits up to `timeout` seconds for accepted ones, and ends the rest with an error."""
@@ -113,7 +120,18 @@ class Scheduler:
                 self._changed.wait(min(0.1, max(0.0, end - time.monotonic())))
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._end_all(ClosedError("the request was given up: its scheduler was closed"))
+
+    def run(self) -> None:
+        """A round in the calling thread, for a scheduler that has none of its own."""
+        try:
+            self._round()
+        except Exception as error:  # in the scheduler itself: no request may wait forever
+            logger.exception("the scheduler failed; all its requests end")
+            self._end_all(error)
 
     # ---- the thread -------------------------------------------------------------------------------------
 
@@ -124,11 +142,7 @@ class Scheduler:
     def _work(self) -> None:
         try:
             while self._wait_for_work():
-                try:
-                    self._round()
-                except Exception as error:  # in the scheduler itself: no request may wait forever
-                    logger.exception("the scheduler failed; all its requests end")
-                    self._end_all(error)
+                self.run()
         finally:  # also after SystemExit
             with self._changed:
                 self._draining = self._closed = True
@@ -173,8 +187,9 @@ class Scheduler:
                     return  # the requests that run end with the adapters that they began with
                 ticket = self._opening = self._waiting.popleft()
             ask = ticket.ask
-            self._engine.background.begin_request()
             try:
+                self._engine.background.begin_request()
+                ticket.is_admitted = True
                 state = self._engine.follow()
                 prompt = self._engine.known_in(ask.prompt, state, ask.tenant) if ask.mode == "blend" else ask.prompt
                 ticket.prefill = self._engine.open_prefill(
@@ -300,12 +315,22 @@ class Scheduler:
     # ---- end of a request -------------------------------------------------------------------------------
 
     def _end(self, ticket: Ticket, error: Exception | None) -> None:
+        try:
+            self._leave(ticket)
+        finally:  # also where the caller's thread is interrupted
+            if ticket.is_admitted:
+                ticket.is_admitted = False
+                self._engine.background.end_request()
+        try:
+            ticket.on_event(DoneEvent(ticket.report, error))
+        except Exception:
+            logger.exception("a request's last event could not be delivered")
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Lets go of what a request holds, and completes its report."""
         with self._changed:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
-                was_admitted = False
-            else:
-                was_admitted = True
         if self._opening is ticket:
             self._opening = None
         self._batcher.remove(ticket)
@@ -325,12 +350,6 @@ class Scheduler:
         watched, ticket.watched = ticket.watched, None
         if watched is not None and self._engine.shadow is not None:
             self._engine.shadow.submit(watched)
-        if was_admitted:
-            self._engine.background.end_request()
-        try:
-            ticket.on_event(DoneEvent(ticket.report, error))
-        except Exception:
-            logger.exception("a request's last event could not be delivered")
 
     def _end_all(self, error: Exception) -> None:
         for ticket in list(self._all()):

@@ -13,18 +13,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.core.naming import BlockName, join_ids
 from cacheblend.core.plan.prompt import Segment
 from cacheblend.engines.documents import (
     COLLECTION,
     Document,
     DocumentBook,
+    DocumentLike,
     Dropped,
     PlannedDocument,
+    check_document_ids,
     check_name,
+    each_document,
 )
 from cacheblend.engines.hf.document_cutting import cutter, is_long
+from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.tokens.cutting import Cutting
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_name
 
@@ -118,6 +122,8 @@ class DocumentSync:
         dry_run: bool = False,
         reads_all: bool = True,
     ) -> None:
+        check_type(engine, FollowedModel, "engine", "a BlendEngine")
+        check_type(cutting, Cutting | None, "cutting", "Cutting(most=512) or None")
         check_name(collection, "the collection's name")
         self._engine, self._tenant, self._system, self._dry_run = engine, tenant, system, dry_run
         self._state = state or engine.follow()
@@ -133,11 +139,15 @@ class DocumentSync:
         if reads_all:
             self.report.damaged = [each.reason for each in self.book.read()]
 
-    def put(self, documents: Iterable[Document], progress: Progress | None = None) -> None:
+    def put(self, documents: Iterable[DocumentLike], progress: Progress | None = None) -> None:
         """Stores documents, or what changed of them.
 
+        Args:
+            documents: in whatever form `Document.of` takes.
+            progress: see `Progress`.
+
         Raises:
-            InvalidInputError: two documents with one id.
+            InvalidInputError: two documents with one id, or one without.
             ModelChangedError: the model's adapters were switched meanwhile.
             StoreError: the store is full or cannot be written to; what was stored before stays, and is not computed
                 again by the next sync.
@@ -146,7 +156,7 @@ class DocumentSync:
             if progress is not None and done is not None:
                 progress(done)
 
-    def steps(self, documents: Iterable[Document], tokens: int) -> Iterator[int | None]:
+    def steps(self, documents: Iterable[DocumentLike], tokens: int) -> Iterator[int | None]:
         """As `put`, in steps between which others may have their turn, a sync of the same documents included.
 
         Args:
@@ -157,7 +167,7 @@ class DocumentSync:
             The number of documents done, behind each; None between two steps of computing, or of tokenising.
         """
         seen: set[str] = set()
-        for number, document in enumerate(documents, 1):
+        for number, document in enumerate(each_document(documents), 1):
             if document.id in seen:
                 raise InvalidInputError(f"two documents have the id {document.id[:80]!r}; give each its own")
             seen.add(document.id)
@@ -169,7 +179,10 @@ class DocumentSync:
 
     def drop(self, ids: Iterable[str]) -> None:
         """Drops documents by their ids; those that are not there are ignored. Raises `StoreError`."""
-        root = self.book.planner.root
+        check_document_ids(ids)
+        root, ids = self.book.planner.root, list(ids)
+        for each in ids:
+            check_name(each, "a document's id")
         self._forget([document_name(root, self.book.collection, each) for each in ids])
 
     def vanished(self, ids: Collection[str], most: float = MOST_DROPPED) -> list[BlockName]:
@@ -178,6 +191,7 @@ class DocumentSync:
         Raises:
             InvalidInputError: they are more than the share `most` of all.
         """
+        check_document_ids(ids)
         records = [each for each in self.book.known.values() if isinstance(each, DocumentRecord)]
         gone = [each.name for each in records if each.id not in ids]
         if len(gone) > most * len(records):

@@ -2,20 +2,30 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from cacheblend.core.errors import CacheBlendError
+import torch
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import CacheBlendError, check_fields
 from cacheblend.core.fuse.batching import LayerSteps
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
+from cacheblend.engines.hf.following import AdapterFollower
 from cacheblend.engines.hf.grammars import CompiledGrammar
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.sampling import SamplingParams
-from cacheblend.engines.hf.shadowing import Origin, Watched
+from cacheblend.engines.hf.shadowing import Origin, ShadowCheck, Watched
+from cacheblend.engines.hf.state import ModelState
+from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.text_stream import TextStream
+from cacheblend.engines.hf.view import ModelView
+from cacheblend.engines.tokens import PromptBuilder
 
 
 class QueueFullError(CacheBlendError):
@@ -47,12 +57,18 @@ class Limits:
         waiting: requests in the queue.
         row_layers: row-layers of prefill computed between two tokens of the running answers.
         catch_up_s: seconds that missed chunks wait for the engine to be idle; later, they are captured between rounds.
+
+    Raises:
+        InvalidInputError: a value of the wrong type.
     """
 
     active: int = 8
     waiting: int = 64
     row_layers: int = 8192
     catch_up_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,66 @@ class Ask:
     def is_own(self) -> bool:
         """It leaves everything that decides quality to the engine."""
         return self.mode == "blend" and self.ratio is None and self.selector is None
+
+
+class ServedEngine(Protocol):
+    """What a scheduler asks of an engine; see `BlendEngine`, the one that is served."""
+
+    config: BlendConfig
+    background: Background
+    builder: PromptBuilder | None
+    adapters: AdapterFollower
+    shadow: ShadowCheck | None
+
+    @property
+    def view(self) -> ModelView:
+        """See `BlendEngine.view`."""
+        ...
+
+    @property
+    def survey(self) -> Survey:
+        """See `BlendEngine.survey`."""
+        ...
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """See `BlendEngine.eos_ids`."""
+        ...
+
+    def follow(self) -> ModelState:
+        """See `BlendEngine.follow`."""
+        ...
+
+    def ids_of(self, prompt: Prompt) -> torch.Tensor:
+        """See `BlendEngine.ids_of`."""
+        ...
+
+    def known_in(self, prompt: Prompt, state: ModelState, tenant: str = "") -> Prompt:
+        """See `BlendEngine.known_in`."""
+        ...
+
+    def open_prefill(
+        self,
+        prompt: Prompt,
+        *,
+        ratio: float | None,
+        selector: Selector | None,
+        mode: Mode,
+        tenant: str,
+        state: ModelState | None,
+    ) -> BlendedPrefill:
+        """See `BlendEngine.open_prefill`."""
+        ...
+
+    def origin(self, state: ModelState, *, own: bool, tenant: str = "") -> Origin:
+        """See `BlendEngine.origin`."""
+        ...
+
+    def store_missed(
+        self, result: PrefillResult, tenant: str = "", *, text: bool, may_keep: Callable[[int], bool]
+    ) -> None:
+        """See `BlendEngine.store_missed`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -156,12 +232,14 @@ class Ticket:
         ask: the request.
         on_event: called with each event of the request, in the scheduler's thread; must not block.
         submitted: time of submission, by `time.perf_counter`.
+        is_admitted: the engine knows of the request, which has not ended.
     """
 
     ask: Ask
     on_event: Callable[[Event], None]
     submitted: float
     cancelled: bool = False
+    is_admitted: bool = False
     prefill: BlendedPrefill | None = None
     choices: list[Choice] = field(default_factory=list)
     report: BlendReport | None = None

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf.engine import BlendEngine
 from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 
 
@@ -27,6 +28,8 @@ def watch(engine: BlendEngine, settings: ShadowSettings, *, seed: int | None = N
     Raises:
         InvalidInputError: the engine has a check already.
     """
+    check_type(engine, FollowedModel, "engine", "a BlendEngine")
+    check_type(settings, ShadowSettings, "settings")
     if engine.shadow is not None:
         raise InvalidInputError(
             f"the answers of {engine.name or 'this engine'} are checked already; open another engine"

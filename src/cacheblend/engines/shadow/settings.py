@@ -39,7 +39,7 @@ class ShadowSettings:
     def __post_init__(self) -> None:
         if not (_is_number(self.share) and 0 < self.share <= 1):
             raise InvalidInputError(
-                f"the share of requests that are checked must be above 0 and at most 1, got {self.share}"
+                f"the share of requests that are checked must be above 0 and at most 1, got {self.share!r}"
             )
         check_share("the confidence of the shadow check", self.confidence)
         if self.window is not None and not 1 <= self.window <= MOST_WINDOW:

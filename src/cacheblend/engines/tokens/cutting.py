@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_fields
 from cacheblend.core.naming import TokenIds
 
 WINDOW = 8
@@ -37,13 +37,14 @@ class Cutting:
         least: tokens of a chunk of a longer document, at least.
 
     Raises:
-        InvalidInputError: `most` is not at least twice `least`, or `least` is below 1.
+        InvalidInputError: one is no whole number, `most` is not at least twice `least`, or `least` is below 1.
     """
 
     most: int = 512
     least: int = 64
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.least < 1 or self.most < 2 * self.least:
             raise InvalidInputError(
                 f"chunks of {self.least} to {self.most} tokens: at least 1 to 2 are needed, and the most has to be "

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from cacheblend.core.errors import BlockLostError, StoreError
+from cacheblend.core.errors import BlockLostError, StoreError, check_type
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
@@ -80,6 +80,7 @@ class DiskStore(KVStore):
         locks: bool = True,
         mode: int = OWNER_ONLY,
     ) -> None:
+        check_type(path, str | Path, "the path of a store's folder")
         self._folder, expiry = Folder(Path(path), read_only, durable, locks, mode), Expiry(ttl)
         self._files = BlockFiles(self._folder, direct=direct, expiry=expiry)
         # For lru no policy is needed: the files' times say when they were used, and all processes see them.
