@@ -1,18 +1,30 @@
 """Child program: compiles kernels for GPUs that need not be there, and prints what each takes as JSON."""
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from cacheblend.core.kernels import attention_triton, deviation_triton, placing_triton
+from cacheblend.core.kernels.attention_spec import AttentionSpec
+
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a program can have, by compute capability."""
 
 
 def attention(capability, head_dim, group, rows, window=0, is_capped=False, sinks=False, page=0, splits=1, float8=0):
     """The attention kernel as `attend_rows` would launch it."""
-    slots, tile_keys, warps, stages = attention_triton.tile_shape(group, rows, head_dim)
+    shared = SHARED[capability] << 10
+    slots, tile_keys, warps, stages = attention_triton.tile_shape(group, rows, head_dim, page, shared=shared)
     constants = {
         "group": group,
         "head_dim": head_dim,
@@ -39,7 +51,11 @@ def attention(capability, head_dim, group, rows, window=0, is_capped=False, sink
         "block_table": "*i32",
     }
     aligned = ("query_", "key_", "value_")
-    return compiled(attention_triton._attend, capability, types, constants, aligned, num_warps=warps, num_stages=stages)
+    found = compiled(
+        attention_triton._attend, capability, types, constants, aligned, num_warps=warps, num_stages=stages
+    )
+    expected = attention_triton.shared_bytes(slots, tile_keys, stages, head_dim, page)
+    return found | {"expected": expected, "most": shared, "spilled": spilled(found["ptx"], capability)}
 
 
 def placing(capability, head_dim, kind, half=0, is_half=True, page=0, float8=0):
@@ -95,18 +111,71 @@ def compiled(kernel, capability, types, constants, aligned, **options):
     divisible = {
         (place,): [["tt.divisibility", 16]]
         for place, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or (kind != "constexpr" and name.startswith(aligned))
+        if (kind.startswith("*") and not kernel.params[place].do_not_specialize_on_alignment)
+        or (kind != "constexpr" and name.startswith(aligned))
     }
     source = ASTSource(kernel, signature, constants, divisible)
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {"shared": found.metadata.shared, "ptx": found.asm["ptx"]}
 
 
-KERNELS = {"attention": attention, "deviation": deviation, "placing": placing}
+def spilled(ptx, capability):
+    """Bytes that the assembler stores to local memory for want of registers."""
+    arch = re.search(r"\.target (sm_\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [get_ptxas(capability).path, "-v", "--gpu-name", arch, str(file), "-o", str(Path(folder) / "cubin")]
+        words = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", words)))
+
+
+ATTENTION_KERNELS = {"_attend": attention_triton._attend, "_join": attention_triton._join}
+
+
+class Counting:
+    """Stands in for a kernel: notes what would be compiled, and starts nothing."""
+
+    def __init__(self, kernel, capability):
+        backend = make_backend(GPUTarget("cuda", capability, 32))
+        self._bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.variants = set()
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *args, **options):
+        _, specialization, options = self._bind(*args, **options, debug=False)
+        self.variants.add(f"{specialization} {options}")
+
+
+def variants(capability, heads, kv_heads, head_dim, calls, page=0, window=None, processors=132):
+    """Kernels that `attend_rows` would compile for calls of (rows, length) in one kind of layer."""
+    kernels = {name: Counting(kernel, capability) for name, kernel in ATTENTION_KERNELS.items()}
+    replaced = kernels | {
+        "_shared_memory": lambda device: SHARED[capability] << 10,
+        "_processors": lambda device: processors,
+    }
+    for name, each in replaced.items():
+        setattr(attention_triton, name, each)
+    for rows, length in calls:
+        rows = min(rows, length)
+        query = torch.empty(rows + 1, heads, head_dim, dtype=torch.bfloat16).transpose(0, 1)[:, 1:]
+        positions, table = torch.arange(length - rows - 1, length)[1:], None
+        shape = kv_heads, length, head_dim
+        if page:
+            table = torch.arange(-(-length // page) + 1, dtype=torch.int32)[1:]
+            shape = len(table), page, kv_heads, head_dim
+        keys, values = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+        attention_triton.attend_rows(query, keys, values, positions, AttentionSpec(0.1, window), table)
+    return {name: len(each.variants) for name, each in kernels.items()}
+
+
+KERNELS = {"variants": variants, "attention": attention, "deviation": deviation, "placing": placing}
 
 if __name__ == "__main__":
     taken = []
     for case in json.loads(sys.argv[1]):
         found = KERNELS[case.pop("kernel")](**case)
-        taken.append({"shared": found["shared"], "ptx": found["ptx"]})
+        taken.append(found)
     print(json.dumps(taken))

@@ -58,10 +58,12 @@ def test_a_prompt_that_is_compared_with_full_prefill_takes_memory_of_its_own() -
 def test_partial_sums_are_fewer_than_what_is_counted_whatever_is_asked() -> None:
     """By the kernel's own numbers; a GPU has fewer than 256 processors."""
     triton = pytest.importorskip("cacheblend.core.kernels.attention_triton", reason="Triton is not installed here")
-    for heads, kv_heads, head_dim, processors in product((8, 32, 64), (1, 2, 8), (64, 128, 256), (16, 132, 255)):
+    for heads, kv_heads, head_dim, page, processors in product(
+        (8, 32, 64), (1, 2, 8), (64, 128, 256), (0, 16), (16, 132, 255)
+    ):
         sizes = replace(LLAMA_70B, head_dim=head_dim, has_kernels=True)
         for rows, length in product((1, 7, 100, 2000), (100, 4000, 130000)):
-            slots, tile_keys, _, _ = triton.tile_shape(heads // kv_heads, rows, head_dim)
+            slots, tile_keys, _, _ = triton.tile_shape(heads // kv_heads, rows, head_dim, page)
             programs = kv_heads * -(-rows // (slots // (heads // kv_heads)))
             splits = triton.splits_of(programs, -(-length // tile_keys), processors)
             taken = splits * rows * heads * (head_dim + 2) * 4 if splits > 1 else 2 * rows * heads * 4

@@ -7,6 +7,7 @@ round asks a new prompt of each arm in turn; a point that runs out of time keeps
 import random
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from cacheblend.engines.hf.baselines import full_recompute, fused
 RATIOS = (0.15, 0.05, 1.0)
 """From page-locked memory; from the other stores only the first two."""
 
+_TRACEBACK_LINES = 12  # that are kept of each error
 _LEAST = 0.5  # of the seconds that a point takes about: it is begun if they are left, with fewer rounds
 
 
@@ -67,8 +69,8 @@ class Point:
 
 POINTS = (
     Point("llama-3.1-8b", "16k", 32, seconds=35),
-    Point("llama-3.1-8b", "32k", 64, runs=3, seconds=60),
     Point("llama-3.1-8b", "4k", 8, seconds=15),
+    Point("llama-3.1-8b", "32k", 64, runs=3, seconds=60),
 )
 LARGE = (
     Point("qwen3-32b", "", 32, runs=3, seconds=80),
@@ -148,11 +150,11 @@ def _measure_point(point: Point, name: str, engines: Engines, found: Found, benc
     settings, draw = point.settings, random.Random(point.chunks)
     chunks = open_chunks(settings, engines.first, draw)
     arms = _arms(engines)
-    try:
-        for engine in engines.by_store.values():
+    for store, engine in engines.by_store.items():
+        try:
             engine.warm(chunks)
-    except Exception as error:
-        _drop(arms, arms, name, error, found, bench)
+        except Exception as error:
+            _drop([arm for arm in arms if (arm.store or "").startswith(store)], arms, name, error, found, bench)
     longest = 0.0
     for run in range(point.runs + 1):
         if run > 1 and bench.left_s < longest:
@@ -188,11 +190,12 @@ def _drop(
 ) -> None:
     """Goes on without these arms; their earlier rounds do not count, as something was wrong with them."""
     reason = str(error).splitlines()[0] if str(error) else ""
+    lines = "".join(traceback.format_exception(error)).strip().splitlines()[-_TRACEBACK_LINES:]
     for arm in list(dropped):
         arms.remove(arm)
         bench.skipped[f"{name}, {arm.label}"] = f"{type(error).__name__.strip('_')}: {reason}"
         if not isinstance(error, torch.OutOfMemoryError | _NotLoadedError | _StillCachedError):
-            found["error"] = "\n".join([*found.get("error", "").splitlines(), f"{name}, {arm.label}: {error!r}"])
+            found["error"] = "\n".join([*found.get("error", "").splitlines(), f"{name}, {arm.label}:", *lines])
     error.__traceback__ = None  # its frames hold tensors
     free(bench.device)
 

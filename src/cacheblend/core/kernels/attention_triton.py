@@ -2,12 +2,13 @@
 
     grid         (tiles of rows, KV heads, splits of the keys)
     row tile     slots: the rows of a tile times the query heads of a KV head, so that a key is read once for all
-    key tiles    up to the tile's last row; below its first row without a mask; with a window, those that no row sees
-                 are skipped
+    key tiles    up to the tile's last row; below its first row without a mask; with a window, from where the first
+                 row's begins. None in between is skipped: what a branch surrounds is not loaded ahead
     softmax      online, in base 2 and fp32 (Dao 2023, arXiv 2307.08691)
 
 Where rows are few, several programs share a tile's keys, and a second kernel joins their parts. Nothing on the host
-depends on the positions: no call waits for the device.
+depends on the positions: no call waits for the device. A kernel is compiled for each kind of layer, a few sizes of row
+tiles, and results that are joined or not; numbers of rows, keys and splits compile nothing.
 """
 
 import math
@@ -22,6 +23,34 @@ from cacheblend.core.kernels.numbers_triton import IS_INTERPRETED, of_float8, ro
 
 _MAX_SPLITS = 32
 _SPLIT_TILES = 4  # key tiles that a split has at least: fewer are not worth joining
+LARGEST_SHARED = 227 << 10
+"""Bytes of shared memory that a program can have on compute capability 9.0, the most there is."""
+_SMALLEST_SHARED = 99 << 10  # on compute capability 8.6, 8.9 and 12.0
+_BARRIERS = 1024  # bytes of a program's shared memory, on compute capability 10.0
+_ROW_SLOTS = (16, 64, 128)
+_DENSE_TILES = (
+    (64, 64, 3, 2),
+    (128, 64, 3, 1),
+    (128, 64, 2, 1),
+    (64, 64, 3, 1),
+    (64, 32, 3, 1),
+    (64, 32, 2, 1),
+    (16, 32, 2, 1),
+    (16, 16, 2, 1),
+)
+"""(slots, keys, stages, programs that must fit at once), best first, as timed on an H200: two small tiles on one
+processor are as fast as a large one, and faster where rows are few or a window ends. With 2 stages keys are loaded in
+front of the products and not beside them."""
+_PAGED_TILES = (
+    (128, 64, 5, 1),
+    (64, 64, 5, 1),
+    (128, 64, 2, 1),
+    (64, 32, 5, 1),
+    (64, 32, 2, 1),
+    (16, 32, 2, 1),
+    (16, 16, 2, 1),
+)
+"""As `_DENSE_TILES`; the block table is loaded ahead as well, and takes two of the stages."""
 _UNSEEN = tl.constexpr(-(2.0**100))  # the top logit of a row that has seen no key; finite: inf - inf is NaN
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -67,7 +96,9 @@ def attend_rows(
         length = len(block_table) * page
         strides = [stride for each in (keys, values) for stride in each.stride()]
     group = heads // kv_heads
-    slots, tile_keys, warps, stages = tile_shape(group, rows, head_dim)
+    slots, tile_keys, warps, stages = tile_shape(
+        group, rows, head_dim, page, query.element_size(), _shared_memory(query.device)
+    )
     tiles = -(-rows // (slots // group))
     if splits is None:
         splits = splits_of(tiles * kv_heads, -(-length // tile_keys), _processors(query.device))
@@ -92,11 +123,35 @@ def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def tile_shape(group: int, rows: int, head_dim: int) -> tuple[int, int, int, int]:
-    """(slots of a row tile, keys of a key tile, warps, stages): at most 100 KB of shared memory in 16 bits."""
-    most = 128 if head_dim <= 128 else 64
-    slots = max(16, triton.next_power_of_2(group), min(most, triton.next_power_of_2(group * rows)))
-    return slots, 64 if head_dim <= 128 else 32, 8 if slots >= 128 else 4, 2
+def tile_shape(
+    group: int, rows: int, head_dim: int, page: int = 0, itemsize: int = 2, shared: int = LARGEST_SHARED
+) -> tuple[int, int, int, int]:
+    """(slots of a row tile, keys of a key tile, warps, stages): the best tiles that fit.
+
+    Args:
+        group: query heads of a KV head.
+        rows: of the call; they choose between few sizes of row tiles, as each is compiled.
+        head_dim: numbers of a head.
+        page: tokens of a block of the paged cache; 0: dense buffers.
+        itemsize: bytes of a number of the queries.
+        shared: bytes of shared memory that a program can have on the device.
+    """
+    least = max(_ROW_SLOTS[0], triton.next_power_of_2(group))
+    slots = tile_keys = stages = 0
+    for slots, tile_keys, stages, programs in _PAGED_TILES if page else _DENSE_TILES:
+        slots = max(slots, least)
+        if programs * shared_bytes(slots, tile_keys, stages, head_dim, page, itemsize) <= shared:
+            break
+    slots = max(least, next((each for each in _ROW_SLOTS if each >= min(slots, group * rows)), slots))
+    return slots, tile_keys, 8 if slots >= 128 else 4, stages
+
+
+def shared_bytes(slots: int, tile_keys: int, stages: int, head_dim: int, page: int = 0, itemsize: int = 2) -> int:
+    """Shared memory of such tiles: of queries, and of the keys and values that are read or on their way; at most."""
+    row = max(16, triton.next_power_of_2(head_dim)) * itemsize
+    buffers = max(2, (stages + 1) // 2) if page else stages
+    table = (stages - 1) * tile_keys * 8 if page else 0
+    return slots * row + buffers * 2 * tile_keys * row + table + _BARRIERS
 
 
 def splits_of(programs: int, key_tiles: int, processors: int) -> int:
@@ -106,11 +161,21 @@ def splits_of(programs: int, key_tiles: int, processors: int) -> int:
     return max(1, min(wanted, key_tiles // _SPLIT_TILES, _MAX_SPLITS))
 
 
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    if device.type != "cuda":
+        return LARGEST_SHARED
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SMALLEST_SHARED))
+
+
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "length", "heads"],
+    do_not_specialize_on_alignment=["positions", "sinks", "block_table", "tops", "totals"],
+)
 def _attend(
     query, keys, values, positions, sinks, block_table, mixed, tops, totals,
     rows, length, heads, logit, cap, query_head, query_row,
@@ -146,13 +211,12 @@ def _attend(
             value_block, value_row, value_dim, dim, head_dim, tile_keys, 0, is_capped, page, float8, False,
         )  # fmt: skip
     for start in range(whole, end, tile_keys):
-        if _is_seen(at, start, tile_keys, window):
-            acc, top, total = _add_tile(
-                acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
-                value_block, value_row, value_dim, dim, head_dim, tile_keys, window, is_capped, page, float8, True,
-            )  # fmt: skip
+        acc, top, total = _add_tile(
+            acc, top, total, q, at, keys, values, block_table, start, end, logit, cap, key_block, key_row, key_dim,
+            value_block, value_row, value_dim, dim, head_dim, tile_keys, window, is_capped, page, float8, True,
+        )  # fmt: skip
 
-    place = (split * rows + row).to(tl.int64) * heads + head  # an argument that is 1 has no type
+    place = (split * rows + row).to(tl.int64) * heads + head
     if tl.num_programs(2) == 1:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     else:
@@ -177,16 +241,6 @@ def _span(at, used, length, split, tile_keys: tl.constexpr, window: tl.constexpr
     if window == 0:
         whole = tl.maximum(begin, tl.minimum(end, (first + 1) // tile_keys * tile_keys))
     return begin, whole, end
-
-
-@triton.jit
-def _is_seen(at, start, tile_keys: tl.constexpr, window: tl.constexpr):
-    """Whether some row sees some key of the tile; without a window, those that are asked for are seen."""
-    if window > 0:
-        seen = tl.max(((at >= start) & (at - window < start + tile_keys - 1)).to(tl.int32), 0) > 0
-    else:
-        seen = True
-    return seen
 
 
 @triton.jit
@@ -232,9 +286,9 @@ def _product(left, right, add):
     return tl.dot(left, right, add, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads", "splits"], do_not_specialize_on_alignment=["tops", "totals"])
 def _join(
-    mixed, tops, totals, out, rows, heads, head_dim: tl.constexpr, dims: tl.constexpr, splits: tl.constexpr
+    mixed, tops, totals, out, rows, heads, head_dim: tl.constexpr, dims: tl.constexpr, splits
 ):  # fmt: skip
     """Joins the splits of one row and head: each weighs 2 ** (its top logit - the highest)."""
     dim = tl.arange(0, dims)
