@@ -146,3 +146,23 @@ def test_it_runs_from_a_checkout_with_few_packages(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["figures"]
     assert not list(tmp_path.iterdir())
+
+
+@needs_no_gpu
+def test_a_store_that_fails_takes_its_own_arms_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the result says where it failed, and for which commit: the one that the environment names."""
+    from cacheblend.store import DiskStore
+
+    def fails(self: DiskStore, *args: Any, **options: Any) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(DiskStore, "put_manifest", fails)
+    monkeypatch.setenv("CACHEBLEND_COMMIT", "0123456789ab")
+    found = run.run(("ttft",), dry_run=True)
+    assert found["commit"] == "0123456789ab"
+    points = report.points_of(found)
+    for point in points:
+        assert [(arm["store"], arm["ratio"]) for arm in point["arms"]] == [(None, None), *ARMS[:5]]
+    assert len(points) == 2
+    error = found["parts"]["ttft"]["error"]
+    assert "OSError: the disk is gone" in error and ", in fails" in error

@@ -1,5 +1,6 @@
 """Plans: invariants that hold for any prompt over any store, and the cases that shaped them."""
 
+import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, groupby, pairwise
@@ -349,3 +350,13 @@ def test_a_long_prompt_of_many_chunks() -> None:
     assert {len(s) for s in plan.spans} == {1, 256, 32}
     assert len(plan.candidate_rows) == 64 * 256 - 256 * (plan.spans[1].source is Source.PREFIX)
     assert all(a.stop == b.start for a, b in pairwise(plan.spans))
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "fp8", "int4"])
+def test_the_bytes_of_a_block_are_those_of_its_records_whenever_they_are_asked(codec: str) -> None:
+    layout = KVLayout((LayerShape(3, 16), LayerShape(1, 64)), torch.bfloat16, codec)
+    for tokens in (1, 7, 256, 5000, 7, 1, 5000):
+        records = [torch.randn(each.kv_heads, 2, tokens, each.head_dim).bfloat16() for each in layout.layers]
+        assert layout.block_bytes(tokens) == sum(layout.encode(record).nbytes for record in records)
+    assert len(layout._block_bytes) == 3  # of the lengths that blocks have
+    assert layout == KVLayout(layout.layers, torch.bfloat16, codec) == pickle.loads(pickle.dumps(layout))

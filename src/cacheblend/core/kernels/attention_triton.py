@@ -148,7 +148,7 @@ def tile_shape(
 
 def shared_bytes(slots: int, tile_keys: int, stages: int, head_dim: int, page: int = 0, itemsize: int = 2) -> int:
     """Shared memory of such tiles: of queries, and of the keys and values that are read or on their way; at most."""
-    row = max(16, triton.next_power_of_2(head_dim)) * itemsize
+    row: int = max(16, triton.next_power_of_2(head_dim)) * itemsize
     buffers = max(2, (stages + 1) // 2) if page else stages
     table = (stages - 1) * tile_keys * 8 if page else 0
     return slots * row + buffers * 2 * tile_keys * row + table + _BARRIERS

@@ -11,6 +11,7 @@ is uint8 [kv_heads, bytes of a head].
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ from cacheblend.core.plan.codec import codec_of
 UNKNOWN = BlockName(b"")
 """Parent of a block of which only the records are used."""
 
+_LONGEST_BLOCK = 1024  # tokens of blocks whose sizes are kept
 RecordMemory = Callable[[int], torch.Tensor]
 """Gives memory for records of so many bytes: uint8 [bytes] on the CPU, writable, at a multiple of 4096 if it can.
 
@@ -51,7 +53,17 @@ class KVLayout:
 
     def block_bytes(self, tokens: int) -> int:
         """Bytes of all records of a block of this many tokens."""
-        return sum(shape.kv_heads * self.head_bytes(layer, tokens) for layer, shape in enumerate(self.layers))
+        found = self._block_bytes.get(tokens)
+        if found is None:
+            found = sum(shape.kv_heads * self.head_bytes(layer, tokens) for layer, shape in enumerate(self.layers))
+            if tokens <= _LONGEST_BLOCK:
+                self._block_bytes[tokens] = found
+        return found
+
+    @cached_property
+    def _block_bytes(self) -> dict[int, int]:
+        """By number of tokens: it is asked for every block of every request, and a sum over all layers."""
+        return {}
 
     def record_shape(self, layer: int, tokens: int) -> tuple[int, ...]:
         """Shape of a record of this many tokens, as it is stored."""
