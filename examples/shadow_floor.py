@@ -8,7 +8,7 @@ matplotlib.
 import sys
 import time
 
-from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.watching import watch
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.engines.shadow.watch import Moment

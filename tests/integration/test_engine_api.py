@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,16 +83,53 @@ def test_chat_answers(engine: BlendEngine) -> None:
     assert isinstance(answer.report.prompt_tokens, int)
 
 
-def test_documents_in_whatever_form_callers_have_them(engine: BlendEngine) -> None:
-    wanted = engine.chat_prompt(MESSAGES, PASSAGES)
-    for documents in ([each.text for each in PASSAGES], [{"text": p.text, "title": p.title} for p in PASSAGES]):
-        prompt = engine.chat_prompt(MESSAGES, documents)  # type: ignore[arg-type]
-        assert prompt.token_ids.tolist() == wanted.token_ids.tolist()
+def forms(passage: Passage) -> list[Any]:
+    """A passage as dicts and as other libraries' documents."""
+    return [
+        {"text": passage.text, "title": passage.title},
+        {"page_content": passage.text, "metadata": {"source": passage.title}, "type": "Document"},
+        SimpleNamespace(page_content=passage.text, metadata={"title": passage.title}),
+        SimpleNamespace(get_content=lambda metadata_mode: passage.text, metadata={"title": passage.title}),
+        SimpleNamespace(content=passage.text, meta={"title": passage.title}),
+    ]
+
+
+def seen(prompt: Prompt) -> tuple[list[int], list[str]]:
+    return prompt.token_ids.tolist(), [segment.label for segment in prompt.chunks]
+
+
+@pytest.mark.parametrize("form", range(5))
+def test_passages_in_whatever_form_callers_have_them(engine: BlendEngine, form: int) -> None:
+    given = [forms(passage)[form] for passage in PASSAGES]
+    assert seen(engine.chat_prompt(MESSAGES, given)) == seen(engine.chat_prompt(MESSAGES, PASSAGES))
     one = engine.chat_prompt(MESSAGES, [PASSAGES[0]])
-    for single in (PASSAGES[0].text, PASSAGES[0]):
-        assert engine.chat_prompt(MESSAGES, single).token_ids.tolist() == one.token_ids.tolist()  # type: ignore[arg-type]
-    assert not engine.chat_prompt(MESSAGES, None).chunks  # type: ignore[arg-type]
-    assert engine.warm(PASSAGES[0]).held == 1  # type: ignore[arg-type]
+    assert seen(engine.chat_prompt(MESSAGES, given[0])) == seen(one)  # type: ignore[arg-type]
+    assert seen(engine.prompt(["Read.", *given, "When?"])) == seen(engine.prompt(["Read.", *PASSAGES, "When?"]))
+    assert seen(engine.prompt(given)) == seen(engine.prompt(PASSAGES))
+    assert seen(engine.prompt(given[0])) == seen(engine.prompt([PASSAGES[0]]))
+    in_message = [[{"role": "user", "content": ["Read.", *each, "When?"]}] for each in (given, PASSAGES)]
+    assert seen(engine.prompt(in_message[0])) == seen(engine.prompt(in_message[1]))
+    assert (engine.warm(given).held, engine.warm(given[0]).held) == (2, 1)
+    assert engine.generate(["Read.", *given, "When?"], max_new_tokens=1).report.missed_tokens == 0
+
+
+def test_texts_are_passages_where_no_plain_text_can_be_meant(engine: BlendEngine) -> None:
+    texts = [each.text for each in PASSAGES]
+    prompt = engine.chat_prompt(MESSAGES, texts)
+    assert prompt.token_ids.tolist() == engine.chat_prompt(MESSAGES, PASSAGES).token_ids.tolist()
+    assert engine.chat_prompt(MESSAGES, texts[0]).chunks and not engine.chat_prompt(MESSAGES, None).chunks  # type: ignore[arg-type]
+    assert (engine.warm(texts).held, engine.warm(PASSAGES[0]).held) == (2, 1)  # type: ignore[arg-type]
+    assert not engine.prompt(texts[0]).chunks
+
+
+def test_texts_without_a_passage_are_one_prompt_where_that_is_said(engine: BlendEngine) -> None:
+    parts = ["Answer from the passages.\n\n", "\n\nWhen was it lit?"]  # a retriever that found nothing
+    whole = engine.prompt(parts)
+    assert engine.generate(whole, max_new_tokens=2).token_ids
+    assert engine.generate(["".join(parts)], max_new_tokens=2).token_ids
+    assert engine.generate([PASSAGES[0], PASSAGES[1]], max_new_tokens=1).token_ids
+    with pytest.raises(InvalidInputError, match="a list of 2 texts without a passage"):
+        engine.generate(parts)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,20 @@ def check(engine: BlendEngine, documents: dict[str, str], tenant: str = "") -> N
         body = documents[each.id]
         assert ids == (engine.builder.encode(body) if body.strip() else [])
         assert all(engine.store.held([name for blocks in each.chunks for name in blocks]))
+
+
+def test_documents_in_whatever_form_callers_have_them(shared: BlendEngine) -> None:
+    bodies = {name: " ".join(sentences(random.Random(name), 12)) for name in "abc"}
+    given: list[Any] = [
+        {"id": "a", "text": bodies["a"]},
+        SimpleNamespace(id="b", page_content=bodies["b"], metadata={}),
+        SimpleNamespace(node_id="c", get_content=lambda metadata_mode: bodies["c"], metadata={}),
+    ]
+    work = DocumentSync(shared, tenant="forms", cutting=CUTTING)
+    work.put(given)
+    assert work.finish().added == 3
+    check(shared, bodies, "forms")
+    assert sync(shared, bodies, tenant="forms").kept == 3
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -216,7 +216,7 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("measure is unknown", lambda w: BlendConfig(measure="q"), "measure .*'q'"),
     ("threshold is missing", lambda w: BlendConfig(selector="threshold"), "set `threshold`"),
     ("threshold is a text", lambda w: BlendConfig(selector="threshold", threshold="a"), "threshold .*'a'"),
-    ("early_ratio is a text", lambda w: BlendConfig(selector="hybrid", early_ratio="a"), "early_ratio .*'a'"),
+    ("early_ratio is a text", lambda w: BlendConfig(selector="hybrid", early_ratio="a"), "0..1, got 'a'"),
     ("hops=9", lambda w: BlendConfig(selector="query", hops=9), "hops .*9"),
     ("hops='a'", lambda w: BlendConfig(selector="query", hops="a"), "hops .*'a'"),
     ("lead='a'", lambda w: BlendConfig(selector="query", lead="a"), "lead .*'a'"),

@@ -72,7 +72,7 @@ def test_settings_stand_behind_the_selectors_name() -> None:
         ({"selectors": ["hkvd:measure"]}, "'measure' is not of the form setting=value"),
         ({"selectors": ["hkvd:ratios=3"]}, "there is no setting 'ratios' here; settings are measure"),
         ({"selectors": ["hkvd:measure=w"]}, "measure must be one of kv, k, v, got 'w'"),
-        ({"selectors": ["threshold:threshold=high"]}, "a setting has the wrong type"),
+        ({"selectors": ["threshold:threshold=high"]}, "threshold must be a number or None, got 'high'"),
         ({"selectors": ["profile"]}, "needs a model's settings"),
         ({"ratios": [1.5]}, r"must be in 0..1, got 1.5"),
         ({"check_layers": [(0,)]}, "at least 1"),

@@ -69,7 +69,7 @@ def test_several_entries_of_ucm_are_gradual_filtering_in_order_of_layers() -> No
         ({"match_content": "no"}, "match_content must be true or false"),
         ({"allow_untested_version": 1}, "allow_untested_version must be true or false"),
         ({"controller": "no"}, "controller must be true or false"),
-        ({"cost_model": 5}, "cost_model must be a file's path, got 5"),
+        ({"cost_model": 5}, "cost_model must be a text or None, got 5"),
         ({"cost_model": "cost.json", "controller": False}, "cost_model 'cost.json' is for the controller"),
         ({"block_size": "big"}, "block_size must be a whole number, got 'big'"),
         ({"capture": "false"}, "capture must be true or false, got 'false'"),

@@ -123,10 +123,7 @@ def _narrowing(checks: tuple[int, int, int], layers: int, mean: float) -> dict[s
 def _candidate(name: str, settings: dict[str, Any]) -> Candidate:
     """A candidate whose settings are valid."""
     candidate = Candidate(name, settings)
-    try:
-        candidate.selector()
-    except TypeError as error:
-        raise InvalidInputError(f"selector {name!r}: a setting has the wrong type: {error}") from error
+    candidate.selector()
     return candidate
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.documents import Document as StoredDocument
+from cacheblend.engines.tokens import Passage
 from cacheblend.retrievers.client import DocumentServer, IndexReport, distinct, text_id
 
 try:
@@ -99,10 +100,8 @@ def _stored(document: Document) -> StoredDocument:
 
 
 def _text(document: Document) -> str:
-    text: str = document.page_content
-    return text
+    return Passage.of(document).text
 
 
 def _title(document: Document) -> str:
-    found = document.metadata.get("title") or document.metadata.get("source") or ""
-    return found[:256] if isinstance(found, str) else ""
+    return Passage.of(document).title[:256]

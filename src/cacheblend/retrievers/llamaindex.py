@@ -14,11 +14,12 @@ from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.documents import Document as StoredDocument
+from cacheblend.engines.tokens import Passage
 from cacheblend.retrievers.client import DocumentServer, IndexReport, distinct
 
 try:
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
-    from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
+    from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 except ImportError as error:
     raise InvalidInputError("the adapter for LlamaIndex needs it: pip install 'cacheblend[llamaindex]'") from error
 
@@ -73,20 +74,15 @@ class PassagePostprocessor(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        return distinct(nodes, _text_with_score)
+        return distinct(nodes, _text)
 
 
 def documents_of(nodes: Sequence[NodeWithScore]) -> list[dict[str, str]]:
     """The field ``documents`` of a chat request: each is a chunk. LlamaIndex's own parts of a message are joined into
     one text, in which no passage can be recognised."""
-    return [{"text": _text_with_score(each), "title": ""} for each in distinct(nodes, _text_with_score)]
+    return [{"text": _text(each), "title": ""} for each in distinct(nodes, _text)]
 
 
-def _text_with_score(node: NodeWithScore) -> str:
-    return _text(node.node)
-
-
-def _text(node: BaseNode) -> str:
+def _text(node: BaseNode | NodeWithScore) -> str:
     """What LlamaIndex shows a model of a node, its metadata included."""
-    text: str = node.get_content(metadata_mode=MetadataMode.LLM)
-    return text
+    return Passage.of(node).text

@@ -4,17 +4,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_type, shown
+from cacheblend.core.naming import as_token_ids
 from cacheblend.core.plan.prompt import Prompt
 
 
 def check_model(model: object) -> None:
-    """Raises `InvalidInputError` unless it is a model of transformers."""
-    way_out = "; to open a folder use BlendEngine.from_pretrained(path)" if isinstance(model, str | Path) else ""
-    check_type(model, PreTrainedModel, "model", "a model of transformers (PreTrainedModel)" + way_out)
+    """Raises `InvalidInputError` unless it is a model of transformers, or one that stands for it, as PEFT's."""
+    if not (isinstance(model, torch.nn.Module) and hasattr(model, "config")):
+        way_out = ", or a folder's path to BlendEngine.from_pretrained" if isinstance(model, str | Path) else ""
+        raise InvalidInputError(f"model must be a model of transformers (PreTrainedModel){way_out}, got {shown(model)}")
 
 
 def check_tokenizer(tokenizer: object) -> None:
@@ -28,14 +31,21 @@ def check_tokenizer(tokenizer: object) -> None:
 
 
 def check_ids(bos_id: object, sentence_end_ids: object, vocabulary: int) -> None:
-    """Raises `InvalidInputError` unless they are token ids of the vocabulary, or None."""
-    for name, ids in (("bos_id", [bos_id]), ("sentence_end_ids", sentence_end_ids)):
-        if ids is None or ids == [None]:
-            continue
-        listed = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, str) else [None]
-        if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocabulary for each in listed):
-            given = bos_id if name == "bos_id" else ids
-            raise InvalidInputError(f"{name} must be token ids in 0..{vocabulary - 1}, got {shown(given)}")
+    """Raises `InvalidInputError` unless they are a token id and token ids of the vocabulary, or None."""
+    if bos_id is not None and not _are_ids([bos_id], vocabulary):
+        raise InvalidInputError(f"bos_id must be a token id in 0..{vocabulary - 1} or None, got {shown(bos_id)}")
+    if sentence_end_ids is not None and not _are_ids(sentence_end_ids, vocabulary):
+        raise InvalidInputError(
+            f"sentence_end_ids must be token ids in 0..{vocabulary - 1} or None, got {shown(sentence_end_ids)}"
+        )
+
+
+def _are_ids(ids: object, vocabulary: int) -> bool:
+    try:
+        found = as_token_ids(ids)  # type: ignore[arg-type]  # what else it may be is refused
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return len(found) == 0 or int(found.max()) < vocabulary
 
 
 def check_path(path: object) -> None:

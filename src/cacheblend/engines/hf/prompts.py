@@ -188,7 +188,8 @@ def _content_part(part: object) -> object:
     """A part as the prompt builder takes it, which refuses other ones."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if (isinstance(part, Mapping) and "type" in part) or not Passage.is_like(part):
+    has_type = isinstance(part, Mapping) and "type" in part and "page_content" not in part
+    if has_type or not Passage.is_like(part):
         return part
     passage = Passage.of(part)
     return {"type": "chunk", "text": passage.text, "title": passage.title}

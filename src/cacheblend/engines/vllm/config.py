@@ -140,8 +140,6 @@ class ConnectorConfig:
                 "of them is false"
             )
         cost_model = self.blend.cost_model
-        if cost_model is not None and not isinstance(cost_model, str):
-            raise InvalidInputError(f"cost_model must be a file's path, got {cost_model!r}")
         if cost_model is not None and not self.controller:
             raise InvalidInputError(f"cost_model {cost_model!r} is for the controller, and controller is false")
 
