@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.folders import model_folder
+from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.answering import Answering
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
