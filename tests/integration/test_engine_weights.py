@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError, ModelChangedError
 from cacheblend.engines import fingerprint
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf import BlendEngine, opening
@@ -302,3 +304,70 @@ def test_a_name_that_is_not_there_says_how_to_get_it(name: str, message: str, tm
         model_folder(name)
     with pytest.raises(InvalidInputError, match=f"hf download {name} --cache-dir .*hub`|is no folder; a model is"):
         BlendEngine.from_pretrained(name, cache_dir=tmp_path / "hub")
+
+
+# ---- written to after opening -----------------------------------------------------------------------------
+
+
+def train(model: Any, at: int) -> None:
+    with torch.no_grad():
+        list(model.parameters())[at].mul_(1.5)
+
+
+def write_data(model: Any, at: int) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(1.1)
+
+
+def replace_layer(model: Any, at: int) -> None:
+    layer = model.model.layers[at % 4].self_attn
+    layer.v_proj.weight = torch.nn.Parameter(layer.v_proj.weight.detach().flip(0).clone())
+
+
+def test_weights_that_are_written_to_in_memory_are_named_by_what_they_hold(built: Path, tmp_path: Path) -> None:
+    """At random, between the calls of a running engine and of one around a model that was handed over."""
+    draws, names = random.Random(3), list[str]()
+    for opens in (lambda: LlamaForCausalLM.from_pretrained(built).eval(), None):
+        if opens is None:
+            engine = BlendEngine.from_pretrained(built, store=tmp_path / "kv", config=BlendConfig(block_size=8))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(built)
+            engine = BlendEngine(opens(), tokenizer, store=tmp_path / "kv", config=BlendConfig(block_size=8))
+        with engine:
+            for _ in range(6):
+                error, loaded = error_of(engine)
+                assert loaded == 0 and error < 1e-5  # nothing that other weights computed
+                names.append(engine.planner.root)
+                assert engine.warm(PASSAGES[:1]).stored == 1
+                error, loaded = error_of(engine)
+                assert loaded > 0 and error < 1e-5
+                draws.choice((train, write_data, replace_layer))(engine.model, draws.randrange(20))
+    assert len(set(names)) == len(names)
+
+
+def test_passages_whose_weights_change_while_they_are_computed_are_not_stored(built: Path) -> None:
+    with BlendEngine.from_pretrained(built, store="memory") as engine:
+        hook = engine.model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: train(engine.model, 3))
+        with pytest.raises(ModelChangedError, match="weights or adapters were changed while passages were computed"):
+            engine.warm(PASSAGES[:1])
+        hook.remove()
+        assert not engine.store.manifests()
+
+
+def test_a_model_that_is_cast_after_it_was_opened_needs_another_engine(built: Path) -> None:
+    with BlendEngine.from_pretrained(built, store="memory") as engine:
+        engine.model.to(torch.bfloat16)
+        with pytest.raises(ModelChangedError, match=r"KV is of torch\.bfloat16 now.*open another one on it"):
+            engine.generate(SHORT)
+
+
+def test_kv_of_a_lower_precision_of_float32_is_another_models(built: Path, tmp_path: Path) -> None:
+    try:
+        with BlendEngine.from_pretrained(built, store=tmp_path / "kv") as engine:
+            torch.set_float32_matmul_precision("high")
+            engine.warm(PASSAGES[:1])
+            assert error_of(engine)[1] > 0
+            torch.set_float32_matmul_precision("highest")
+            assert error_of(engine)[1] == 0
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -158,3 +158,91 @@ def test_blocks_are_named_by_the_adapters_too() -> None:
         for adapters in ("", "one", "two")
     }
     assert len(roots) == 3 and plain.planner(BlendConfig()).root in roots
+
+
+# ---- the weights themselves -------------------------------------------------------------------------------
+
+
+def trained(model: Any) -> None:
+    """A step of training, as an optimiser writes it."""
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(1.01)
+
+
+def in_data(model: Any) -> None:
+    """All weights, behind PyTorch's counter of versions."""
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+def replaced(model: Any) -> None:
+    layer = model.model.layers[1].self_attn
+    layer.k_proj.weight = torch.nn.Parameter(layer.k_proj.weight.detach() * 2)
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+def halved(model: Any) -> None:
+    model.half()
+
+
+@pytest.mark.parametrize("change", [trained, in_data, replaced, loaded, halved])
+@pytest.mark.parametrize("adapters", [(), ("a",)], ids=["plain", "adapted"])
+def test_weights_that_are_written_to_are_part_of_the_digest(
+    adapters: tuple[str, ...], change: Callable[[Any], None]
+) -> None:
+    model = model_with(*adapters)
+    if adapters and change is replaced:
+        pytest.skip("the adapted layer holds it elsewhere")
+    watch = AdapterWatch(model)
+    before = watch.digest
+    assert not watch.look()
+    change(model)
+    assert watch.look() and not watch.look()
+    assert watch.digest != before
+    other = model_with(*adapters)
+    same = AdapterWatch(other)
+    change(other)
+    assert same.look() and same.digest == watch.digest  # by what they hold
+    trained(model)
+    assert watch.look() and watch.digest != same.digest
+
+
+def test_a_lower_precision_of_float32_multiplications_is_part_of_the_digest() -> None:
+    model, half = model_with(), model_with().to(torch.bfloat16)
+    watch, other = AdapterWatch(model), AdapterWatch(half)
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert watch.look() and watch.digest != "" == other.digest and not other.look()
+        assert AdapterWatch(model).digest == watch.digest
+        found = {watch.digest}
+        torch.set_float32_matmul_precision("medium")
+        assert watch.look()
+        found |= {watch.digest}
+        assert len(found) == 2
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert watch.look() and watch.digest == ""
+
+
+def test_weights_that_are_no_numbers_are_not_another_model_at_each_look() -> None:
+    model = model_with()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+        model.lm_head.weight.fill_(float("nan"))
+    watch = AdapterWatch(model)
+    assert not watch.look() and watch.digest == ""
+
+
+def test_weights_made_in_inference_mode_have_no_versions_and_are_watched_by_their_values() -> None:
+    with torch.inference_mode():
+        model = model_with()
+        for weight in model.parameters():
+            weight.data = weight.data.clone()
+    watch = AdapterWatch(model)
+    assert not watch.look()
+    with torch.inference_mode():
+        in_data(model)
+    assert watch.look() and watch.digest != ""

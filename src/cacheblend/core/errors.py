@@ -24,7 +24,8 @@ class PromptTooLongError(InvalidInputError):
 
 
 class ModelChangedError(InvalidInputError):
-    """The model's adapters were switched while passages were computed, which are not stored: ask again."""
+    """The model's weights or adapters were changed while passages were computed, which are not stored: ask again; or
+    since the engine was opened, so that it cannot go on."""
 
 
 class ModelNotBlendableError(CacheBlendError):

@@ -1,4 +1,6 @@
-"""Which adapters (LoRA and others) a loaded model computes with, and whether that has changed since it was last asked.
+"""What a loaded model computes with beside the weights that it was opened with, and whether that has changed since it
+was last asked: adapters (LoRA and others), weights that were written to, and a lower precision of float32
+multiplications.
 
 An adapted layer is told by its attributes, those of PEFT's layers: `active_adapters`, `disable_adapters`,
 `merged_adapters`, and `adapter_layer_names`, which names its containers of weights, one entry an adapter. Knows
@@ -17,6 +19,7 @@ from torch import nn
 
 from cacheblend.core.errors import InvalidInputError
 
+_SAMPLED_DTYPES = frozenset([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 SAMPLED_TENSORS, SAMPLED_VALUES = 16, 4
 """Of so many weights so many values are compared at each look: PEFT's hot swap writes behind PyTorch's counter of
 versions, and it writes to all layers."""
@@ -25,8 +28,8 @@ versions, and it writes to all layers."""
 class AdapterWatch:
     """Watches the adapters of one model. Call it from one thread at a time.
 
-    A look at a model without adapters takes microseconds. With adapters it compares names, scales, and each tensor's
-    address and version.
+    A look compares each tensor's address and version (0.1 ms with 300), of adapters also names and scales, and some
+    values of some tensors, for writes that PyTorch does not count.
 
     Args:
         model: a transformers model, or PEFT's wrapper of one.
@@ -38,19 +41,25 @@ class AdapterWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model, self.version = model, 0
         self._bases: dict[str, nn.Module] = {}  # every layer that was ever adapted, without its adapters
-        self._base_changed = False
+        self._base_changed = self._weights_changed = False
+        self._slots = _slots(model)
         self._read()
         self._merged = self._merged_layers()
 
     @property
     def digest(self) -> str:
-        """Of the adapters in effect now: their names, settings and weights, hex; empty if there are none."""
+        """Of the adapters in effect now (names, settings, weights), of weights that were changed, and of the precision,
+        hex; empty if nothing differs from the model as it was opened."""
         return self.digest_of_copy(self._model)
 
     def look(self, *, anew: bool = False) -> bool:
         """Looks again; True if anything has changed, also where `digest` stays. `anew`: takes it that something has."""
+        marks, is_written = self._weight_marks, not torch.equal(self._weight_sample, _joined(self._weight_samples))
         if (
             not anew
+            and not is_written
+            and marks == _marks_of(self._slots)
+            and self._precision == precision_of(self._model)
             and self._states == _states(self._watched)
             and self._marks == self._current_marks()
             and torch.equal(self._sample, self._sampled())
@@ -59,10 +68,15 @@ class AdapterWatch:
         adapted = set(self._layers)
         self._base_changed |= not torch.equal(self._base_sample, _joined(self._base_samples))
         self._read()
+        was_merged, self._merged = self._merged, self._merged_layers()
         # A merge writes into the layer itself, and taking it back leaves its rounding there.
-        if adapted - set(self._layers) or self._merged != self._merged_layers():
+        if adapted - set(self._layers) or was_merged != self._merged:
             self._base_changed = True
-        self._merged = self._merged_layers()
+        bases = {id(held) for base in self._bases.values() for held in (base._parameters, base._buffers)}
+        pairs = zip(self._slots, marks, self._weight_marks, strict=True)
+        written = [id(held) in bases for (held, _), before, now in pairs if before != now]
+        self._base_changed |= any(written) and not was_merged
+        self._weights_changed |= is_written or not all(written)
         self.version += 1
         return True
 
@@ -85,9 +99,13 @@ class AdapterWatch:
         self._tensors = [*tensors, *(scale for scale in scales if torch.is_tensor(scale))]
         bases = [t for base in self._bases.values() for t in base.parameters(recurse=False)]
         self._base_samples = _samples(bases)
+        others = {id(tensor) for tensor in bases}
+        held = [kept.get(name) for kept, name in self._slots]
+        self._weight_samples = _samples([t for t in held if t is not None and id(t) not in others])
         self._samples = [*_samples(tensors), *self._base_samples]
         self._marks, self._sample = self._current_marks(), self._sampled()
-        self._base_sample = _joined(self._base_samples)
+        self._base_sample, self._weight_sample = _joined(self._base_samples), _joined(self._weight_samples)
+        self._weight_marks, self._precision = _marks_of(self._slots), precision_of(self._model)
 
     def _current_marks(self) -> tuple[Any, ...]:
         configs = getattr(self._model, "peft_config", None) or {}
@@ -113,7 +131,13 @@ class AdapterWatch:
             for name, base in self._bases.items():
                 for part, tensor in base.named_parameters(recurse=False):
                     found.update(f"{name} base {part} {digest_of(tensor)}\n".encode())
-        return found.hexdigest() if described or self._base_changed else ""
+        if self._weights_changed:
+            for name, weight in sorted(base_tensors(model).items()):
+                found.update(f"weight {name} {digest_of(weight)}\n".encode())
+        if self._precision:
+            found.update(f"float32 {self._precision}\n".encode())
+        is_other = described or self._base_changed or self._weights_changed or self._precision
+        return found.hexdigest() if is_other else ""
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -121,6 +145,17 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names") and hasattr(module, "active_adapters"):
             yield name, module
+
+
+def precision_of(model: nn.Module) -> str:
+    """In what the model's float32 multiplications are done, as `torch.set_float32_matmul_precision` sets it for the
+    process, if that is less than float32: ``tf32`` or ``bf16``; else nothing."""
+    weight = next((each for each in model.parameters() if each.is_floating_point()), None)
+    if weight is None or weight.dtype != torch.float32:
+        return ""
+    backend: Any = torch.backends.cuda if weight.device.type == "cuda" else torch.backends.mkldnn
+    precision = str(backend.matmul.fp32_precision)
+    return "" if precision in ("none", "ieee") else precision
 
 
 def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -236,10 +271,48 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
+_Slot = tuple[Mapping[str, Any], str]
+
+
+def _slots(model: nn.Module) -> list[_Slot]:
+    """Where the model's own weights are: its modules' parameters and stored buffers, those of adapters left out."""
+    layers: Iterator[tuple[str, Any]] = adapted_layers(model)
+    containers = [getattr(layer, name, None) for _, layer in layers for name in layer.adapter_layer_names]
+    inside = {id(part) for each in containers if isinstance(each, nn.Module) for part in each.modules()}
+    return [
+        (held, name)
+        for module in model.modules()
+        if id(module) not in inside
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def _marks_of(slots: Sequence[_Slot]) -> list[Any]:
+    """What differs once a tensor was replaced, or written to in its place."""
+    try:
+        return [(tensor.data_ptr(), tensor._version) for tensor in [held[name] for held, name in slots]]
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError):  # gone, made in inference mode, or quantised
+        return [_mark(held.get(name)) for held, name in slots]
+
+
+def _mark(tensor: Any) -> Any:
+    if tensor is None:
+        return None
+    address = tensor.data_ptr() if _is_plain(tensor) else id(tensor)
+    return address, None if tensor.is_inference() else tensor._version
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has an address and values to look at: of other classes each decides what it offers."""
+    return type(tensor) in (torch.Tensor, nn.Parameter)
+
+
 def _samples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of some values of some of the tensors, spread over all of them."""
     parts = [part for tensor in tensors for part in plain_parts(tensor)]
-    usable = [part.data for part in parts if part.is_floating_point() and part.numel()]
+    usable = [part.data for part in parts if _is_plain(part) and part.dtype in _SAMPLED_DTYPES and part.numel()]
     chosen = usable[:: -(-len(usable) // SAMPLED_TENSORS)] if usable else []
     flat = [tensor.reshape(-1) if tensor.is_contiguous() else tensor.flatten()[:0] for tensor in chosen]
     return [values[:: max(1, len(values) // SAMPLED_VALUES)] for values in flat if len(values)]
@@ -248,4 +321,4 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _joined(samples: list[torch.Tensor]) -> torch.Tensor:
     if not samples:
         return torch.empty(0)
-    return torch.cat(samples)
+    return torch.cat(samples).nan_to_num()  # what is no number equals nothing, and would be another one at each look

@@ -26,7 +26,6 @@ from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.recurrent import Recurrence
 from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
 from cacheblend.core.fuse.rows import ActiveRows
-from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.budget import LoadBudget
@@ -84,7 +83,6 @@ class PrefillOptions:
     budget: LoadBudget = field(default_factory=LoadBudget)
 
 
-@without_ambient
 class BlendedPrefill:
     """A stepper: `advance` it until it is `done`, then take its `result`; close it in the end, or use `with`.
 

@@ -13,13 +13,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.caches import fill_cache
 from cacheblend.engines.hf.recurrent import States
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams

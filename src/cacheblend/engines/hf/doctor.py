@@ -14,10 +14,10 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.blocks import LayerShape
 from cacheblend.engines.checkpoint import check_files, weight_files
+from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.configs import check_config
 from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.live_check import LiveCheck

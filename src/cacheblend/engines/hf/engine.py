@@ -22,13 +22,13 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.checks import check_ratio
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.folders import model_folder
+from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.answering import Answering
 from cacheblend.engines.hf.arguments import (
     check_ids,

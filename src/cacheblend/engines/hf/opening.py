@@ -125,6 +125,7 @@ def _own_memory(model: PreTrainedModel) -> None:
     """Copies weights that lie in a mapped file: whoever wrote to it would change them under the running model."""
     for tensor in (*model.parameters(), *model.buffers()):
         parts = [part for part in plain_parts(tensor.data) if part.device.type == "cpu"]
+        parts = [part for part in parts if type(part) in (torch.Tensor, torch.nn.Parameter)]
         if not all(part.untyped_storage().resizable() for part in parts):
             tensor.data = tensor.data.clone()
 

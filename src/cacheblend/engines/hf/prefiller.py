@@ -28,6 +28,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
+from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.compiling import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import LayerKinds
@@ -49,6 +50,11 @@ PACE_ROWS = 256
 Mode = Literal["blend", "reuse", "prefix", "full"]
 """Which stored KV is used: all, with the selector's rows recomputed (``blend``); all, with no rows recomputed
 (``reuse``); only the exact prefix (``prefix``); none (``full``)."""
+
+
+@without_ambient
+class HfPrefill(BlendedPrefill):
+    """A prefill that is advanced by whoever has it, inside of whatever settings of PyTorch."""
 
 
 class Prefiller:
@@ -184,7 +190,7 @@ class Prefiller:
         named: Selector | None = None,
     ) -> BlendedPrefill:
         """`named`: the selector as settings name it, for the report."""
-        begin = partial(BlendedPrefill, started=started, named=named)
+        begin = partial(HfPrefill, started=started, named=named)
         open_loader = partial(self.open_loader, budget=options.budget)
         if not self._survey.kinds.has_other_layers:
             return begin(plan, self._open_runner, open_loader, selector, options)

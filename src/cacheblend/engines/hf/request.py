@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cacheblend.core.fuse.result import PrefillResult
-from cacheblend.core.kernels.ambient import without_ambient
 from cacheblend.core.report import BlendReport
+from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.decode import Decoding, compute_logits
 from cacheblend.engines.hf.shadowing import Watched
 from cacheblend.engines.hf.text_stream import TextStream

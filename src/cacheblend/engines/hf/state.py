@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import ModelChangedError
 from cacheblend.core.plan.planner import Planner
 from cacheblend.engines.hf.following import Adapted, AdapterFollower
 from cacheblend.engines.hf.prefiller import Prefiller
@@ -41,9 +42,18 @@ class ModelState:
         return self.identity.planner(self.config, tenant) if tenant else self.planner
 
     def renewed(self, adapted: Adapted) -> "ModelState":
-        """The same model with other adapters, which are surveyed anew."""
+        """The same model with other adapters or weights, which are surveyed anew.
+
+        Raises:
+            ModelChangedError: its KV has another dtype or shape.
+        """
         view = ModelView(adapted.model)
         survey = survey_model(adapted.model, view)
+        if survey.layout != self.survey.layout:
+            raise ModelChangedError(
+                f"the model's KV is of {survey.layout.dtype} now, and was of {self.survey.layout.dtype} and "
+                f"{self.survey.layout.block_bytes(1)} bytes a token when the engine was opened; open another one on it"
+            )
         identity = replace(self.identity, adapters=adapted.digest)
         planner, prefiller = identity.planner(self.config), self.prefiller.of_view(view, survey)
         return ModelState(adapted, view, survey, identity, planner, prefiller, self.config)

@@ -255,7 +255,8 @@ class ChunkWarmer:
             captured += self._computed(jobs, state, planner)
         if not self._is_current(state):  # also weights that were replaced in their place
             raise ModelChangedError(
-                "the model's adapters were changed while passages were computed, which are not stored; warm them again"
+                "the model's weights or adapters were changed while passages were computed, which are not stored; "
+                "warm them again"
             )
         return captured
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from cacheblend.core.errors import ModelNotBlendableError
 
 PLAIN_TYPES = ("auto", "bfloat16", "float16")
@@ -110,3 +112,15 @@ def _refused_scheme(scheme: Any, *, only_scales: bool) -> str:
         return ""
     is_fp8 = scheme.get("num_bits", 8) == 8 and scheme.get("type", "float") == "float" and not scheme.get("dynamic")
     return "" if is_fp8 else "another type than FP8 with static scales"
+
+
+def float32_precision(dtype: torch.dtype) -> str | None:
+    """In what workers multiply numbers of a model of float32, if it is less; None: it is not, or the model's is another
+    type.
+
+    The setting is the environment's, the same in all of vLLM's processes; only workers apply it.
+    """
+    from vllm import envs
+
+    precision = str(getattr(envs, "VLLM_FLOAT32_MATMUL_PRECISION", "highest"))
+    return precision if dtype == torch.float32 and precision != "highest" else None

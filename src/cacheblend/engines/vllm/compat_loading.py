@@ -3,7 +3,9 @@
 PyTorch tells whenever a module becomes part of another one. So nothing of vLLM's is replaced, and no model is named.
 """
 
+import contextlib
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +14,15 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
+from cacheblend.engines.checkpoint import State, states_in
 from cacheblend.engines.vllm import stores
 from cacheblend.engines.vllm.compat_model import attention_layers, connector_settings, model_sizes
 from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.identity import files_of
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
 _parents: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
+_begun: dict[Path, dict[str, State]] = {}
 _reserved: "weakref.WeakKeyDictionary[nn.Module, torch.Tensor]" = weakref.WeakKeyDictionary()
 _watching: list[Any] = []
 
@@ -48,6 +53,22 @@ def model_of(attention: nn.Module) -> nn.Module:
     return top
 
 
+def check_files(folder: Path) -> None:
+    """Refuses weights that were written to while vLLM loaded them in this process: they would have the names of what is
+    there now.
+
+    Raises:
+        InvalidInputError: they were.
+    """
+    before, now = _begun.pop(folder, {}), states_in(folder)
+    changed = [name for name, state in before.items() if now.get(name) != state]
+    if changed:
+        raise InvalidInputError(
+            f"{changed[0]} in {folder} was changed while vLLM loaded the model from it; restart vLLM once its "
+            "files are complete"
+        )
+
+
 def release_reserved(*, to_device: bool = False) -> int:
     """Frees what was taken when models were loaded; bytes. PyTorch keeps them for this process.
 
@@ -75,7 +96,15 @@ def _remember(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if hasattr(child, "impl") and hasattr(child, "kv_cache"):
         config = get_current_vllm_config_or_none()
         if config is not None and len(attention_layers(config)) == 1:
+            _note_files(config)
             _reserve(child, config, torch.device(config.device_config.device))
+
+
+def _note_files(config: VllmConfig) -> None:
+    """Notes the files that are there before vLLM reads the first weight; it may yet fetch others."""
+    with contextlib.suppress(InvalidInputError):
+        folder = files_of(config)
+        _begun[folder] = states_in(folder)
 
 
 def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> None:

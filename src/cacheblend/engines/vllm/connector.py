@@ -72,6 +72,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         self._planner = self.identity.planner(self._settings.config)
         self._block_size = int(vllm_config.cache_config.block_size)
         is_scheduler = role == compat.KVConnectorRole.SCHEDULER
+        if not is_scheduler:
+            compat_loading.check_files(self.identity.folder)
         self._store = shared_store(
             self._config.store,
             str(self._kv_transfer_config.engine_id),

@@ -7,7 +7,26 @@ from cacheblend.engines.fingerprint import fingerprint_folder
 from cacheblend.engines.folders import cached_snapshot, name_of
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.tokens import PromptBuilder
-from cacheblend.engines.vllm.compat_cache import is_fp8
+from cacheblend.engines.vllm.compat_cache import float32_precision, is_fp8
+
+# Formats of which vLLM takes every weight from the model's folder.
+OF_FOLDER = frozenset(
+    [
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    ]
+)
 
 
 def identify(config: Any, tokenizer: Any) -> ModelIdentity:
@@ -21,13 +40,15 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
         InvalidInputError: the model's files cannot be found.
     """
     model = config.model_config
-    folder = _folder(model.model, model.revision, config.load_config.download_dir)
+    folder = files_of(config)
     stored = getattr(model.hf_config, "quantization_config", None)
     options = {
         "hf_overrides": model.hf_overrides or None,
         # transformers orders the rotated numbers of DeepSeek-V3 otherwise than vLLM
         "latents": "vllm" if model.use_mla else None,
         "quantization": None if stored else model.quantization,  # the folder's own is part of its config.json
+        "weights": _other_weights(config.load_config),
+        "float32": float32_precision(model.dtype),
     }
     return ModelIdentity(
         folder=folder,
@@ -52,7 +73,19 @@ def open_tokenizer(config: Any) -> Any:
         return None
 
 
-def _folder(model: str, revision: str | None, cache_dir: str | None) -> Path:
-    """The model's folder: as named, or where vLLM put the files that it fetched from the hub."""
-    folder = Path(model)
-    return folder if folder.is_dir() else cached_snapshot(model, revision, cache_dir)
+def _other_weights(load: Any) -> Any:
+    """Where weights come from that are not the folder's: random ones, a plug-in's; None: they are the folder's."""
+    if load.load_format in OF_FOLDER:
+        return None
+    return str(load.load_format), repr(load.model_loader_extra_config)
+
+
+def files_of(config: Any) -> Path:
+    """The model's folder: as named in vLLM's configuration, or where vLLM put the files that it fetched from the hub.
+
+    Raises:
+        InvalidInputError: they cannot be found.
+    """
+    model = config.model_config
+    folder = Path(model.model)
+    return folder if folder.is_dir() else cached_snapshot(model.model, model.revision, config.load_config.download_dir)

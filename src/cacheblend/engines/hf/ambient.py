@@ -1,7 +1,7 @@
 """Settings that a caller of PyTorch makes around a call, and that would change what the call computes.
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):      autocast, gradients, a default device: the calling thread's,
-        engine.warm(passages)                              switched off inside, and back afterwards
+    with torch.autocast("cpu", dtype=torch.bfloat16):      autocast, gradients, inference mode, a default device: the
+        engine.warm(passages)                              calling thread's, off inside, and back afterwards
 
 Threads do not inherit them, so what an engine does in its own threads is not affected. What a whole process sets is
 left alone, since others compute meanwhile: the default dtype changes nothing here, and the precision of float32
@@ -44,6 +44,8 @@ def _guard(function: Any) -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as inside:
+            if torch.is_inference_mode_enabled():  # what was computed in it could not be written to outside of it
+                inside.enter_context(torch.inference_mode(False))
             if torch.is_grad_enabled():
                 inside.enter_context(torch.no_grad())
             for device in _DEVICES:
