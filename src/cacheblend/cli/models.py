@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 SHIPPED = "nano"
+PATIENT_S = 86400.0
+"""`load_timeout_s` of commands that compare what is loaded with what is computed, whatever the store takes."""
 
 
 def open_engine(
