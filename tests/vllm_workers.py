@@ -18,6 +18,7 @@ class Prefill:
         self.reads = reads or {}
         self.is_closed = False
         self.error: type[Exception] = RuntimeError
+        self.reading = "s3"
 
     @property
     def done(self) -> bool:
@@ -105,8 +106,8 @@ def make_worker(store: Any, group: Any, budget: int = 10_000, tile_rows: int = 1
     )
 
 
-def blend(name: str) -> Any:
+def blend(name: str, **fields: Any) -> Any:
     from cacheblend.core.select.selectors import Hkvd
     from cacheblend.engines.vllm.jobs import BlendJob
 
-    return BlendJob(name, None, Hkvd(), 4, [[5, 6, 7]])  # type: ignore[arg-type]
+    return BlendJob(name, None, Hkvd(), 4, [[5, 6, 7]], **fields)  # type: ignore[arg-type]

@@ -193,6 +193,42 @@ def test_a_bucket_is_asked_once_for_each_name_at_the_same_time(request: pytest.F
 
 
 @needs_bucket
+def test_look_ups_do_not_wait_behind_manifests_that_are_read(request: pytest.FixtureRequest) -> None:
+    """Hundreds of them, each of which takes its time."""
+    url, go_on, asked = f"s3://{BUCKET}/{request.node.name}", threading.Event(), threading.Semaphore(0)
+    with RemoteStore(BucketObjects(url, options=bucket().options)) as filling:
+        blocks = [make_block(seed) for seed in range(3)]
+        for block in blocks:
+            filling.write(block)
+
+    class SlowManifests:
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def get(self, where: Any, path: str, **options: Any) -> Any:
+            if path.startswith("manifests/"):
+                asked.release()
+                go_on.wait()
+            return self._real.get(where, path, **options)
+
+    objects = BucketObjects(url, options=bucket().options)
+    objects._obstore = SlowManifests(objects._obstore)
+    reading = threading.Thread(target=objects.read_sealed, args=("manifests", [make_block(n).name for n in range(200)]))
+    try:
+        reading.start()
+        assert asked.acquire(timeout=60)
+        with RemoteStore(objects) as store:
+            assert all(store.find([block.name for block in blocks]))
+            go_on.set()
+            reading.join()
+    finally:
+        go_on.set()
+
+
+@needs_bucket
 def test_a_block_of_a_bucket_counts_as_used_when_it_is_found(request: pytest.FixtureRequest) -> None:
     objects = BucketObjects(f"s3://{BUCKET}/{request.node.name}", options=bucket().options)
     with RemoteStore(objects) as store:

@@ -11,13 +11,16 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load import budget
-from cacheblend.core.naming import BlockName
+from cacheblend.core.naming import BlockName, state_name
 from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
 from cacheblend.core.plan.plan import Source
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import SamplingParams, prefiller
 from cacheblend.store import MemoryStore
 from families import tiny_model
-from parity.scenes import RAG, A, B, C, assert_as_reference, assert_same, open_engine, run
+from parity.scenes import QUESTION, RAG, A, B, C, assert_as_reference, assert_same, open_engine, run
+from parity.test_hybrids import ONE_PIECE, assert_full
 from parity.test_lost_blocks import SELECTORS, TOLERANCE
 from reference import blend, plain_kv
 
@@ -162,3 +165,21 @@ def test_waiting_for_ever_can_be_asked_for(store: HangingStore) -> None:
         threading.Timer(0.3, store.gate.set).start()
         report = engine.prefill(RAG).report
         assert not report.load_timeouts and report.hit_tokens[SLOW] == len(A) + len(B) + len(C)
+
+
+@pytest.mark.parametrize("family", ONE_PIECE)
+def test_states_that_do_not_come_are_computed(family: str, store: HangingStore) -> None:
+    """Of a model with recurrent layers, whose prefill goes on from a snapshot that lies in the store."""
+    prompt = Prompt.of([A, QUESTION])
+    with open_engine(tiny_model(family), [A], store=store, load_timeout_s=TIMEOUT_S) as engine:
+        spans = engine.planner.plan(prompt, store).spans
+        store.slow, store.layer = {state_name(span.name) for span in spans}, 0
+        outcome = run(engine, prompt, NoRows())
+        report = outcome.report
+        assert (len(report.load_timeouts), report.fallbacks) == (1, [])
+        assert report.load_timeouts[0].startswith("reading states takes longer")
+        assert report.hit_tokens["prefix"] == report.missed_tokens == 0
+        assert_full(outcome, engine, prompt)
+        store.layer = None
+        store.gate.set()
+        assert run(engine, prompt, NoRows()).report.hit_tokens["prefix"] == len(A)

@@ -249,6 +249,22 @@ def test_only_tiers_are_learnt_where_others_compute_at_the_same_time() -> None:
     assert control.decide(plan).is_all_left_out
 
 
+def test_a_tier_that_is_given_up_again_and_again_is_left_out() -> None:
+    """Less of it is loaded from the fourth time on, and soon nothing."""
+    control, plan = opened(), plan_of(["memory", *["s3"] * 7])
+    assert control.compute_s(plan) is None
+    control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)
+    assert control.compute_s(plan) == pytest.approx(8 * 512 * LAYERS * PACE, rel=0.01)
+    given_up = Outcome(failure="load timeout", read_s={"s3": 8 * 512 * LAYERS * PACE})
+    loaded = []
+    for _ in range(20):
+        choice = control.decide(plan)
+        loaded.append(sum(len(s) for s in choice.plan.spans if s.tier == "s3" and s.source is Source.LOADED))
+        control.learn(plan, given_up)
+    assert loaded[:3] == [7 * 512] * 3 and loaded[3] < 4 * 512 and loaded[-1] == 0
+    assert tiers_read(choice) == {"memory"}
+
+
 def test_a_pass_that_failed_or_lost_blocks_tells_nothing() -> None:
     control, plan = opened(), plan_of(["disk"] * 8)
     control.learn_pace(1024 * LAYERS, 1024 * LAYERS * PACE)

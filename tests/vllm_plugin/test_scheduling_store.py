@@ -40,6 +40,63 @@ def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
     store.let_go.set()
 
 
+def test_a_look_up_of_which_nobody_waits_takes_no_thread() -> None:
+    """Requests that gave up, or went away, while others hang in the store."""
+    store = SlowStore()
+    side = scheduling([CHUNK], store, lookup_timeout_s=0.05)
+    assert start(side, Request(PROMPT, name="quick")) == 141  # the list has been read
+    store.let_go.clear()
+    store.asked.clear()
+    requests = [Request([number, *PROMPT], name=f"r{number}") for number in range(20)]
+    for request in requests[:12]:
+        side.on_new(request)
+    for request in requests[:6]:
+        assert claim(side, request, 0) == 0
+    for request in requests[6:12]:
+        side.finished(request)
+    store.let_go.set()
+    side._finder._lookups._pool.close()
+    side._finder._lookups._pool.join(30)
+    assert len(store.asked) <= 8  # those that had begun
+
+
+def test_what_loading_may_take_goes_to_the_workers_less_the_look_up() -> None:
+    for fields, expected in (({}, None), ({"load_timeout_s": 20.0}, 20.0)):
+        side = scheduling([CHUNK], blend_fields=fields)
+        request = Request(PROMPT, name="first")
+        side.allocated(request, [[1] * 9], start(side, request))
+        (job,) = side.take_jobs().blend
+        assert job.load_s is None if expected is None else 0 < job.load_s < expected
+
+
+def test_a_look_up_that_takes_all_of_it_leaves_the_request_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines.vllm.scheduler import finding as module
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            self.now += 6.0  # between any two looks at it
+            return self.now
+
+    side = scheduling([CHUNK], blend_fields={"load_timeout_s": 5.0})
+    monkeypatch.setattr(module, "time", Clock())
+    request = Request(PROMPT, name="first")
+    assert start(side, request) == 0
+    assert side.finished(request)["cacheblend"]["reason"] == "slower to load than to compute"
+
+
+def test_after_a_load_timeout_others_are_blended_as_before() -> None:
+    from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
+
+    side = scheduling([CHUNK])
+    first = Request(PROMPT, name="first")
+    side.allocated(first, [[1] * 9], start(side, first))
+    side.reported(StepReport(0, {"first": BlendOutcome("load timeout", read_s={"memory": 1.0})}))
+    assert start(side, Request([5, *PROMPT], name="second")) == 142
+    assert side.finished(first)["cacheblend"]["reason"] == "load timeout"
+
+
 def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
     from cacheblend.engines.vllm.scheduler import scheduling as module

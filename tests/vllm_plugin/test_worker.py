@@ -123,6 +123,42 @@ def test_vllm_computes_a_prompt_whose_layer_does_not_come(worker: Any) -> None:
     assert worker.prefills["late"].is_closed
 
 
+def test_vllm_computes_a_prompt_that_has_waited_for_the_store_as_long_as_it_may(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its waits count, as long as each read took: not what the engine did before it looked again."""
+    from cacheblend.engines.vllm.jobs import StepJobs
+    from cacheblend.engines.vllm.worker import tasks
+
+    now = 100.0
+    monkeypatch.setattr(tasks, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(worker.side._readiness, "_wait", lambda *_, **__: None)
+    reads: dict[str, dict[int, Future[None]]] = {name: {1: Future(), 2: Future()} for name in ("slow", "fine", "free")}
+    allowed = {"slow": 1.0, "fine": 1.01, "free": None}
+    worker.prefills.update({name: Prefill(reads=each) for name, each in reads.items()})
+    worker.side.step(StepJobs(blend=[blend(name, load_s=load_s) for name, load_s in allowed.items()]))
+    worker.side.step(jobs())  # all begin, and wait for layer 1
+    now += 0.5
+    for each in reads.values():
+        each[1].set_result(None)
+    now += 50.0  # a long step of the engine
+    for _ in range(3):
+        worker.side.step(jobs())  # layer 1, and layer 2 is not there
+    assert not worker.side.take_provided()
+    now += 0.505
+    worker.side.step(jobs())
+    assert worker.side.take_provided() == {"slow"} and worker.prefills["slow"].is_closed
+    outcome = worker.side.take_outcomes()["slow"]
+    assert (outcome.failure, outcome.read_s) == ("load timeout", {"s3": pytest.approx(1.005)})
+    assert worker.side.take_failed_blocks() == {6, 7}
+    assert worker.side.counts.take().data["fallbacks"] == {"load timeout": 1}
+    for name in ("fine", "free"):
+        reads[name][2].set_result(None)
+    worker.side.step(jobs())
+    worker.side.step(jobs())
+    assert worker.side.take_provided() == {"fine", "free"}
+
+
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_a_failure_frees_its_memory_and_costs_one_prompt(worker: Any, error: type[Exception]) -> None:
     bad, good = Prefill(fails_at=3), Prefill()

@@ -9,6 +9,7 @@ A fixed ratio is left out where loading alone takes 1.5 times as long as full pr
 Blocks do not move between the devices.
 """
 
+import math
 import random
 import statistics
 import time
@@ -115,7 +116,7 @@ class _Devices:
 
 @contextmanager
 def _open_devices(model: Any, tokenizer: Any, settings: TtftSettings) -> Iterator[_Devices]:
-    config = BlendConfig(capture=False, recompute_ratio=settings.ratios[0])
+    config = BlendConfig(capture=False, recompute_ratio=settings.ratios[0], load_timeout_s=math.inf)
     with ExitStack() as stack:
         near = _Filled(max_bytes=64 << 30)
         far = ThrottledStore(_UNTHROTTLED, max_bytes=64 << 30)

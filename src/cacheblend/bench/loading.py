@@ -7,6 +7,7 @@ redis      the same against pipelined GETs of the same values
 codecs     bytes of a stored block, header included, relative to bf16
 """
 
+import math
 import os
 import random
 import statistics
@@ -147,7 +148,7 @@ def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[st
 
 
 def _engine(model: Any, tokenizer: Any, store: KVStore, read_ahead: int) -> BlendEngine:
-    config = BlendConfig(capture=False, read_ahead=read_ahead)
+    config = BlendConfig(capture=False, read_ahead=read_ahead, load_timeout_s=math.inf)
     return BlendEngine(model, tokenizer, store=store, config=config, fingerprint="bench", name="bench")
 
 

@@ -5,6 +5,7 @@ the question: no chunk is an exact prefix hit. Full prefill is transformers' own
 logits only.
 """
 
+import math
 import random
 import statistics
 import tempfile
@@ -207,7 +208,7 @@ def _engine(model: PreTrainedModel, tokenizer: Any, store: str) -> Iterator[Blen
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
             kept = open_store(folder, ram_bytes=0)
         stack.enter_context(kept)
-        config = BlendConfig(capture=False)
+        config = BlendConfig(capture=False, load_timeout_s=math.inf)
         yield stack.enter_context(
             BlendEngine(model, tokenizer, store=kept, config=config, fingerprint="bench", name="bench")
         )

@@ -47,7 +47,7 @@ def demo(
     """
     picture = _prepare(plot, keep)
 
-    from cacheblend.cli.models import open_engine
+    from cacheblend.cli.models import PATIENT_S, open_engine
     from cacheblend.core.profile import quality_settings
     from cacheblend.evaluation.demo import by_difference, draw_demo, find_example, run_demo
     from cacheblend.nano import model_path
@@ -56,7 +56,9 @@ def demo(
     rows = draw_demo(seed, questions)
     with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder:
         model, store = keep / "model" if keep else model_path(), str((keep or Path(folder)) / "store")
-        with open_engine(model, store, {"capture": False}, dtype=DTYPE, quiet=json) as engine:
+        with open_engine(
+            model, store, {"capture": False, "load_timeout_s": PATIENT_S}, dtype=DTYPE, quiet=json
+        ) as engine:
             settings = {"source": engine.settings.source, **quality_settings(engine.settings.config)}
             size = f"{engine.survey.num_layers} layers, {engine.model.num_parameters() / 1e6:.1f} M parameters"
             with progress_bars(quiet=json) as advance:

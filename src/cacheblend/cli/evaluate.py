@@ -66,7 +66,7 @@ def evaluate(
     rows, bad = _questions(questions)
     folder = needed_model(model)
 
-    from cacheblend.cli.models import model_folder, open_engine
+    from cacheblend.cli.models import PATIENT_S, model_folder, open_engine
     from cacheblend.core.config import BlendConfig
     from cacheblend.engines.settings import layers_of
     from cacheblend.evaluation import make_scorers, summarise
@@ -80,7 +80,12 @@ def evaluate(
     _check_methods(choose(profile=BlendConfig()), layers_of(model_folder(folder)), deviation=deviation_rows > 0)
     settings = settings_of(questions, top_k, max_tokens)
     with open_engine(
-        folder, store.store, {"anchor": anchor}, dtype=device.dtype, device=device.device, quiet=json
+        folder,
+        store.store,
+        {"anchor": anchor, "load_timeout_s": PATIENT_S},
+        dtype=device.dtype,
+        device=device.device,
+        quiet=json,
     ) as engine:
         methods = choose(profile=engine.settings.config)
         split = split_rows(engine, rows, questions, settings, bad)

@@ -81,7 +81,7 @@ def inspect(
     texts, question = prompt.read()
     _check_passages(texts)
 
-    from cacheblend.cli.models import model_folder, open_engine
+    from cacheblend.cli.models import PATIENT_S, model_folder, open_engine
     from cacheblend.engines.settings import layers_of
     from cacheblend.evaluation.inspection import inspect_prompt, ratio_curves
 
@@ -91,7 +91,7 @@ def inspect(
     if chosen:
         check_settings(chosen, count)
     _make(out)
-    config = chosen | stored.settings() | {"capture": False}
+    config = chosen | stored.settings() | {"capture": False, "load_timeout_s": PATIENT_S}
     with open_engine(
         model.model,
         store.store,

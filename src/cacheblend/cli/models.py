@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from cacheblend.engines.hf import BlendEngine
 
 
+PATIENT_S = 86400.0
+"""`load_timeout_s` of commands that compare what is loaded with what is computed, whatever the store takes."""
+
+
 def open_engine(
     folder: Path,
     store: str,

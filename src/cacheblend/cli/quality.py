@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from cacheblend.cli.models import model_name, open_engine
+from cacheblend.cli.models import PATIENT_S, model_name, open_engine
 from cacheblend.cli.options import DeviceOptions
 from cacheblend.cli.output import console, print_json, progress, share_text
 from cacheblend.cli.prompt_options import QuestionOptions
@@ -61,7 +61,8 @@ def run_quality(options: GateOptions, bar: "Bar", *, as_json: bool) -> bool:
     if options.profile is not None:
         check_writable(options.profile)
     bar = replace(bar, stop=settings.template.stop, scorer=WordF1())
-    config = BlendConfig(capture=False, anchor=cast("AnchorKind", options.anchor))  # which checks it
+    anchor = cast("AnchorKind", options.anchor)  # which is checked here
+    config = BlendConfig(capture=False, anchor=anchor, load_timeout_s=PATIENT_S)
     _check_grid(options)
     with open_engine(
         options.model, options.store, config, dtype=device.dtype, device=device.device, quiet=as_json

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadowing import ShadowCheck
@@ -146,7 +147,7 @@ class Metrics:
         if report.fallbacks:
             self._fallbacks.labels("lost block").inc(len(report.fallbacks))
         if report.load_timeouts:
-            self._fallbacks.labels("load timeout").inc(len(report.load_timeouts))
+            self._fallbacks.labels(LOAD_TIMEOUT).inc(len(report.load_timeouts))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -1,5 +1,6 @@
 """One model behind engines with stores in page-locked memory, on the device, and on a disk."""
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -78,7 +79,7 @@ def open_engines(model: PreTrainedModel, device: torch.device, *, compiled: bool
         for store in stores:
             stack.enter_context(store)
         for name, store in (*zip(STORES, stores, strict=True), *([(COMPILED, stores[0])] if compiled else [])):
-            config = BlendConfig(capture=False)
+            config = BlendConfig(capture=False, load_timeout_s=math.inf)
             engine = BlendEngine(model, None, store=store, config=config, fingerprint="bench", name="bench")
             engines[name] = stack.enter_context(engine)
         if compiled and (reason := compile_layers(engines[COMPILED].view, device)):

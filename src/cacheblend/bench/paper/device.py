@@ -4,6 +4,7 @@ Memory, this machine's disk, and emulated devices: memory whose reads take so lo
 or a multiple, of the time of its full prefill. So every model meets devices that are fast and slow for it.
 """
 
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -153,8 +154,9 @@ def _engine_on(context: Context, device: Device) -> Iterator[BlendEngine]:
         else:
             kept = open_store(device.name)
         stack.enter_context(kept)
+        config = replace(of.config, load_timeout_s=math.inf)  # the device is what is measured
         engine = BlendEngine(
-            of.model, of.tokenizer, store=kept, config=of.config, fingerprint=of.fingerprint, name=of.name
+            of.model, of.tokenizer, store=kept, config=config, fingerprint=of.fingerprint, name=of.name
         )
         yield stack.enter_context(engine)
 

@@ -21,6 +21,9 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 
+GIVEN_UP = 2.0
+"""What loading from a tier that was given up is taken to last, over the seconds for which it was waited for."""
+
 _WEIGHT = 0.2  # of a new observation in the running averages
 _FARTHEST = 8.0  # factor by which a learnt value may differ from the cost model's
 _FORGOTTEN = 0.02  # share that is forgotten, each request, of what was learnt of a tier that is not read

@@ -167,6 +167,11 @@ class BlendedPrefill:
         return self._loader.awaited(self._layer if self._question is None else self._question.layer)
 
     @property
+    def reading(self) -> str:
+        """The tier that is being read, or was read last; empty: none yet."""
+        return self._loader.reading
+
+    @property
     def is_ready(self) -> bool:
         """Whether the next step would not wait for the store; see `awaited`."""
         return self.awaited is None

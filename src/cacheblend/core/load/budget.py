@@ -18,6 +18,9 @@ from cacheblend.core.load.threads import DaemonPool, submit_or_call
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, RecordMemory
 
+LOAD_TIMEOUT = "load timeout"
+"""In figures: what is computed because loading it takes longer. A decision, and no failure."""
+
 LEAST_S = 0.5
 """A store that keeps a request waiting for less is not given up unless `load_timeout_s` says so: a disk on a busy
 machine may take as long now and then."""

@@ -85,6 +85,7 @@ class LayerLoader:
         read_s: seconds of reading the layers that were given, by tier.
         load_s: seconds of reading and of filling buffers, on the host.
         wait_s: seconds that callers of `layer` waited.
+        reading: the tier that is being read, or was read last; empty: none yet.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class LayerLoader:
         self._given: dict[int, LayerCache] = {}
         self._caches = caches
         self._budget = budget
-        self._reading = ""  # the tier that is being read
+        self.reading = ""
         self._threads = threads
         self._reader: DaemonPool | CallsInOrder | None = None
         self.read_s: dict[str, float] = {}
@@ -172,7 +173,7 @@ class LayerLoader:
 
     def _late(self, index: int, budget: LoadBudget) -> LoadTimeoutError:
         """Of the tier that is being read, or of all if none is: no thread is free."""
-        by_tier, tier = _by_tier(self._spans_of(index)), self._reading
+        by_tier, tier = _by_tier(self._spans_of(index)), self.reading
         late = by_tier.get(tier) or [name for names in by_tier.values() for name in names]
         tier = tier if tier in by_tier else ""
         return LoadTimeoutError(late, budget.give_up(f"loading layer {index} from {tier or 'the store'}", tier))
@@ -299,7 +300,7 @@ class LayerLoader:
         records: dict[BlockName, list[torch.Tensor]] = {}
         lost: dict[BlockName, BlockLostError] = {}
         for tier, names in _by_tier(self._spans_of(layers.start)).items():
-            asked, self._reading = time.perf_counter(), tier
+            asked, self.reading = time.perf_counter(), tier
             read = self._source.read_layers(names, layers, self._heads, lease.take)
             for name, found in zip(names, read, strict=True):
                 if isinstance(found, BlockLostError):

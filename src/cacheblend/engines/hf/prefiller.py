@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.cost.controller import Controller, Decision
+from cacheblend.core.cost.controller import GIVEN_UP, Controller, Decision
 from cacheblend.core.cost.pace import Pace
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
@@ -232,7 +232,8 @@ class Prefiller:
             return
         report.decision = decision.reason
         if self.controller is not None and budget.late:
-            late = {tier: (max(seconds, decision.load_s), decision.load_s) for tier, seconds in budget.late.items()}
+            expected = decision.load_s
+            late = {tier: (GIVEN_UP * max(seconds, expected), expected) for tier, seconds in budget.late.items()}
             self.controller.observe(decision, None, late)
         elif self.controller is not None and not report.fallbacks and not report.load_timeouts:
             self.controller.learn(decision, result.plan, compute_s, result.read_s)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend.core.errors import BlockLostError
+from cacheblend.core.errors import BlockLostError, LoadTimeoutError
 from cacheblend.core.fuse.recurrent import Recurrence
 from cacheblend.core.layers.runner import LayerRunner
 from cacheblend.core.naming import BlockName, state_name
@@ -119,6 +119,8 @@ class Resuming(Recurrence):
                 and entry.layout == self._format.layout]  # fmt: skip
         for stop, name in reversed(held):
             [found] = self._source.read_layers([name], range(len(self._format.layout.layers)))
+            if isinstance(found, LoadTimeoutError):
+                break  # the budget has noted it
             if isinstance(found, BlockLostError):
                 self.lost.append(f"the states at position {stop}: {found.reason}")
             elif (states := self._format.decode(found, self._device)) is not None:

@@ -57,6 +57,7 @@ class BlendJob:
         held_ids: as `block_ids`, of the local tokens: where they lie for the rows right behind them, which may see
             more than the prompt's last one. None: in `block_ids`.
         adapter: that the request's rows have; None: none.
+        load_s: seconds that it may wait for the store, see `BlendConfig.load_timeout_s`; None: no bound.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class BlendJob:
     block_ids: list[list[int]]
     held_ids: list[list[int]] | None = None
     adapter: Adapter | None = None
+    load_s: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +121,7 @@ class BlendOutcome:
         prefill_share: of a full prefill's computing.
         seconds: from the job's first layer to its last, other work between them included.
         compute_s: seconds of computing; None: something else was computed meanwhile.
-        read_s: seconds of reading, by tier.
+        read_s: seconds of reading, by tier; of a tier that was too slow, the seconds for which it was waited for.
     """
 
     failure: str = ""

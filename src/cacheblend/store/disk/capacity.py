@@ -4,9 +4,15 @@ Knows sizes, times and pins of files; does not know their content. A file that s
 equal parts for each of them, and its bytes are freed with the last.
 
 A block's last use is its file's modification time, which all processes see, or this process's own last use where
-that is later. Other processes' writes are noticed when the folder is listed: when this process's own count reaches
-the bound, and after every 1/32 of the bound written. So each further writing process can exceed the bound by at most
-1/32 until its next listing.
+that is later.
+
+Other processes' writes are noticed when the folder is listed: when this process's own count reaches the bound, and
+before it has written more than 1/32 of the bound, what it is writing included. What is more than that at once is
+reserved where the others see it before it is written. So each further process that writes can exceed the bound by at
+most 1/32 of it, whatever the sizes of files:
+
+    the latest listing, by any process    all files + what is reserved <= max_bytes
+    since then, each other process        at most 1/32 that it has not listed
 """
 
 # System calls on strings, since this is the hot path:
@@ -35,6 +41,7 @@ from cacheblend.store.expiry import Expiry
 from cacheblend.store.format.checksum import DamagedError
 
 _TRIES = 3
+_UNSEEN = 32  # a process may have written this part of the bound without the others' knowing
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,7 +94,7 @@ class Capacity:
         self._policy_lock = threading.Lock()  # separate, so that a look-up does not wait for an eviction
         self._total: int | None = None  # bytes as last listed, plus this process's writes since
         self._since_listed = 0
-        self._in_flight = 0
+        self._in_flight = self._in_flight_unseen = 0  # of these other processes see what is reserved
 
     def pinned(self) -> set[BlockName]:
         """Names that are pinned."""
@@ -144,31 +151,36 @@ class Capacity:
         Raises:
             StoreFullError: they do not fit, and nothing unpinned is left to evict.
         """
-        with self._lock:
-            if self._expiry.is_due(time.time()):
-                self._expire()
-            if self.max_bytes is not None:
-                self._admit(need, self.max_bytes)
-            self._in_flight += need
-        try:
-            yield
-        except BaseException:
+        with contextlib.ExitStack() as until_written:
             with self._lock:
-                self._in_flight -= need
-            raise
-        with self._lock:
-            self._in_flight -= need
-            self._since_listed += need
-            if self._total is not None:
-                self._total += need
+                if self._expiry.is_due(time.time()):
+                    self._expire()
+                is_seen = self.max_bytes is not None and self._admit(need, self.max_bytes, until_written)
+                unseen = 0 if is_seen else need
+                self._in_flight += need
+                self._in_flight_unseen += unseen
+            is_written = False
+            try:
+                yield
+                is_written = True
+            finally:
+                with self._lock:
+                    self._in_flight -= need
+                    self._in_flight_unseen -= unseen
+                    if is_written:
+                        self._since_listed += unseen
+                        if self._total is not None:
+                            self._total += need
 
-    def _admit(self, need: int, max_bytes: int) -> None:
+    def _admit(self, need: int, max_bytes: int, until_written: contextlib.ExitStack) -> bool:
+        """Makes room; whether it is reserved where other processes see it."""
         if need > max_bytes:
             raise StoreFullError(f"a file of {need} bytes; the store is bounded to {max_bytes}: raise max_bytes")
         limit = max_bytes - need - self._in_flight
-        stale = self._total is None or self._since_listed > max_bytes // 32
-        if not stale and self._total is not None and self._total <= limit:
-            return
+        unseen = self._in_flight_unseen + need
+        is_stale = self._since_listed + unseen > max_bytes // _UNSEEN
+        if not is_stale and self._total is not None and self._total <= limit:
+            return False
         with self._folder.locked():
             for _ in range(_TRIES):  # what another process uses meanwhile is not evicted
                 total, kept = self._count()
@@ -181,15 +193,22 @@ class Capacity:
             if total > limit:
                 raise StoreFullError(
                     f"{need} more bytes do not fit: {max(kept, limit)} of at most {max_bytes} bytes in "
-                    f"{self._folder.path} are pinned, or records of documents: unpin blocks, or raise max_bytes"
+                    f"{self._folder.path} are pinned, records of documents, or being written: unpin blocks, or raise "
+                    "max_bytes"
                 )
             self._total = total
             self._since_listed = 0
+            if unseen <= max_bytes // _UNSEEN:
+                return False
+            until_written.enter_context(self._folder.reservation(need))
+            return True
 
     def _count(self) -> tuple[int, int]:
-        """(bytes of all files, bytes of those that stay); seconds for a million blocks, and memory for pinned ones."""
+        """(bytes of all files, and of those that other processes are writing; bytes of those that stay); seconds for a
+        million blocks, and memory for pinned ones."""
         pinned = {name.hex() for name in self.pinned()}
-        total, small = map(float, self._small_bytes(pinned))
+        reserved = self._folder.reserved_bytes()
+        total, small = (float(each + reserved) for each in self._small_bytes(pinned))
         kept: dict[int, int] = {}  # by inode: a pinned block keeps all of its file
         for file in self._files_of_blocks():
             if file.name.endswith(BLOCK_SUFFIX):

@@ -5,7 +5,7 @@
     manifests/abcd....json
     documents/abcd.../ef01....json    by root
     pins/abcd...             empty files
-    tmp/                     files being written, each locked (flock) by its writer
+    tmp/                     files being written, each locked (flock) by its writer; what large ones will take
     lock                     locked while files are evicted
 
 Knows files and processes; does not know what is in the files.
@@ -35,7 +35,8 @@ OWNER_ONLY = 0o600
 """Permissions of files: passages can be read back from what a store holds."""
 BLOCK_SUFFIX = ".safetensors"
 
-_TEMPORARY = re.compile(r"\d+-[0-9a-f]{16}")
+_RESERVED = ".reserved"
+_TEMPORARY = re.compile(rf"\d+-[0-9a-f]{{16}}({re.escape(_RESERVED)})?")
 _STALE_AFTER_S = 3600.0
 _BUFFERS_PER_CALL = 512  # below IOV_MAX, which is 1024 on Linux
 
@@ -76,6 +77,7 @@ class Folder:
         self.pins = path / "pins"
         self.tmp = path / "tmp"
         self._blocks_prefix = f"{self.blocks}/"
+        self._reserved: set[str] = set()  # this process's own reservations
         self._format_file = str(path / FORMAT_FILE)
         self.format = 0
         if not self._has_format():
@@ -173,20 +175,59 @@ class Folder:
     def _clean_temporary(self) -> None:
         """Removes temporary files of dead processes; a live writer holds its file's lock."""
         for entry in os.scandir(self.tmp):
-            if not _TEMPORARY.fullmatch(entry.name):
-                continue
+            if _TEMPORARY.fullmatch(entry.name):
+                self._size_in_use(entry.path)
+
+    def _size_in_use(self, path: str) -> int:
+        """Bytes of a temporary file of a live writer; that of a dead one is removed, and has none."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return 0
+        try:
+            status = os.fstat(fd)
+            try:
+                self._lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return status.st_size
+            except OSError:  # a file system without flock: decide by age
+                if time.time() - status.st_mtime <= _STALE_AFTER_S:
+                    return status.st_size
             with contextlib.suppress(FileNotFoundError):
-                fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    self._lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(entry.path)
-                except BlockingIOError:
-                    pass
-                except OSError:  # a file system without flock: decide by age
-                    if time.time() - os.fstat(fd).st_mtime > _STALE_AFTER_S:
-                        os.unlink(entry.path)
-                finally:
-                    os.close(fd)
+                os.unlink(path)
+            return 0
+        finally:
+            os.close(fd)
+
+    # What is being written
+
+    @contextlib.contextmanager
+    def reservation(self, nbytes: int) -> Iterator[None]:
+        """A context in which other processes see that so many bytes are being written (`reserved_bytes`). Where there
+        is no room for an empty file they do not see it."""
+        try:
+            path, fd = self._new_temporary(_RESERVED)
+        except OSError:
+            yield
+            return
+        self._reserved.add(path)
+        try:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, nbytes)  # takes no room
+            yield
+        finally:
+            self._reserved.discard(path)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.close(fd)
+
+    def reserved_bytes(self) -> int:
+        """Bytes that other processes are writing, as far as they have reserved them."""
+        try:
+            paths = [f"{self.tmp}/{name}" for name in os.listdir(self.tmp) if name.endswith(_RESERVED)]
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        return sum(self._size_in_use(path) for path in paths if path not in self._reserved)
 
     # Writing
 
@@ -274,10 +315,10 @@ class Folder:
         finally:
             os.close(fd)
 
-    def _new_temporary(self) -> tuple[str, int]:
+    def _new_temporary(self, suffix: str = "") -> tuple[str, int]:
         """A new file in the folder, locked: (path, descriptor)."""
         while True:
-            path = self._new_temporary_name()
+            path = self._new_temporary_name() + suffix
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
             if self._mode != OWNER_ONLY:
                 os.fchmod(fd, self._mode)  # whatever the umask

@@ -59,7 +59,8 @@ class RemoteBlocks:
     @property
     def round_trip_s(self) -> float:
         """Seconds that the place takes to answer at least; 0: it has not been asked yet."""
-        return min(self._round_trips, default=0.0)
+        with self._lock:
+            return min(self._round_trips, default=0.0)
 
     @contextlib.contextmanager
     def _round_trip(self) -> Iterator[None]:
@@ -67,7 +68,8 @@ class RemoteBlocks:
         began = time.perf_counter()
         with self._breaker.asking():
             yield
-        self._round_trips.append(time.perf_counter() - began)
+        with self._lock:
+            self._round_trips.append(time.perf_counter() - began)
 
     def headers(self, names: Sequence[BlockName], found: list[Damage] | None = None) -> dict[BlockName, BlockHeader]:
         """Headers of the blocks that are held, from the cache or in one call; damage is appended to `found`.

@@ -27,6 +27,9 @@ from cacheblend.store.remote.objects import DOCUMENTS, Bytes, HeldBlock, Range, 
 AT_ONCE = 32
 """Requests at the same time."""
 
+LISTED_AT_ONCE = 8
+"""Of these for manifests and documents' records, which may be thousands: no request waits behind them."""
+
 CLOSE_S = 5.0
 """Seconds that `close` waits for requests that are under way."""
 
@@ -88,7 +91,8 @@ class BucketObjects:
         self._missing = (exceptions.NotFoundError, FileNotFoundError)
         self._refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
         self._no_answer = (exceptions.BaseError, OSError)
-        self._pool = DaemonPool(AT_ONCE, "cacheblend-bucket")
+        self._pool = DaemonPool(AT_ONCE - LISTED_AT_ONCE, "cacheblend-bucket")
+        self._listed_pool = DaemonPool(LISTED_AT_ONCE, "cacheblend-bucket-listed")
         self._used: dict[BlockName, float] = {}
         self._lock = threading.Lock()
 
@@ -205,7 +209,7 @@ class BucketObjects:
 
     def read_sealed(self, kind: str, names: Sequence[BlockName]) -> list[Bytes | None]:
         """See `Objects`."""
-        return self._each(names, lambda name: self._whole(f"{kind}/{name.hex()}"))
+        return self._each(names, lambda name: self._whole(f"{kind}/{name.hex()}"), self._listed_pool)
 
     def has_sealed(self, kind: str, name: BlockName) -> bool:
         """See `Objects`."""
@@ -232,8 +236,10 @@ class BucketObjects:
 
     def close(self) -> None:
         """See `Objects`."""
-        self._pool.close()
-        self._pool.join(CLOSE_S)
+        for pool in (self._pool, self._listed_pool):
+            pool.close()
+        for pool in (self._pool, self._listed_pool):
+            pool.join(CLOSE_S)
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -298,11 +304,11 @@ class BucketObjects:
                 ) from error
             raise StoreUnreachableError(f"{self.place} does not answer: {_first_line(error)}") from error
 
-    def _each(self, what: Sequence[S], ask: Callable[[S], T]) -> list[T]:
+    def _each(self, what: Sequence[S], ask: Callable[[S], T], pool: DaemonPool | None = None) -> list[T]:
         """The answers to several requests, made at the same time."""
         if len(what) == 1:
             return [ask(what[0])]
-        return results_of([self._pool.submit(ask, each) for each in what])
+        return results_of([(pool or self._pool).submit(ask, each) for each in what])
 
 
 def check_keys(place: str) -> None:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.cost.controller import Controller, Decision
+from cacheblend.core.cost.controller import GIVEN_UP, Controller, Decision
 from cacheblend.core.cost.cost_model import CostModel
+from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.engines.cost_model import make_controller, read_cost_model
@@ -124,15 +125,25 @@ class LoadControl:
         ratio = self._rounded(decision, controller.floor if in_force is None else in_force) if raises else None
         return LoadChoice(plan, ratio, decision, is_all_left_out=not _reads(left))
 
+    def compute_s(self, plan: BlendPlan) -> float | None:
+        """How long computing takes what a plan loads; None: not known."""
+        known = self.cost_model
+        return None if known is None else known.full_s(len(plan.stored_rows))
+
     def learn(self, plan: BlendPlan, outcome: "BlendOutcome") -> None:
-        """Learns from a prompt that was provided; a pass that lost blocks, or gave up, tells nothing.
+        """Learns from a prompt that was provided; a pass that lost blocks, or failed, tells nothing. One that gave a
+        tier up tells that it takes as long as was waited for it at least.
 
         Args:
             plan: that the workers were given.
             outcome: theirs.
         """
+        if outcome.failure == LOAD_TIMEOUT:
+            self._learn_slow(plan, outcome)
+        if outcome.failure:
+            return
         carried_out = _beyond(plan, outcome.hit_tokens.get("vllm", 0))
-        if outcome.failure or sum(outcome.hit_tokens.values()) != sum(carried_out.hit_tokens().values()):
+        if sum(outcome.hit_tokens.values()) != sum(carried_out.hit_tokens().values()):
             return
         if outcome.compute_s is not None and outcome.row_layers > 0:
             self.learn_pace(outcome.row_layers, outcome.compute_s)
@@ -140,6 +151,16 @@ class LoadControl:
             if self._controller is not None:
                 expected = _expectation(self._controller, carried_out, outcome)
                 self._controller.learn(expected, carried_out, outcome.compute_s, outcome.read_s)
+
+    def _learn_slow(self, plan: BlendPlan, outcome: "BlendOutcome") -> None:
+        with self._lock:
+            if self._controller is not None and outcome.read_s:
+                expected = self._controller.load_s([span for span in plan.spans if span.source in _STORED])
+                slow = {
+                    tier: (GIVEN_UP * max(seconds, expected.get(tier, 0.0)), expected.get(tier, 0.0))
+                    for tier, seconds in outcome.read_s.items()
+                }
+                self._controller.observe(_expectation(self._controller, plan, outcome), None, slow)
 
     def learn_pace(self, row_layers: int, seconds: float) -> None:
         """Takes how long so many rows times layers took, if nothing is known of computing yet."""

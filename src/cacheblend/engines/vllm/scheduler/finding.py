@@ -6,12 +6,14 @@ Knows prompts and the store. Does not know vLLM's requests, nor what vLLM's own 
 """
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from cacheblend.core.errors import StoreError
+from cacheblend.core.load.budget import LEAST_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
 from cacheblend.core.naming import BlockName, TokenIds, join_ids
 from cacheblend.core.plan.plan import BlendPlan
@@ -68,7 +70,8 @@ class ChunkFinder:
     ) -> None:
         self._settings, self._planners, self._store, self._control = settings, planners, store, control
         self._chunk_end_token_id = config.chunk_end_token_id
-        self._lookups = LookUps[Found | None](config.lookup_timeout_s)
+        given = settings.config.load_timeout_s
+        self._lookups = LookUps[Found | None](min(config.lookup_timeout_s, math.inf if given is None else given))
         self._listing: ChunkListing | None = None
         self._keeps_events = keeps_events
         if config.match_content:
@@ -202,6 +205,7 @@ class ChunkFinder:
                 return None
         missed_at = time.monotonic()
         plan = planner.plan(prompt, self._store)
+        looked_up_s = time.monotonic() - missed_at
         missed = plan.missed_chunks() if settings.config.capture else []
         anchor = tuple(planner.anchor.segments(plan.prompt))
         jobs = [CaptureJob(ChunkJob(anchor, chunk.token_ids, chunk.label), planner, adapter) for chunk in missed]
@@ -210,7 +214,7 @@ class ChunkFinder:
         is_full = settings.is_full and options.follows_floor
         if options.mode == "prefix" or is_full:
             plan = plan.exact_only()
-        found = self._decide(plan.without_last_row(), options, settings)
+        found = self._in_time(self._decide(plan.without_last_row(), options, settings), looked_up_s, settings)
         found = replace(found, salt=salt_of(planner, found.named_by, adapter))
         return replace(found, missed=jobs, missed_at=missed_at, is_full=is_full and bool(plan.left_out))
 
@@ -225,6 +229,19 @@ class ChunkFinder:
                 selector = settings.at_least(choice.ratio)
         # A raised ratio makes KV more exact: its blocks serve the others as well.
         return Found(plan, selector, b"", named_by, is_slow=is_slow)
+
+    def _in_time(self, found: Found, looked_up_s: float, settings: Settings) -> Found:
+        """The same with the time that loading may take; nothing is loaded if the look-up took all of it."""
+        seconds = settings.config.load_timeout_s
+        if seconds is None:
+            compute_s = None if self._control is None else self._control.compute_s(found.plan)
+            if compute_s is None:
+                return found
+            seconds = max(LEAST_S, compute_s)
+        if not found.held or looked_up_s < seconds:
+            return replace(found, load_s=seconds - looked_up_s)
+        plan = found.plan.leaving_out(frozenset(span.name for span in found.plan.spans))
+        return replace(found, plan=plan, is_slow=True)
 
     def _list(self, listing: ChunkListing, captured: Sequence[CaptureJob]) -> None:
         chunks = [manifest_of(job.chunk, job.planner, "") for job in captured]

@@ -43,10 +43,17 @@ class LookUp(Generic[Found]):
         """What was found.
 
         Raises:
-            TimeoutError: it did not end in time.
+            TimeoutError: it did not end in time, and is not begun any more.
             Exception: what the look-up raised.
         """
+        self.drop()
+        if self.future.cancelled():
+            raise TimeoutError
         return self.future.result(timeout=0)
+
+    def drop(self) -> None:
+        """Nobody waits for it any more: if it has not begun it never will, and takes no thread from others."""
+        self.future.cancel()
 
 
 class LookUps(Generic[Found]):

@@ -252,7 +252,7 @@ class Scheduling:
             self._coming.add(request.request_id, list(request.block_hashes[: len(plan) // self._block_size]))
             local = len(plan) - claimed
             held = self.cache.keep(request, local, block_ids)
-            what = request.request_id, plan, found.selector, local, block_ids, held, tracked.adapter
+            what = request.request_id, plan, found.selector, local, block_ids, held, tracked.adapter, found.load_s
             self._jobs.blend.append(BlendJob(*what))
         else:
             self._coming.remove(request.request_id)  # vLLM has cached its blocks before
@@ -312,6 +312,7 @@ class Scheduling:
         self._adapters.forget(request)
         if tracked is None:
             return None
+        tracked.drop_lookup()
         self._finder.watch(tracked)
         if tracked.why_not:
             self.counts.add_not_blended(tracked.why_not)

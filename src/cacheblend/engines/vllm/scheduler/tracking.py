@@ -45,6 +45,7 @@ class Found:
         missed_at: when the store was asked, by `time.monotonic`.
         is_slow: something is stored, and loading any of it takes longer than computing it.
         is_full: the floor of the shadow check has everything computed that is not exact, and something is stored.
+        load_s: see `BlendJob`.
     """
 
     plan: BlendPlan
@@ -55,6 +56,7 @@ class Found:
     missed_at: float = 0.0
     is_slow: bool = False
     is_full: bool = False
+    load_s: float | None = None
 
     @cached_property
     def held(self) -> int:
@@ -143,12 +145,19 @@ class Tracked:
 
     def leave(self, reason: str, detail: str = "") -> None:
         """vLLM computes the request, for this reason; its blocks keep the names that they have."""
+        self.drop_lookup()
         self.lookup = self.found = self.waits_for = None
         self.waits_for_adapter = False
         self.reason, self.detail = reason, detail
 
+    def drop_lookup(self) -> None:
+        """Its result is not wanted any more."""
+        if self.lookup is not None:
+            self.lookup.drop()
+
     def forget(self) -> None:
         """The weights have changed: nothing that was found, or missed, may be used or stored."""
+        self.drop_lookup()
         if self.lookup is not None or (self.found is not None and self.tried < 0 and self.reason != SHARED):
             self.reason = RESET
         self.lookup = self.found = self.waits_for = self.missed = None

@@ -1,5 +1,7 @@
 """What a worker has to tell vLLM and the scheduler's side of requests that it is done with, until it is taken."""
 
+from collections.abc import Mapping
+
 from cacheblend.engines.vllm.compat_prefix import NULL_BLOCK
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome
 
@@ -42,12 +44,12 @@ class Outbox:
         self._provided.add(request_id)
         self._outcomes[request_id] = outcome
 
-    def _end_unfilled(self, job: BlendJob, reason: str) -> None:
-        """A request whose blocks hold nothing: vLLM computes it."""
+    def _end_unfilled(self, job: BlendJob, reason: str, read_s: Mapping[str, float] | None = None) -> None:
+        """A request whose blocks hold nothing: vLLM computes it. `read_s`: see `BlendOutcome`."""
         tables = job.block_ids
         # Blocks do not tell what is missing where a window has passed some, nor in which group.
         if len(tables) > 1 or NULL_BLOCK in tables[0]:
             self._failed_requests.add(job.request_id)
         else:
             self._failed_blocks.update(tables[0][job.local_tokens // self._block_size :])
-        self._end(job.request_id, BlendOutcome(failure=reason))
+        self._end(job.request_id, BlendOutcome(failure=reason, read_s=read_s or {}))

@@ -2,7 +2,8 @@
 
     next layer read on all ranks       READY    computed
     ... not yet                        WAITING  passed over; a read that has just begun is waited for a little
-    ... not in `read_timeout_s`        LATE     given up: vLLM computes the prompt
+    ... not in the job's `load_s`      SLOW     given up: vLLM computes the prompt, which takes less time
+    ... not in `read_timeout_s`        LATE     given up: the store hangs
 
 Knows prefills and the ranks, which agree on each job. Does not know how a job is computed.
 """
@@ -31,7 +32,7 @@ PATIENCE_S = 0.005
 IDLE_S = 0.05
 """The same in a step in which vLLM computes nothing."""
 
-READY, WAITING, LATE, BROKEN = range(4)
+READY, WAITING, SLOW, LATE, BROKEN = range(5)
 logger = logging.getLogger("cacheblend.vllm")
 
 
@@ -48,6 +49,8 @@ class Task:
         kv: layers of a chunk that is captured.
         ended: the outcome and the result of a prompt that is done.
         waits_since: when its next layer was found to be unread; None: it was not.
+        read_at: when the read that it waits for ended.
+        waited_s: for reads that have ended, between layers that were computed.
     """
 
     job: BlendJob | CaptureJob
@@ -58,6 +61,8 @@ class Task:
     kv: list[LayerKV] = field(default_factory=list)
     ended: tuple[BlendOutcome, PrefillResult] | None = None
     waits_since: float | None = None
+    read_at: float | None = None
+    waited_s: float = 0.0
 
     @property
     def adapter(self) -> Adapter | None:
@@ -78,6 +83,32 @@ class Task:
         """See `BlendedPrefill.next_layer`; the task is open."""
         assert self.prefill is not None
         return self.prefill.next_layer()
+
+    @property
+    def waiting_s(self) -> float:
+        """For the read that has not ended."""
+        return 0.0 if self.waits_since is None else time.monotonic() - self.waits_since
+
+    @property
+    def is_overdue(self) -> bool:
+        """It has waited for longer than its job may."""
+        most = self.job.load_s if isinstance(self.job, BlendJob) else None
+        return most is not None and self.waited_s + self.waiting_s > most
+
+    def begin_wait(self, read: "Future[Any]") -> None:
+        """The next layer is being read."""
+        if self.waits_since is None:
+            self.waits_since, self.read_at = time.monotonic(), None
+            read.add_done_callback(self._note_end)
+
+    def end_wait(self) -> None:
+        """The next layer is there, perhaps since some time: other work was done meanwhile."""
+        if self.waits_since is not None:
+            self.waited_s += max(0.0, (self.read_at or time.monotonic()) - self.waits_since)
+            self.waits_since = None
+
+    def _note_end(self, read: "Future[Any]") -> None:
+        self.read_at = time.monotonic()
 
     def close(self) -> None:
         """Stops reading, and lets go of everything that was computed."""
@@ -129,9 +160,11 @@ class Readiness:
         if isinstance(read, int):
             return read
         if read.done():
-            task.waits_since = None
+            task.end_wait()
             return READY
-        return LATE if time.monotonic() - (task.waits_since or 0.0) > self._timeout_s else WAITING
+        if task.waiting_s > self._timeout_s:
+            return LATE
+        return SLOW if task.is_overdue else WAITING
 
 
 def _begin_read(task: Task) -> "Future[Any] | int":
@@ -143,10 +176,9 @@ def _begin_read(task: Task) -> "Future[Any] | int":
         logger.exception("the store cannot be read")
         return BROKEN
     if read is None:
-        task.waits_since = None
+        task.end_wait()
         return READY
-    if task.waits_since is None:
-        task.waits_since = time.monotonic()
+    task.begin_wait(read)
     return read
 
 

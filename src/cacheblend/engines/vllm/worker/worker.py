@@ -15,13 +15,14 @@ job, a layer of a batch, or the finishing of a job.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import PrefillOptions
+from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import CLOSED
@@ -37,7 +38,7 @@ from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.opening import Opener, SentenceEnds, no_sentence_ends
 from cacheblend.engines.vllm.worker.outbox import Outbox
 from cacheblend.engines.vllm.worker.ranks import Group, RankFailedError, Ranks
-from cacheblend.engines.vllm.worker.tasks import LATE, READY, WAITING, Readiness, Task, let_go, outcome_of
+from cacheblend.engines.vllm.worker.tasks import LATE, READY, SLOW, WAITING, Readiness, Task, let_go, outcome_of
 from cacheblend.store import KVStore
 
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
@@ -212,7 +213,8 @@ class Worker(Outbox):
         for task, state in states.items():
             if state not in (READY, WAITING):
                 logger.warning("the store does not give a layer; vLLM computes this request")
-                self._give_up(task, SLOW_STORE if state == LATE else UNREADABLE)
+                reason = {SLOW: LOAD_TIMEOUT, LATE: SLOW_STORE}.get(state, UNREADABLE)
+                self._give_up(task, reason, self._waited_for(task) if state == SLOW else None)
         unfinished = [*self._blends, *self._captures]
         admitted = dict(zip(unfinished, self.adapters.admits([task.adapter for task in unfinished]), strict=True))
         for batcher in (self._blends, self._captures):
@@ -308,13 +310,19 @@ class Worker(Outbox):
             self._give_up(task, type(error).__name__)
         let_go(error, self._model.device)
 
-    def _give_up(self, task: Task, reason: str) -> None:
+    @staticmethod
+    def _waited_for(task: Task) -> dict[str, float]:
+        """The tier that a task waits for, and for how long it has."""
+        tier = "" if task.prefill is None else task.prefill.reading
+        return {tier: task.waited_s + task.waiting_s} if tier else {}
+
+    def _give_up(self, task: Task, reason: str, read_s: Mapping[str, float] | None = None) -> None:
         self.counts.add_fallback(reason)
         self._forget(task)
         if isinstance(task.job, CaptureJob):
             self._capture_writer.count_done()
         else:
-            self._end_unfilled(task.job, reason)
+            self._end_unfilled(task.job, reason, read_s)
 
     def _batcher_of(self, task: Task) -> PrefillBatcher[Task]:
         return self._captures if isinstance(task.job, CaptureJob) else self._blends
