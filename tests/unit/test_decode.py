@@ -17,6 +17,7 @@ from cacheblend.engines.hf.baselines import PlainDecoding, fill_cache
 from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.tokens import PromptBuilder
+from cacheblend.engines.tokens.detokenizer import Detokenizer
 from families import VOCAB, tiny_model
 from tokenizers_for_tests import sentencepiece
 
@@ -196,7 +197,7 @@ def streams(draw: st.DrawFn) -> tuple[str, list[bytes], tuple[str, ...]]:
 @example(("abab", [b"a", b"ba", b"b"], ("bab",)))
 def test_deltas_never_change_and_add_up_to_the_text(case: tuple[str, list[bytes], tuple[str, ...]]) -> None:
     text, pieces, stops = case
-    stream = TextStream(decoder(pieces), stops)
+    stream = TextStream(Detokenizer(decoder(pieces)), stops)
     expected = text
     for count in range(1, len(pieces) + 1):
         so_far = decoder(pieces)(range(count))
@@ -218,7 +219,7 @@ def test_deltas_never_change_and_add_up_to_the_text(case: tuple[str, list[bytes]
 
 
 def test_a_stop_text_over_several_tokens() -> None:
-    stream = TextStream(decoder([b"answer", b" </", b"s", b"> more"]), ("</s>",))
+    stream = TextStream(Detokenizer(decoder([b"answer", b" </", b"s", b"> more"])), ("</s>",))
     assert [stream.push(i) for i in range(3)] == ["answer", " ", ""]
     assert not stream.stopped
     assert stream.push(3) == ""
@@ -226,7 +227,7 @@ def test_a_stop_text_over_several_tokens() -> None:
 
 
 def test_held_back_text_is_sent_at_the_end() -> None:
-    stream = TextStream(decoder([b"x</", b"s", b"\xe5\xa5"]), ("</s>",))
+    stream = TextStream(Detokenizer(decoder([b"x</", b"s", b"\xe5\xa5"])), ("</s>",))
     assert [stream.push(i) for i in range(3)] == ["x", "", ""]
     assert stream.finish() == "</s\ufffd"
 
@@ -237,7 +238,7 @@ def test_byte_fallback_never_changes_sent_text(text: str, cut: int) -> None:
     """One invalid byte makes a whole run of byte tokens undecodable, including characters that were already sent."""
     builder = PromptBuilder(sentencepiece())
     ids = builder.encode("x" + text)
-    stream = TextStream(builder.decode)
+    stream = TextStream(builder.detokenizer())
     sent = "".join(stream.push(i) for i in ids[:cut]) + stream.finish()
     assert sent == stream.text
     assert ("x" + text).startswith(sent.rstrip("\ufffd"))
@@ -246,7 +247,7 @@ def test_byte_fallback_never_changes_sent_text(text: str, cut: int) -> None:
 
 
 def test_invalid_bytes_in_the_middle_are_not_held_back_forever() -> None:
-    stream = TextStream(decoder([b"a\xff", b"b"]))
+    stream = TextStream(Detokenizer(decoder([b"a\xff", b"b"])))
     assert [stream.push(i) for i in range(2)] == ["a", "\ufffdb"]
 
 

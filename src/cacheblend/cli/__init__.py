@@ -13,6 +13,7 @@ from cacheblend.cli.bench import app as bench_app
 from cacheblend.cli.errors import empty_value, invalid_text, is_help, is_usage_error, usage_text
 from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.output import error_text, print_error
+from cacheblend.engines.waiting import bound_waiting
 
 ERROR = 2
 
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: without the program's name; None takes the process's own.
     """
+    bound_waiting()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if problem := empty_value(arguments) or invalid_text(arguments):
         _leave(problem)

@@ -1,5 +1,6 @@
 """`cacheblend doctor`: can this model be blended, and how much must be recomputed to keep its answers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -141,8 +142,8 @@ def _gate(
 def _examine(model: ModelOrShape, device: DeviceOptions, as_json: bool) -> None:
     from cacheblend.cli.models import model_folder
 
-    with status("examining ...", quiet=as_json):
-        diagnosis = _diagnose(model, device)
+    with status("examining ...", quiet=as_json) as say:
+        diagnosis = _diagnose(model, device, say)
         if model.model is not None and diagnosis.blendable:
             diagnosis.checks.append(_profile(model_folder(model.model)))
     if as_json:
@@ -153,7 +154,7 @@ def _examine(model: ModelOrShape, device: DeviceOptions, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _diagnose(model: ModelOrShape, device: DeviceOptions) -> "Diagnosis":
+def _diagnose(model: ModelOrShape, device: DeviceOptions, say: Callable[[str], None]) -> "Diagnosis":
     from cacheblend.cli.models import checked_device, checked_dtype, model_folder, model_name, quiet_transformers
 
     quiet_transformers()
@@ -161,7 +162,9 @@ def _diagnose(model: ModelOrShape, device: DeviceOptions) -> "Diagnosis":
 
     dtype, place = checked_dtype(device.dtype), checked_device(device.device)
     if model.model is not None:
-        return diagnose(model_folder(model.model), name=model_name(model.model), dtype=dtype, device=place)
+        return diagnose(
+            model_folder(model.model), name=model_name(model.model), dtype=dtype, device=place, on_check=say
+        )
     import torch
 
     from cacheblend.bench.shapes import build_shape
@@ -169,7 +172,7 @@ def _diagnose(model: ModelOrShape, device: DeviceOptions) -> "Diagnosis":
     assert model.shape is not None  # one of the two is given
     wanted = torch.bfloat16 if dtype == "auto" else dtype
     built = build_shape(model.shape, dtype=wanted, device=device.device)
-    return diagnose(built, name=f"{model.shape} (random weights)")
+    return diagnose(built, name=f"{model.shape} (random weights)", on_check=say)
 
 
 def _profile(model: Path) -> "Check":

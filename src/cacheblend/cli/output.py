@@ -62,19 +62,32 @@ def print_error(message: str, *, as_json: bool) -> None:
 
 @contextmanager
 def progress(title: str, unit: str, *, quiet: bool) -> Iterator[Advance]:
-    """A progress bar on stderr; none if `quiet`."""
+    """Progress of one stage on stderr, see `stages`; none if `quiet`."""
     with stages({title: f"{title}, {unit}"}, quiet=quiet) as advance:
         yield partial(advance, title)
 
 
 @contextmanager
 def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
-    """A progress bar on stderr for each stage, with its title; none if `quiet`.
+    """Progress on stderr, with a title for each stage; none if `quiet`.
 
-    Stages that never advanced leave no bar, and an error removes all of them.
+    A terminal has a bar for each stage. Stages that never advanced leave no bar, and an error removes all of them.
+    Anything else has a line every `EVERY_S`, of the stage that advanced last, and one for each stage in the end.
     """
     if quiet:
         yield lambda stage, done, total: None
+        return
+    if not console(stderr=True).is_terminal:
+        latest = dict[str, str]()
+
+        def advance(stage: str, done: int, total: int) -> None:
+            latest[stage] = f"{titles[stage]} {done}/{total}"
+            say(latest[stage])
+
+        with _lines() as say:
+            yield advance
+        for line in latest.values():
+            typer.echo(line, err=True)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -94,15 +107,53 @@ def stages(titles: Mapping[str, str], *, quiet: bool) -> Iterator[AdvanceStage]:
 
 
 @contextmanager
-def status(title: str, *, quiet: bool) -> Iterator[None]:
-    """A spinner on stderr; none if `quiet`."""
+def status(title: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr, without a terminal a line every `EVERY_S`; none if `quiet`.
+
+    Yields a function that takes what is being done now.
+    """
     if quiet:
-        yield
+        yield lambda now: None
+        return
+    shown = console(stderr=True)
+    if not shown.is_terminal:
+        with _lines(title) as say:
+            yield lambda now: say(f"{title} {now}")
         return
     from rich.text import Text
 
-    with console(stderr=True).status(Text(title)):
-        yield
+    with shown.status(Text(title)) as spinner:
+        yield lambda now: spinner.update(Text(f"{title} {now}"))
+
+
+EVERY_S = 10.0
+"""Seconds between two lines that say where a command is, where there is no terminal."""
+
+
+@contextmanager
+def _lines(state: str = "") -> Iterator[Callable[[str], None]]:
+    """Prints the latest state on stderr every `EVERY_S`, also where it has not changed for long."""
+    import threading
+    import time
+
+    began, ended = time.monotonic(), threading.Event()
+
+    def say(now: str) -> None:
+        nonlocal state
+        state = now
+
+    def run() -> None:
+        while not ended.wait(EVERY_S):
+            if state:
+                typer.echo(f"{state} ({time.monotonic() - began:.0f} s)", err=True)
+
+    printing = threading.Thread(target=run, name="cacheblend-progress", daemon=True)
+    printing.start()
+    try:
+        yield say
+    finally:
+        ended.set()
+        printing.join()
 
 
 def check_folder(option: str, folder: Path) -> None:

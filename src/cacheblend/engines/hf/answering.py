@@ -87,6 +87,6 @@ class Answering(ABC):
         return self._stream(prompt, sampling_of(params, options), ratio)
 
     def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
-        text = TextStream(self.builder.decode if self.builder else lambda ids: "", params.stop)
+        text = TextStream(self.builder.detokenizer() if self.builder else None, params.stop)
         with self.start(prompt, params, ratio=ratio) as request:  # finished also where the caller leaves early
             yield from request.stream(text)

@@ -143,7 +143,7 @@ def finish(
     assert first.kv is not None
     ids = engine.ids_of(prompt)
     decoding = PlainDecoding(engine.model, first.kv, ids, first.logits, params, engine.eos_ids, first.states)
-    stream = TextStream(engine.builder.decode if engine.builder else lambda ids: "", params.stop)
+    stream = TextStream(engine.builder.detokenizer() if engine.builder else None, params.stop)
     while decoding.finish_reason is None and not stream.stopped:
         token = decoding.step()
         stream.push(token)

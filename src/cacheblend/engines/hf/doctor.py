@@ -5,7 +5,7 @@ cannot be blended: it reports a failed check.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ def diagnose(
     name: str = "",
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
+    on_check: Callable[[str], None] = lambda name: None,
 ) -> Diagnosis:
     """Examines a model.
 
@@ -86,6 +87,7 @@ def diagnose(
         name: display name; empty: the folder's name or the model's class.
         dtype: dtype to load a folder's weights in; ``auto`` keeps the stored one.
         device: device to load a folder's weights to; None takes CUDA if there is any.
+        on_check: called with what the live run, which may take minutes, has checked.
     """
     is_folder = isinstance(model, str | Path)
     found = Diagnosis(name or (Path(str(model)).resolve().name if is_folder else type(model).__name__))
@@ -98,6 +100,7 @@ def diagnose(
             found.checks += list(_tokenizer_checks(tokenizer))
         for title, ok, detail in LiveCheck(model, survey).run():
             found.checks.append(Check(title, ok, detail))
+            on_check(f"done: {title}")
     except _StopError:
         pass
     return found

@@ -13,9 +13,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -246,11 +245,10 @@ class Scheduler:
         ticket.prefill = None  # it would hold the prompt's KV a second time
         ticket.report.ttft_s = time.perf_counter() - ticket.submitted
         ids = engine.ids_of(ask.prompt)
-        decode = partial(engine.builder.decode, shown=ask.shown) if engine.builder else _no_text
         for number in range(ask.choices):
             seed = None if ask.params.seed is None else ask.params.seed + number
             sampler = Sampler(ids, result.logits, replace(ask.params, seed=seed), engine.eos_ids, ask.grammar)
-            stream = TextStream(decode, ask.params.stop)
+            stream = TextStream(engine.builder.detokenizer(ask.shown) if engine.builder else None, ask.params.stop)
             ticket.choices.append(Choice(Decoding.of(sampler, result), stream))
         ticket.to_store = result
         if engine.shadow is not None and ticket.origin is not None:
@@ -360,7 +358,3 @@ def _log_probabilities(logits: torch.Tensor, token: int, count: int) -> tuple[fl
     whole = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
     values, ids = whole.topk(min(count, len(whole)))
     return float(whole[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
-
-
-def _no_text(ids: Sequence[int]) -> str:
-    return ""

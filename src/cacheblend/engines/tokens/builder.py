@@ -8,6 +8,7 @@
 
 import json
 from collections.abc import Iterable, Sequence, Set
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan import prompt as core_prompt
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.engines.tokens.chat import Content, MarkedContents, Message, Passage, put_before_question
+from cacheblend.engines.tokens.detokenizer import Detokenizer
 
 _SHORT = 2048
 """Characters of a text that is tokenised in a millisecond or two."""
@@ -48,6 +50,7 @@ class PromptBuilder:
         self._plain = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec) | {"added_tokens": []}))
         self._frame = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec)))
         self._first = Tokenizer.from_str(json.dumps(spec))
+        self._bytes = _byte_tokens(spec, backend)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=False)), default=1)
         self.bos_id = self._find_bos()
 
@@ -146,6 +149,15 @@ class PromptBuilder:
         )
         return decoded
 
+    def detokenizer(self, shown: Set[int] = frozenset()) -> Detokenizer:
+        """Decodes as `decode` does, id by id."""
+        hidden, token_of = self._special - shown, self._tokenizer.backend_tokenizer.id_to_token
+        return Detokenizer(
+            partial(self.decode, shown=shown),
+            is_skipped=lambda number: number in hidden or token_of(number) is None,
+            is_byte=lambda number: number in self._bytes,
+        )
+
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of the texts that are special tokens."""
         ids = (self._tokenizer.backend_tokenizer.token_to_id(text) for text in texts)
@@ -208,6 +220,14 @@ class PromptBuilder:
             if rendered.startswith(self._tokenizer.bos_token):
                 return int(bos)
         return None
+
+
+def _byte_tokens(spec: dict[str, Any], backend: Tokenizer) -> frozenset[int]:
+    """Ids of the tokens of which a run is decoded together, ``<0x00>`` to ``<0xFF>``; none in most tokenizers."""
+    if '"ByteFallback"' not in json.dumps(spec["decoder"]):
+        return frozenset()
+    found = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(number for number in found if number is not None)
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
