@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.asking import Asking, OverRanks
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.recurrent import Recurrence
@@ -190,6 +191,7 @@ class BlendedPrefill:
                 yield from self._compute_layer()
         except BlockLostError as error:
             self._fallbacks.append(str(error))
+            count_failure(LOST_BLOCK)
             self._restarts += self._rows.has_dropped
             self.close()
             self._start(self._plan.without("all" if self._restarts > 1 else error.names))

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.engines.hf.decode import Decoding, compute_logits
@@ -128,6 +129,7 @@ class Scheduler:
                     self._round()
                 except Exception as error:  # in the scheduler itself: no request may wait forever
                     logger.exception("the scheduler failed; all its requests end")
+                    count_failure("scheduler")
                     self._end_all(error)
         finally:  # also after SystemExit
             with self._changed:
@@ -322,6 +324,7 @@ class Scheduler:
                 prefill.close()
         except Exception:
             logger.exception("a prefill could not be closed")
+            count_failure("scheduler")
         watched, ticket.watched = ticket.watched, None
         if watched is not None and self._engine.shadow is not None:
             self._engine.shadow.submit(watched)
@@ -331,6 +334,7 @@ class Scheduler:
             ticket.on_event(DoneEvent(ticket.report, error))
         except Exception:
             logger.exception("a request's last event could not be delivered")
+            count_failure("scheduler")
 
     def _end_all(self, error: Exception) -> None:
         for ticket in list(self._all()):
