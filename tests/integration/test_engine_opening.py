@@ -128,6 +128,7 @@ class LosingStore(MemoryStore):
         ]
 
 
+@pytest.mark.may_fail("block lost")
 def test_a_lost_block_is_recomputed_and_reported(open_engine: Open) -> None:
     store = LosingStore()
     engine = open_engine(store)

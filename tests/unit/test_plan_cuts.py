@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend.core.errors import BlockLostError, InvalidInputError
+from cacheblend.core.errors import BlockLostError, CacheBlendError
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, chain_names, join_ids, split_blocks
@@ -182,7 +182,7 @@ def test_no_span_has_rows_that_its_block_lacks() -> None:
     assert (part.start, part.stop, part.stored_start, part.chunk_offset) == (12, 15, 5, 2)
     assert (part.record_start, part.record_tokens, part.is_whole, span.part(10, 16)) == (4, 8, False, span)
     for start, stop in ((9, 12), (12, 17), (12, 12)):
-        with pytest.raises(InvalidInputError, match=f"rows {start} to {stop} are not among those from 10 to 16"):
+        with pytest.raises(CacheBlendError, match=f"rows {start} to {stop} are not among those from 10 to 16"):
             span.part(start, stop)
-    with pytest.raises(InvalidInputError, match=r"rows 10 to 16 of a prompt cannot be rows 3 .* a block of 8 tokens"):
+    with pytest.raises(CacheBlendError, match=r"rows 10 to 16 of a prompt cannot be rows 3 .* a block of 8 tokens"):
         replace(span, record_start=3)  # a cut by hand

@@ -70,7 +70,8 @@ def run(settings: Settings, advance: Advance | None = None) -> dict[str, Any]:
         advance: see `Advance`.
 
     Returns:
-        `figures`, `campaigns` with what each found, the version of vLLM, machine and commit.
+        `figures`; `failed_blends` where nothing was injected; `campaigns` with what each found, the version of vLLM,
+        machine and commit.
 
     Raises:
         InvalidInputError: an engine does not start, or a measurement fails; the message has its last words.
@@ -88,10 +89,16 @@ def run(settings: Settings, advance: Advance | None = None) -> dict[str, Any]:
             found["pollution"] = _pollution(model, folder, settings, tell)
         if "faults" in settings.only:
             found["faults"] = _faults(model, folder, settings, tell)
-    for name in QUIET:
-        for reason, count in found.get(name, {}).get("failed", {}).items():
-            count_failure(reason, count)
-    return {"figures": _figures(found), "vllm": version_of_vllm(), "campaigns": found, **stamp()}
+    failed = sum((Counter(found.get(name, {}).get("failed", {})) for name in QUIET), Counter[str]())
+    for reason, count in failed.items():
+        count_failure(reason, count)
+    return {
+        "figures": _figures(found),
+        "failed_blends": failed.total(),
+        "vllm": version_of_vllm(),
+        "campaigns": found,
+        **stamp(),
+    }
 
 
 def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -102,9 +109,6 @@ def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
     tries = [found[name] for name in ("pollution", "faults") if name in found]
     if tries:
         figures |= {key: sum(each.get(key, 0) for each in tries) for key in ("wrong", "ended", "hung", "left")}
-    quiet = [found[name]["failed"] for name in QUIET if name in found]
-    if quiet:
-        figures["failed_blends"] = sum(sum(each.values()) for each in quiet)
     if "faults" in found:
         figures["tried"] = found["faults"]["tried"]
     if "pollution" in found:

@@ -11,7 +11,6 @@ from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile
 from cacheblend.cli.output import check_outputs, console, print_json, progress, write_json
 from cacheblend.cli.selection_options import SelectionOptions
 from cacheblend.cli.values import numbers
-from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.failures import failed_since, failures, in_words
 
 if TYPE_CHECKING:
@@ -126,6 +125,8 @@ class ResultOptions:
         if self.json_file is not None:
             write_json(self.json_file, result)
         if failed:
+            from cacheblend.core.errors import CacheBlendError
+
             raise CacheBlendError(
                 f"no figures are shown, for they are not those of blending: {in_words(failed)} failed while it was "
                 "measured and was computed in full; the logs of this command and of its servers say why"

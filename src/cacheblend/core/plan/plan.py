@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.naming import BlockName, TokenIds, block_name
 from cacheblend.core.plan.prompt import Prompt, Segment
 
@@ -57,7 +57,7 @@ class Span:
         tier: from which the store would read it; empty if it is not held.
 
     Raises:
-        InvalidInputError: the stored block has no such rows.
+        CacheBlendError: the stored block has no such rows: a mistake of whoever made the span, not of a client.
     """
 
     start: int
@@ -76,7 +76,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.record_start < 0 or not 0 < len(self) <= self.record_tokens - self.record_start:
-            raise InvalidInputError(
+            raise CacheBlendError(
                 f"rows {self.start} to {self.stop} of a prompt cannot be rows {self.record_start} and following of a "
                 f"block of {self.record_tokens} tokens"
             )
@@ -90,9 +90,9 @@ class Span:
         return len(self) == self.record_tokens
 
     def part(self, start: int, stop: int) -> "Span":
-        """Its rows from position `start` up to `stop` of the prompt; raises `InvalidInputError` if it lacks some."""
+        """Its rows from position `start` up to `stop` of the prompt; raises `CacheBlendError` if it lacks some."""
         if not self.start <= start < stop <= self.stop:
-            raise InvalidInputError(f"rows {start} to {stop} are not among those from {self.start} to {self.stop}")
+            raise CacheBlendError(f"rows {start} to {stop} are not among those from {self.start} to {self.stop}")
         before = start - self.start
         return replace(
             self,
