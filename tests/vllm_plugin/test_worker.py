@@ -18,8 +18,15 @@ from vllm_workers import LAYERS, Prefill, Store, blend, make_worker
 pytestmark = needs_vllm
 
 
+CHUNK = SimpleNamespace(blocks=[], manifest=SimpleNamespace(block_names=(), token_ids=[]))
+"""A captured chunk of nothing."""
+
+
 @pytest.fixture
-def worker() -> Any:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
+
+    monkeypatch.setattr(CaptureWriter, "_on_host", lambda *_: CHUNK)
     store, prefills = Store(), dict[Any, Prefill]()
     made = make_worker(store, SimpleNamespace(size=1, rank=0))
     made._opener.blend = lambda job: prefills[job.request_id]
@@ -86,7 +93,6 @@ def test_a_prompt_that_is_dropped_is_reported_once_and_does_not_go_on(worker: An
     assert one.is_closed == (steps > 0)
 
 
-@pytest.mark.may_fail("AttributeError")
 def test_a_prompt_that_waits_for_the_store_is_passed_over(worker: Any) -> None:
     read: Future[None] = Future()
     slow, fast = Prefill(reads={1: read}), Prefill()
@@ -176,13 +182,18 @@ def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
     assert worker.store.writes == 0
 
 
-@pytest.mark.may_fail("AttributeError")
 def test_closing_does_not_wait_for_a_store_that_hangs(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.engines.vllm.worker import capture_writer
 
     begun = threading.Event()
     monkeypatch.setattr(capture_writer, "CLOSE_S", 0.01)
-    monkeypatch.setattr(capture_writer.CaptureWriter, "_on_host", lambda *_: begun.set() or worker.store.write(None))
+
+    def on_host(*_: Any) -> Any:
+        begun.set()
+        worker.store.gate.wait()
+        return CHUNK
+
+    monkeypatch.setattr(capture_writer.CaptureWriter, "_on_host", on_host)
     worker.prefills.update(chunk=Prefill(), one=Prefill(reads={1: Future()}))
     worker.side.step(captures("chunk"))
     begun.wait()
