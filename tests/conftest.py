@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import failing
 import kernel_cases
 import vllm_table
 from faults import Faults
@@ -31,6 +32,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "may_fail(*reasons): injects faults that are mended, see failing.py")
+
+
 @pytest.fixture
 def faults(record_property: Callable[[str, object], None]) -> Faults:
     return Faults(record_property)
@@ -38,13 +43,22 @@ def faults(record_property: Callable[[str, object], None]) -> Faults:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Notes in how many cases a test compared a kernel; through the report, as tests may run in other processes."""
+    """Notes in how many cases a test compared a kernel; through the report, as tests may run in other processes. Fails
+    a test in which something failed that nobody noticed."""
     kernel_cases.counted.cases = kernel_cases.counted.wrong = 0
     try:
-        return (yield)
+        yield
+        failing.check(item)
     finally:
         if kernel_cases.counted.cases:
             item.user_properties.append(("kernel_cases", (kernel_cases.counted.cases, kernel_cases.counted.wrong)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """The same of servers and engines of fixtures, once they have ended."""
+    yield
+    failing.check(item)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import failing
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 
 NURSERY = Path(__file__).parent / "vllm_plugin" / "nursery.py"
@@ -180,6 +181,7 @@ class Vllm:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._done = folder, dict[str, Any]()
+        self._failed: dict[str, Path] = {}  # what failed in the jobs that are done
         self._nurseries: dict[tuple[bool, bool], Nursery] = {}
 
     def run(
@@ -212,9 +214,11 @@ class Vllm:
         """The same, or `{"code", "words"}` of a child that failed."""
         job = json.dumps({"model": str(model), "engine": engine, "extra": extra, "steps": steps, "beside": beside})
         if job in self._done:
+            failing.take(self._failed[job])
             return self._done[job]
         path = self._folder / f"job{len(self._done)}.json"
         path.write_text(job)
+        self._failed[job] = Path(f"{path}.failed")
         sees = "image" in engine.get("limit_mm_per_prompt", {})
         code = self.run_program("child", path, sees=sees, compiles=not engine.get("enforce_eager", True))
         out, words = Path(f"{path}.out"), Path(f"{path}.words")
@@ -226,7 +230,9 @@ class Vllm:
         kind = sees, compiles
         if kind not in self._nurseries:
             self._nurseries[kind] = Nursery(sees=sees, compiles=compiles)
-        return self._nurseries[kind].run(program, job)
+        code = self._nurseries[kind].run(program, job)
+        failing.take(Path(f"{job}.failed"))
+        return code
 
     def close(self) -> None:
         for nursery in self._nurseries.values():

@@ -66,6 +66,7 @@ def test_memory_in_front_takes_over(server: RedisServer) -> None:
         assert hits.get("redis", 0) == 0 and hits["memory"] > 0
 
 
+@pytest.mark.may_fail("block lost")
 def test_a_server_that_dies_between_two_layers_costs_a_recompute_and_no_answer(
     server: RedisServer, no_pause: None
 ) -> None:
@@ -99,6 +100,7 @@ def test_blocks_in_memory_outlive_their_server(server: RedisServer) -> None:
         assert engine.prefill(RAG).report.missed_tokens == 115
 
 
+@pytest.mark.may_fail("store write", "background work", "list of chunks")
 def test_a_server_that_comes_back_empty_is_filled_again(server: RedisServer, no_pause: None) -> None:
     with open_store(server.url) as store, open_engine(tiny_model("llama"), [A], store=store, capture=True) as engine:
         server.kill()
@@ -329,6 +331,7 @@ def test_a_password_is_not_shown_and_a_wrong_one_is_reported() -> None:
             check_whole(store)
 
 
+@pytest.mark.may_fail("store write", "background work", "list of chunks")
 def test_questions_are_answered_without_the_server_from_the_start(no_pause: None) -> None:
     server = RedisServer()  # never started
     model = tiny_model("llama")

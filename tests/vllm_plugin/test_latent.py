@@ -127,6 +127,7 @@ def test_two_ranks_answer_as_one(vllm: Vllm, latents: Any, tmp_path: Path) -> No
     assert two["metrics"]["vllm:cacheblend_requests"] == len(asked)
 
 
+@pytest.mark.may_fail("RuntimeError")
 def test_a_blend_that_fails_is_computed_by_vllm(vllm: Vllm, latents: Any, tmp_path: Path) -> None:
     model, asked = latents("deepseek_v3"), prompts(36, 2)
     engine = EXTENDED | ENGINES["deepseek_v3"]

@@ -185,6 +185,7 @@ def test_slices_of_a_few_layers_give_the_same(vllm: Vllm, models: dict[str, Path
         assert tokens(step) == tokens(plain["answers"][0])
 
 
+@pytest.mark.may_fail("block lost", "store", "store write")
 def test_a_store_that_goes_away_costs_time_and_nothing_else(
     vllm: Vllm, models: dict[str, Path], tmp_path: Path
 ) -> None:

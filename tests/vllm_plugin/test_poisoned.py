@@ -54,6 +54,7 @@ def play(model: Path, folder: Path, setting: str, count: int, *, mistake: bool =
     return Tally(**found)
 
 
+@pytest.mark.may_fail("block lost", "store write")
 def test_no_history_poisons_a_block(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -69,6 +70,7 @@ def test_no_history_poisons_a_block(
     assert tally.met["num_preemptions (vLLM)"] or HISTORIES < 100, tally.met
 
 
+@pytest.mark.may_fail("block lost", "store write")
 def test_what_would_be_poisoned_is_found(model: Path, tmp_path: Path) -> None:
     tally = play(model, tmp_path, "pieces", 3, mistake=True)
     assert tally.poisoned > 3 and tally.smallest_poison > 100 * TOLERANCE

@@ -31,6 +31,7 @@ OPTIONS = (
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     extra = {
         "allow_untested_version": True,
+        "lookup_timeout_s": 30.0,  # the machine may be busy
         "store": f"file://{tmp_path_factory.mktemp('store')}",
         "recompute_ratio": 1.0,
         "min_match_tokens": 64,

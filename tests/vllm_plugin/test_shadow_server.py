@@ -29,6 +29,7 @@ def test_answers_are_compared_while_the_server_has_no_request(models: dict[str, 
     first, *others = [texts.prompt(texts.rng.sample(passages, 5)) for _ in range(7)]
     extra = {
         "allow_untested_version": True,
+        "lookup_timeout_s": 30.0,  # the machine may be busy
         "store": f"file://{tmp_path}/store",
         "recompute_ratio": 0.1,
         "refresh_s": 0,

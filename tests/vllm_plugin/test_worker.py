@@ -18,8 +18,15 @@ from vllm_workers import LAYERS, Prefill, Store, blend, make_worker
 pytestmark = needs_vllm
 
 
+CHUNK = SimpleNamespace(blocks=[], manifest=SimpleNamespace(block_names=(), token_ids=[]))
+"""A captured chunk of nothing."""
+
+
 @pytest.fixture
-def worker() -> Any:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
+
+    monkeypatch.setattr(CaptureWriter, "_on_host", lambda *_: CHUNK)
     store, prefills = Store(), dict[Any, Prefill]()
     made = make_worker(store, SimpleNamespace(size=1, rank=0))
     made._opener.blend = lambda job: prefills[job.request_id]
@@ -110,6 +117,7 @@ def test_an_idle_step_waits_for_a_read(worker: Any) -> None:
     timer.join()
 
 
+@pytest.mark.may_fail("slow store")
 def test_vllm_computes_a_prompt_whose_layer_does_not_come(worker: Any) -> None:
     worker.prefills.update(late=Prefill(reads={2: Future()}), fine=Prefill())
     worker.side._readiness._timeout_s = 0.02
@@ -159,6 +167,7 @@ def test_vllm_computes_a_prompt_that_has_waited_for_the_store_as_long_as_it_may(
     assert worker.side.take_provided() == {"fine", "free"}
 
 
+@pytest.mark.may_fail("RuntimeError", "OutOfMemoryError")
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_a_failure_frees_its_memory_and_costs_one_prompt(worker: Any, error: type[Exception]) -> None:
     bad, good = Prefill(fails_at=3), Prefill()
@@ -173,6 +182,7 @@ def test_a_failure_frees_its_memory_and_costs_one_prompt(worker: Any, error: typ
     assert bad.is_closed
 
 
+@pytest.mark.may_fail("OSError")
 def test_dropped_captures_are_counted_and_not_stored(worker: Any) -> None:
     from cacheblend.engines.vllm.worker import capture_writer
 
@@ -213,7 +223,13 @@ def test_closing_does_not_wait_for_a_store_that_hangs(worker: Any, monkeypatch: 
 
     begun = threading.Event()
     monkeypatch.setattr(capture_writer, "CLOSE_S", 0.01)
-    monkeypatch.setattr(capture_writer.CaptureWriter, "_on_host", lambda *_: begun.set() or worker.store.write(None))
+
+    def on_host(*_: Any) -> Any:
+        begun.set()
+        worker.store.gate.wait()
+        return CHUNK
+
+    monkeypatch.setattr(capture_writer.CaptureWriter, "_on_host", on_host)
     worker.prefills.update(chunk=Prefill(), one=Prefill(reads={1: Future()}))
     worker.side.step(captures("chunk"))
     begun.wait()
@@ -257,6 +273,7 @@ def no_attention(*_: Any) -> torch.Tensor:
     raise AssertionError
 
 
+@pytest.mark.may_fail("RuntimeError", "another rank failed")
 @pytest.mark.parametrize("seed", range(30))
 def test_ranks_end_their_steps_together_whatever_fails_where(seed: int) -> None:
     """Small budgets leave layers in their middle, and faults at random: all ranks report the same prompts in the same

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend.bench.failed import count_failed
 from cacheblend.bench.processes import START_S, answers, free_port, running
 from cacheblend.core.errors import InvalidInputError
 
@@ -73,10 +74,14 @@ class Client:
                     report = event.get("cacheblend") or report
         return Got(first, report)
 
+    def metric_lines(self) -> list[str]:
+        """The server's metrics as it gives them."""
+        text: str = self._http.get("/metrics").text
+        return text.splitlines()
+
     def shadow_metrics(self) -> dict[str, float]:
         """The server's metrics of the shadow check, with their labels."""
-        lines = self._http.get("/metrics").text.splitlines()
-        found = [line.rsplit(" ", 1) for line in lines if line.startswith("cacheblend_shadow")]
+        found = [line.rsplit(" ", 1) for line in self.metric_lines() if line.startswith("cacheblend_shadow")]
         return {name: float(value) for name, value in found}
 
     def settle(self) -> None:
@@ -106,7 +111,7 @@ def serving(
     discover: bool = False,
     store: str = "memory://?max_bytes=8GiB",
 ) -> Iterator[Client]:
-    """`cacheblend serve` on a free port; stopped at the end.
+    """`cacheblend serve` on a free port; stopped at the end, and asked before what failed in it (`bench.failed`).
 
     Args:
         folder: of the model.
@@ -129,4 +134,6 @@ def serving(
     with running(arguments, os.environ, lambda: answers(f"{url}/v1/models")):
         with urllib.request.urlopen(f"{url}/v1/models") as response:
             name = json.loads(response.read())["data"][0]["id"]
-        yield Client(url, name, ratio)
+        client = Client(url, name, ratio)
+        yield client
+        count_failed(client.metric_lines())

@@ -16,6 +16,7 @@ from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError
+from cacheblend.core.failures import count_failure, failures
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import full_recompute
 from cacheblend.store import open_store
@@ -67,6 +68,8 @@ def _in_a_process(arm: str, folder: str, settings: TtftSettings) -> dict[str, An
     if done.returncode:
         raise CacheBlendError(f"the process that measures {arm!r} failed: {done.stderr.strip().splitlines()[-1]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for reason, count in result.pop("failed").items():
+        count_failure(reason, count)
     return result
 
 
@@ -101,7 +104,8 @@ def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
             # The KV cache is part of the peak, as in transformers' own prefill: it is held until the end.
             result = engine.prefill(prompt, ratio=settings.ratios[0])
             assert result.kv
-        return {"peak_bytes": _peak(), "kv_bytes": len(prompt) * engine.survey.layout.block_bytes(1)}
+        kv_bytes = len(prompt) * engine.survey.layout.block_bytes(1)
+        return {"peak_bytes": _peak(), "kv_bytes": kv_bytes, "failed": failures()}
 
 
 def _forget_peak() -> None:

@@ -5,6 +5,7 @@ Runs the programs of `bench.faults` in child processes, one engine each. Imports
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +20,12 @@ from cacheblend.bench.faults.watching import Watched, watch
 from cacheblend.bench.stamp import stamp
 from cacheblend.bench.vllm_server import check_installed, version_of_vllm
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.failures import count_failure
 
 CAMPAIGNS = (*MEASURES, "pollution", "faults")
+QUIET = ("lookups", "equal", "pollution")
+"""Those that inject nothing: no blend may fail in them."""
+
 STAGES = {name: name for name in CAMPAIGNS}
 
 Advance = Callable[[str, int, int], None]
@@ -65,7 +70,8 @@ def run(settings: Settings, advance: Advance | None = None) -> dict[str, Any]:
         advance: see `Advance`.
 
     Returns:
-        `figures`, `campaigns` with what each found, the version of vLLM, machine and commit.
+        `figures`; `failed_blends` where nothing was injected; `campaigns` with what each found, the version of vLLM,
+        machine and commit.
 
     Raises:
         InvalidInputError: an engine does not start, or a measurement fails; the message has its last words.
@@ -83,7 +89,16 @@ def run(settings: Settings, advance: Advance | None = None) -> dict[str, Any]:
             found["pollution"] = _pollution(model, folder, settings, tell)
         if "faults" in settings.only:
             found["faults"] = _faults(model, folder, settings, tell)
-    return {"figures": _figures(found), "vllm": version_of_vllm(), "campaigns": found, **stamp()}
+    failed = sum((Counter(found.get(name, {}).get("failed", {})) for name in QUIET), Counter[str]())
+    for reason, count in failed.items():
+        count_failure(reason, count)
+    return {
+        "figures": _figures(found),
+        "failed_blends": failed.total(),
+        "vllm": version_of_vllm(),
+        "campaigns": found,
+        **stamp(),
+    }
 
 
 def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -115,6 +130,10 @@ def _measured(
     watched = watch(folder, {**job, "seed": settings.seed}, "measures", restarts=0, on_line=on_line)
     if not watched.is_complete:
         raise InvalidInputError(f"a measurement did not end:\n{watched.words}")
+    for line in watched.lines:
+        failed = line.pop("failed")
+        for name, result in line.items():
+            result["failed"] = failed if name in QUIET else {}
     return {name: result for line in watched.lines for name, result in line.items()}
 
 
@@ -134,7 +153,8 @@ def _pollution(model: Path, folder: Path, settings: Settings, tell: Advance) -> 
         child["folder"] = str(folder / f"store-{place}")
         told = partial(_tell, tell, "pollution", sum(len(each.lines) for each in found.values()), count * len(names))
         found[name] = watch(folder, child, name, on_line=told)
-    return _summary(found, ("tried", "polluted", "wrong", "blended", "beside"))
+    result = _summary(found, ("tried", "polluted", "wrong", "blended", "beside"), injects=False)
+    return {**result, "failed": dict(sum((each.failed for each in found.values()), Counter[str]()))}
 
 
 def _scenes_needed(chosen: Sequence[pollution.Setting], settings: Settings) -> int:
@@ -172,10 +192,10 @@ def _tell(tell: Advance, campaign: str, before: int, total: int, done: int) -> N
     tell(campaign, min(total, before + done), total)
 
 
-def _summary(found: dict[str, Watched], keys: Sequence[str]) -> dict[str, Any]:
+def _summary(found: dict[str, Watched], keys: Sequence[str], *, injects: bool = True) -> dict[str, Any]:
     counts = {name: {key: each.total(key) for key in keys} for name, each in found.items()}
     for name, each in found.items():
         counts[name] |= {"ended": each.ended, "hung": each.hung + each.total("hung")}
     totals = {key: sum(each[key] for each in counts.values()) for key in (*keys, "ended", "hung")}
-    engines = {name: {**counts[name], **each.described()} for name, each in found.items()}
+    engines = {name: {**counts[name], **each.described(injects=injects)} for name, each in found.items()}
     return {**totals, "engines": engines}

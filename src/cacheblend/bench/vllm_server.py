@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from cacheblend.bench.failed import count_failed
 from cacheblend.bench.processes import START_S, answers, free_port, running
 from cacheblend.bench.shapes import build_shape, check_choice, config_of
 from cacheblend.core.errors import InvalidInputError
@@ -106,11 +107,15 @@ class Server:
         """It answers."""
         return answers(f"{self.url}/health")
 
+    def metric_lines(self) -> list[str]:
+        """The server's metrics as it gives them."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as response:
+            lines: list[str] = response.read().decode().splitlines()
+        return lines
+
     def metrics(self) -> dict[str, float]:
         """The server's own counters, by name and labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics") as response:
-            lines = response.read().decode().splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+        pairs = [line.rsplit(" ", 1) for line in self.metric_lines() if line and not line.startswith("#")]
         return {name: float(value) for name, value in pairs}
 
     def counted(self, name: str) -> float:
@@ -257,7 +262,7 @@ def check_installed() -> None:
 
 @contextmanager
 def serving(settings: ServerSettings) -> Iterator[Server]:
-    """A running server; stopped at the end.
+    """A running server; stopped at the end, and asked before what failed in it (`bench.failed`).
 
     Raises:
         InvalidInputError: vLLM is not installed here, or the server ended; with the end of its output.
@@ -267,6 +272,7 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
     server = Server(f"http://127.0.0.1:{port}")
     with running(command_of(settings, port), environment(), server.is_up):
         yield server
+        count_failed(server.metric_lines())
 
 
 def environment() -> dict[str, str]:

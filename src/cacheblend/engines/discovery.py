@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
@@ -215,6 +216,7 @@ class Discovery(Generic[Asker]):
                 wanted()
         except Exception:
             logger.warning("a request is not watched for recurring text; its answer is not affected", exc_info=True)
+            count_failure("discovery")
         finally:
             with self._caught_up:
                 self._behind = max(0, self._behind - 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from cacheblend.core.errors import StoreError
+from cacheblend.core.failures import NOT_WRITTEN, count_failure
 from cacheblend.core.load.capture import CapturedChunk
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store import KVStore
@@ -88,5 +89,6 @@ class ChunkKeeper:
         except StoreError as error:  # full or read-only: the next chunk would fail as well
             self._resume_at = time.monotonic() + PAUSE_S
             logger.warning("missed chunks are not stored for %d s: %s", PAUSE_S, error)
+            count_failure(NOT_WRITTEN)
             return False
         return True

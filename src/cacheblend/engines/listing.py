@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
@@ -92,6 +93,7 @@ class ChunkListing:
             reading, self._reading = self._reading, None
             if reading.exception() is not None:
                 logger.warning("the store's list of chunks cannot be read: %s", reading.exception())
+                count_failure("list of chunks")
         if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
             self._start_reading()
         return self._is_read and not self._is_waited_for(self._reading)

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelChangedError, StoreError
+from cacheblend.core.failures import count_failure
 from cacheblend.engines.hf.tickets import ClosedError, QueueFullError, TooLateError
 from cacheblend.serve.log_lines import request_id
 
@@ -69,6 +70,7 @@ def log_internal(error: Exception) -> ApiError:
     converted = api_error(error)
     if converted.code == "internal":
         logger.error("a request failed", exc_info=error, extra={"request_id": request_id.get()})
+        count_failure("request")
     return converted
 
 

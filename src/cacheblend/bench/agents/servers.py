@@ -13,6 +13,7 @@ from subprocess import Popen
 from typing import Any
 
 from cacheblend.bench.agents.conversation import Marked
+from cacheblend.bench.failed import count_failed
 from cacheblend.bench.processes import START_S, answers, free_port, running
 from cacheblend.core.errors import InvalidInputError
 
@@ -86,9 +87,14 @@ class ChatClient:
                     text += delta.get("content") or ""
         return Answered(first, report["prompt_tokens"], report["hit_tokens"], text)
 
+    def metric_lines(self) -> list[str]:
+        """The server's metrics as it gives them."""
+        text: str = self._http.get("/metrics").text
+        return text.splitlines()
+
     def figures(self) -> dict[str, float]:
         """What discovery has done, by the server's metrics."""
-        lines = [line for line in self._http.get("/metrics").text.splitlines() if line.startswith("cacheblend_discov")]
+        lines = [line for line in self.metric_lines() if line.startswith("cacheblend_discov")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     @contextmanager
@@ -109,7 +115,7 @@ class ChatClient:
 
 @contextmanager
 def chatting(arm: str, folder: Path, ratio: float) -> Iterator[ChatClient]:
-    """The server of an arm on a free port, with an empty store; stopped at the end.
+    """The server of an arm on a free port, with an empty store; stopped at the end, and asked before what failed in it.
 
     Args:
         arm: one of `OPTIONS`.
@@ -125,4 +131,6 @@ def chatting(arm: str, folder: Path, ratio: float) -> Iterator[ChatClient]:
     command += ["--drain", "1", "--capture", *OPTIONS[arm]]
     url = f"http://127.0.0.1:{port}"
     with running(command, os.environ, lambda: answers(f"{url}/v1/models")) as process:
-        yield ChatClient(url, process)
+        client = ChatClient(url, process)
+        yield client
+        count_failed(client.metric_lines())

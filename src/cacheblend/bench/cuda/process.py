@@ -25,6 +25,8 @@ import torch
 import cacheblend
 from cacheblend.bench.cuda.context import Bench, Found, Weights, free
 from cacheblend.bench.cuda.others import end_group
+from cacheblend.core.errors import CacheBlendError
+from cacheblend.core.failures import failed_since, failures, in_words
 
 Message = dict[str, Any]
 Tell = Callable[[Message], None]
@@ -84,8 +86,12 @@ def _measure(task: Task, bench: Bench, tell: Tell, part: Callable[[str], Callabl
     if not bench.has_time(task.name, task.least):
         keep({}, is_done=True)
         return found
+    before = failures()
     try:
-        keep(part(task.name)(bench), is_done=True)
+        new = part(task.name)(bench)
+        if failed := failed_since(before):
+            raise CacheBlendError(f"{in_words(failed)} failed while it was measured, and was computed in full")
+        keep(new, is_done=True)
     except torch.OutOfMemoryError as error:
         bench.skipped[task.name] = f"out of memory: {str(error).splitlines()[0]}"
         keep({}, is_done=True)

@@ -1,7 +1,8 @@
 """Runs one campaign in a process of its own: ``python -m cacheblend.bench.faults.child JOB.json``.
 
 The job is ``{"campaign", "model", "folder", "seed", "count", "first", ...}``. A JSON line for each trial is appended to
-the file ``out``: ``{"begin": n}`` before it, its result after it, and ``{"done": true}`` at the end.
+the file ``out``: ``{"begin": n}`` before it, its result after it, with what `failed` meanwhile by reason, and
+``{"done": true}`` at the end.
 """
 
 import json
@@ -13,13 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cacheblend.core.failures import failed_since, failures
+
 
 def main(path: Path) -> None:
     """Runs the job, and ends the process without waiting for vLLM's threads."""
     job = json.loads(path.read_text())
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    seen: dict[str, int] = {}
     with Path(job["out"]).open("a", buffering=1) as out:
         for line in run(job):
+            if "begin" not in line:
+                line, seen = {**line, "failed": failed_since(seen)}, failures()
             out.write(json.dumps(line) + "\n")
         out.write(json.dumps({"done": True}) + "\n")
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cacheblend.bench.faults.engine import Engine, Request
+from cacheblend.bench.faults.engine import PATIENT_S, Engine, Request
 from cacheblend.bench.faults.prompts import LAYERS, Asked, Texts, joined
 
 READ_S = 1.0
@@ -187,7 +187,7 @@ MEASURES: dict[str, Callable[[Engine, int], dict[str, Any]]] = {"stall": stall, 
 
 def run(model: Path, store: Path, seed: int, measures: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Some of the measurements, in one engine; each as ``{name: what it returns}``."""
-    extra = {"store": f"file://{store}", "recompute_ratio": 0.15, "refresh_s": 3600}
+    extra = {"store": f"file://{store}", "recompute_ratio": 0.15, "refresh_s": 3600, "lookup_timeout_s": PATIENT_S}
     options: dict[str, Any] = {"block_size": _BLOCK_SIZE, "num_gpu_blocks_override": 500, "max_model_len": 8192}
     engine = Engine(model, extra, enable_prefix_caching=True, **options)
     for name in measures:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cacheblend.bench.faults.engine import Answer, Engine, Request, is_same
+from cacheblend.bench.faults.engine import PATIENT_S, Answer, Engine, Request, is_same
 from cacheblend.bench.faults.prompts import Texts
 from cacheblend.bench.faults.scenes import Scene, draw, plain_twins
 
@@ -83,6 +83,7 @@ def play(
         "store": f"file://{store}",
         "recompute_ratio": setting.ratio,
         "refresh_s": 3600,
+        "lookup_timeout_s": PATIENT_S,
         "check_layers": [1],
     }
     if setting.budget_row_layers is not None:

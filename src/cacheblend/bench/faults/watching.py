@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,18 +49,23 @@ class Watched:
         """The sum of a count over trials."""
         return sum(int(line.get(key, 0)) for line in self.lines)
 
-    def described(self) -> dict[str, Any]:
-        """What is written beside the counts."""
+    @property
+    def failed(self) -> Counter[str]:
+        """What failed in the trials, by reason."""
+        return sum((Counter(line.get("failed", {})) for line in self.lines), Counter[str]())
+
+    def described(self, *, injects: bool = True) -> dict[str, Any]:
+        """What is written beside the counts. `injects`: a blend that fails is not remarkable."""
         return {
             "trials": len(self.lines),
             "is_complete": self.is_complete,
-            "remarkable": self.remarkable()[:20],
+            "remarkable": self.remarkable(injects=injects)[:20],
             "words": self.words,
         }
 
-    def remarkable(self) -> list[dict[str, Any]]:
+    def remarkable(self, *, injects: bool = True) -> list[dict[str, Any]]:
         """Trials in which something went wrong."""
-        keys = ("wrong", "hung", "polluted", "left")
+        keys = ("wrong", "hung", "polluted", "left", *(() if injects else ("failed",)))
         return [line for line in self.lines if any(line.get(key) for key in keys)] + self.lost
 
 

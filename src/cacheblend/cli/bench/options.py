@@ -11,6 +11,7 @@ from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile
 from cacheblend.cli.output import check_outputs, console, print_json, progress, write_json
 from cacheblend.cli.selection_options import SelectionOptions
 from cacheblend.cli.values import numbers
+from cacheblend.core.failures import failed_since, failures, in_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from cacheblend.bench.ttft import TtftSettings
     from cacheblend.cli.options import ModelOrShape
     from cacheblend.core.select.selection import Selection
+
+_before: dict[str, int] = {}  # what had failed in this process before the benchmark began
 
 WHAT, HOW = "What is measured", "How it is measured"
 DEFAULT_SHAPE = "qwen2.5-0.5b"
@@ -108,15 +111,31 @@ class ResultOptions:
     def check(self) -> None:
         """Raises `InvalidInputError` where the file cannot be written: before minutes of measuring."""
         check_outputs(self.json_file)
+        _before.clear()
+        _before.update(failures())
 
     def show(self, shown: "Table | str", result: dict[str, Any]) -> None:
-        """Prints and writes the result."""
+        """Prints and writes the result, with what failed since `check` as `failed_blends`.
+
+        Raises:
+            CacheBlendError: something failed, so that a speed says nothing of blending; the file has been written.
+        """
+        failed = failed_since(_before)
+        result = {**result, "failed_blends": sum(failed.values())} | ({"failed": failed} if failed else {})
         if self.json_file is not None:
             write_json(self.json_file, result)
+        if failed:
+            from cacheblend.core.errors import CacheBlendError
+
+            raise CacheBlendError(
+                f"no figures are shown, for they are not those of blending: {in_words(failed)} failed while it was "
+                "measured and was computed in full; the logs of this command and of its servers say why"
+            )
         if self.json:
             print_json(result)
         else:
             console().print(shown)
+            console().print("failed_blends: 0")
 
 
 def prompt_settings(model: "ModelOrShape", **settings: Any) -> "TtftSettings":

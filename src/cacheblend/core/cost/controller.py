@@ -280,4 +280,4 @@ class _Taken:
             self.names.add(span.name)
             counts = self.by_tier.setdefault(span.tier, [0, 0])
             counts[0] += 1
-            counts[1] += span.record_tokens or len(span)
+            counts[1] += span.record_tokens

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
+from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.asking import Asking, OverRanks
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.recurrent import Recurrence
@@ -200,6 +201,7 @@ class BlendedPrefill:
             is_late = isinstance(error, LoadTimeoutError)
             if not is_late:
                 self._fallbacks.append(str(error))
+                count_failure(LOST_BLOCK)
             self._restarts += self._rows.has_dropped
             self.close()
             names = {span.name for span in self._plan.spans} if self._restarts > 1 else error.names

@@ -92,7 +92,7 @@ class PlacedSpans(NamedTuple):
         pieces = [
             Piece(
                 indices[span.name],
-                span.record_tokens or len(span),
+                span.record_tokens,
                 span.record_start,
                 span.start,
                 len(span),

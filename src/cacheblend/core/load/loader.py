@@ -73,7 +73,7 @@ class LayerLoader:
         read_ahead: 0 loads in the caller's thread, unless there is a budget.
         overlap: copy prefetched layers while earlier ones compute; None: on CUDA only.
         heads: the KV heads to read (of a tensor-parallel rank); `layout` has only these heads.
-        codec: of the chunks' records; blocks of the exact prefix are never compressed.
+        codec: of the chunks' records; see `Span.is_raw`.
         resident: gives the rows of the plan's span `RESIDENT` for a layer, [kv_heads, 2, n, head_dim] on the device.
         threads: where the store is read; `close` does not wait for it. None: in a thread of its own, and `close` waits.
         ahead_bytes: of buffers that are loaded ahead at most, but always one layer's; None: `AHEAD_BYTES`.
@@ -117,10 +117,14 @@ class LayerLoader:
         self._resident = resident if len(self._spans) < len(found) else None
         self._most_ahead = self._layers_of(AHEAD_BYTES if ahead_bytes is None else ahead_bytes)
         self._read_ahead = min(read_ahead, self._most_ahead)
-        exact, reused = ([s for s in self._spans if (s.source is Source.LOADED) == is_reused] for is_reused in (0, 1))
-        self._exact, self._reused = PlacedSpans.of(exact, "raw"), PlacedSpans.of(reused, codec)
+        self._exact = PlacedSpans.of([s for s in self._spans if s.source is Source.PREFIX], "raw")
+        reused = [s for s in self._spans if s.source is Source.LOADED]
+        self._reused = [  # behind a lost block the rest of the exact prefix is reused like a chunk
+            PlacedSpans.of([s for s in reused if s.is_raw == is_raw], kept)
+            for is_raw, kept in ((True, "raw"), (False, codec))
+        ]
         self._next = 0  # the first layer that has not been asked for
-        blocks = {s.name: s.record_tokens or len(s) for s in self._spans}
+        blocks = {s.name: s.record_tokens for s in self._spans}
         self._tiers = {s.tier for s in self._spans}
         at_once = AT_ONCE_TO_DEVICE if self._overlap else AT_ONCE
         self._read_size = ReadSize(layout, max(blocks.values(), default=1), sum(blocks.values()), at_once)
@@ -333,7 +337,8 @@ class LayerLoader:
         self._staging.wait(allocated, () if allocated is None else (kv.keys, kv.values))
         self._exact.fill(kv, on_device, None)
         if index >= self._first_reused_layer:
-            self._reused.fill(kv, on_device, self._rotations[index])
+            for placed in self._reused:
+                placed.fill(kv, on_device, self._rotations[index])
         done = self._staging.now()
         if read.lease is not None:
             self._staging.hold(done, read.records.values())

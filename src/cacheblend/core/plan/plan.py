@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.naming import BlockName, TokenIds, block_name
 from cacheblend.core.plan.prompt import Prompt, Segment
 
@@ -38,7 +39,7 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Span:
-    """One block's rows in the prompt.
+    """Rows of one block in the prompt. `part` cuts it, and nothing else does.
 
     Attributes:
         start: first position.
@@ -50,9 +51,13 @@ class Span:
         stored_start: position at which the stored keys were rotated.
         segment: index of the segment it belongs to.
         chunk_offset: place of its first token inside that segment.
-        record_start: its first row in the stored block; above 0 where a run begins inside a block.
-        record_tokens: tokens of the stored block, where they are more than this span; 0: they are this span.
+        record_tokens: tokens of the stored block; of one that is not held, as far as the span shows.
+        record_start: its first row in the stored block; above 0 where a run, or a part of a span, begins inside it.
+        is_raw: its record is not compressed, whatever the chunks' codec: it was found in the prompt's own chain.
         tier: from which the store would read it; empty if it is not held.
+
+    Raises:
+        CacheBlendError: the stored block has no such rows: a mistake of whoever made the span, not of a client.
     """
 
     start: int
@@ -64,12 +69,39 @@ class Span:
     stored_start: int
     segment: int
     chunk_offset: int
+    record_tokens: int
     record_start: int = 0
-    record_tokens: int = 0
+    is_raw: bool = False
     tier: str = ""
+
+    def __post_init__(self) -> None:
+        if self.record_start < 0 or not 0 < len(self) <= self.record_tokens - self.record_start:
+            raise CacheBlendError(
+                f"rows {self.start} to {self.stop} of a prompt cannot be rows {self.record_start} and following of a "
+                f"block of {self.record_tokens} tokens"
+            )
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """All rows of its block, whose name then says what they are."""
+        return len(self) == self.record_tokens
+
+    def part(self, start: int, stop: int) -> "Span":
+        """Its rows from position `start` up to `stop` of the prompt; raises `CacheBlendError` if it lacks some."""
+        if not self.start <= start < stop <= self.stop:
+            raise CacheBlendError(f"rows {start} to {stop} are not among those from {self.start} to {self.stop}")
+        before = start - self.start
+        return replace(
+            self,
+            start=start,
+            stop=stop,
+            stored_start=self.stored_start + before,
+            chunk_offset=self.chunk_offset + before,
+            record_start=self.record_start + before,
+        )
 
 
 @dataclass(frozen=True)
@@ -106,7 +138,11 @@ class BlendPlan:
     @property
     def publishable(self) -> list[Span]:
         """Spans that this request computes and may store: all KV in front of them is exact."""
-        return [s for s in self.spans if s.source is Source.TEXT and s.storable and s.name not in self.left_out]
+        return [
+            s
+            for s in self.spans
+            if s.source is Source.TEXT and s.storable and s.is_whole and s.name not in self.left_out
+        ]
 
     @cached_property
     def candidate_rows(self) -> npt.NDArray[np.int64]:
@@ -181,17 +217,21 @@ class BlendPlan:
 
     def with_resident(self, stop: int) -> "BlendPlan":
         """The plan if the engine already holds the first `stop` rows: a span `RESIDENT` that is read from no store."""
-        held = [span for span in self.spans if span.start < stop]
-        first, rest = held[-1], [span for span in self.spans if span.start >= stop]
-        resident = replace(
-            first, start=0, stop=stop, source=Source.PREFIX, name=RESIDENT, stored_start=0, storable=False
+        last = next(span for span in self.spans if span.stop >= stop)
+        resident = Span(
+            start=0,
+            stop=stop,
+            source=Source.PREFIX,
+            name=RESIDENT,
+            parent=RESIDENT,
+            storable=False,
+            stored_start=0,
+            segment=last.segment,
+            chunk_offset=0,
+            record_tokens=stop,
         )
-        spans = [replace(resident, chunk_offset=0, record_start=0, tier="")]
-        if stop < first.stop:
-            moved = stop - first.start
-            cut = replace(first, start=stop, stored_start=first.stored_start + moved)
-            spans.append(replace(cut, chunk_offset=cut.chunk_offset + moved, record_start=cut.record_start + moved))
-        return replace(self, spans=(*spans, *rest))
+        rest = (span.part(max(stop, span.start), span.stop) for span in self.spans if span.stop > stop)
+        return replace(self, spans=(resident, *rest))
 
     def without(self, lost: Iterable[BlockName] | Literal["all"]) -> "BlendPlan":
         """The plan after blocks were lost: their rows are misses, or text.
@@ -240,7 +280,7 @@ class BlendPlan:
         ends, above = dict[int, BlockName](), None
         for span in self.spans:
             segment = self.prompt.segments[span.segment]
-            if not (span.storable or (chunks and segment.is_chunk and segment.found_in is None)):
+            if not span.is_whole or not (span.storable or (chunks and segment.is_chunk and segment.found_in is None)):
                 break
             if above is not None and span.parent != above:
                 break
@@ -251,7 +291,7 @@ class BlendPlan:
         """The plan of the prompt without its last token, which an engine computes itself; at least two tokens."""
         *spans, last = self.spans
         if len(last) > 1:
-            spans.append(replace(last, stop=last.stop - 1, record_tokens=last.record_tokens or len(last)))
+            spans.append(last.part(last.start, last.stop - 1))
         *segments, end = self.prompt.segments
         if len(end) > 1:
             segments.append(replace(end, token_ids=end.token_ids[:-1]))

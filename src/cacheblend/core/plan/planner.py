@@ -117,13 +117,22 @@ class Planner:
         for span, tokens, chain in blocks:
             in_prefix = in_prefix and _holds(entries[chain], tokens)
             if in_prefix:
-                span = replace(span, source=Source.PREFIX, name=chain, parent=above, stored_start=span.start)
-                span = replace(span, record_start=0, tier=_tier(entries[chain]))
+                span = replace(
+                    span,
+                    source=Source.PREFIX,
+                    name=chain,
+                    parent=above,
+                    stored_start=span.start,
+                    record_tokens=len(tokens),
+                    record_start=0,
+                    is_raw=True,
+                    tier=_tier(entries[chain]),
+                )
             elif span.source is Source.MISS:
                 entry, is_run = entries[span.name], prompt.segments[span.segment].found_in is not None
-                if _holds_run(entry, tokens, span.record_start) if is_run else _holds(entry, tokens):
-                    whole = len(entry.token_ids) if entry else 0
-                    span = replace(span, source=Source.LOADED, record_tokens=whole, tier=_tier(entry))
+                is_held = _holds_run(entry, tokens, span.record_start) if is_run else _holds(entry, tokens)
+                if entry is not None and is_held:
+                    span = replace(span, source=Source.LOADED, record_tokens=len(entry.token_ids), tier=_tier(entry))
             above = chain
             spans.append(span)
         return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans))
@@ -183,6 +192,7 @@ class Planner:
                     stored_start=piece.stored_start,
                     segment=index,
                     chunk_offset=offset,
+                    record_tokens=piece.record_start + len(tokens),
                     record_start=piece.record_start,
                 )
                 blocks.append(_Placed(span, tokens, chain))

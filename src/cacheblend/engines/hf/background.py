@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.failures import count_failure
 
 QUIET_S = 0.05
 """Seconds without a request before idle work goes on: in the gaps of a steady stream it would slow each request."""
@@ -221,6 +222,7 @@ class Background:
             work()
         except Exception:
             self.failed += 1
+            count_failure("background work")
             logger.warning("background work failed; its request is not affected", exc_info=True)
         finally:
             with self._changed:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
+from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.recurrent import Recurrence
 from cacheblend.core.layers.runner import LayerRunner
 from cacheblend.core.naming import BlockName, state_name
@@ -123,6 +124,7 @@ class Resuming(Recurrence):
                 break  # the budget has noted it
             if isinstance(found, BlockLostError):
                 self.lost.append(f"the states at position {stop}: {found.reason}")
+                count_failure(LOST_BLOCK)
             elif (states := self._format.decode(found, self._device)) is not None:
                 return stop, states
         return 0, {}

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from cacheblend.core.errors import check_type
+from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.engines.hf.decode import Decoding, compute_logits
@@ -130,6 +131,7 @@ class Scheduler:
             self._round()
         except Exception as error:  # in the scheduler itself: no request may wait forever
             logger.exception("the scheduler failed; all its requests end")
+            count_failure("scheduler")
             self._end_all(error)
 
     # ---- the thread -------------------------------------------------------------------------------------
@@ -323,6 +325,7 @@ class Scheduler:
             ticket.on_event(DoneEvent(ticket.report, error))
         except Exception:
             logger.exception("a request's last event could not be delivered")
+            count_failure("scheduler")
 
     def _leave(self, ticket: Ticket) -> None:
         """Lets go of what a request holds, and completes its report."""
@@ -345,6 +348,7 @@ class Scheduler:
                 prefill.close()
         except Exception:
             logger.exception("a prefill could not be closed")
+            count_failure("scheduler")
         watched, ticket.watched = ticket.watched, None
         if watched is not None and self._engine.shadow is not None:
             self._engine.shadow.submit(watched)

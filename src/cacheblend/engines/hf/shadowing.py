@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from cacheblend.core.failures import CHECK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
@@ -178,6 +179,7 @@ class ShadowCheck:
         except Exception as error:
             logger.warning("a shadow check failed; its request is not affected", exc_info=True)
             self.watch.drop(FAILED)
+            count_failure(CHECK)
             self._end()
             if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
                 torch.cuda.empty_cache()  # requests need some of it

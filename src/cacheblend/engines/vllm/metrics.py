@@ -5,6 +5,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.vllm import shadow_metrics
@@ -12,6 +13,7 @@ from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorSt
 from cacheblend.engines.vllm.compat_model import connector_settings
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.jobs import BlendOutcome
+from cacheblend.engines.vllm.reasons import DECISIONS, LOST_BLOCK, NOT_WRITTEN
 
 HIT_TOKENS, FALLBACKS, NOT_BLENDED = "hit_tokens", "fallbacks", "not_blended"
 
@@ -45,8 +47,10 @@ class Counts:
             self._values.setdefault(name, {}).update(values)
 
     def add_fallback(self, reason: str) -> None:
-        """Counts stored KV that was computed instead of reused, or not stored."""
+        """Counts stored KV that was computed instead of reused, or not stored; see `reasons`."""
         self.add_by(FALLBACKS, reason, 1)
+        if reason not in DECISIONS and reason not in (LOST_BLOCK, NOT_WRITTEN):  # who met these has counted them
+            count_failure(reason)
 
     def add_not_blended(self, reason: str) -> None:
         """Counts a request that vLLM computed."""
@@ -71,7 +75,7 @@ class Counts:
         self.add("wait_seconds", result.report.wait_s)
         self.add("blend_seconds", outcome.seconds)
         for _ in result.report.fallbacks:
-            self.add_fallback("block lost")
+            self.add_fallback(LOST_BLOCK)
 
     def take(self) -> "BlendStats | None":
         """The counts since the last call; None if there are none."""

@@ -15,9 +15,7 @@ from typing import Any
 
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.engines.vllm.jobs import Adapter, AdapterSeen
-
-UNUSABLE = "LoRA not loaded"
-SLOW = "LoRA not loaded in time"
+from cacheblend.engines.vllm.reasons import ADAPTER_SLOW, ADAPTER_UNUSABLE
 
 
 class AdapterUnusableError(CacheBlendError):
@@ -74,9 +72,9 @@ class RequestAdapters:
             self._ask(request)
         known = self._known[int(request.lora_request.lora_int_id)]
         if known.error:
-            raise AdapterUnusableError(UNUSABLE, known.error)
+            raise AdapterUnusableError(ADAPTER_UNUSABLE, known.error)
         if known.adapter is None and time.monotonic() - self._came[request.request_id] > self._timeout_s:
-            raise AdapterUnusableError(SLOW, f"the workers have not loaded it in {self._timeout_s} s")
+            raise AdapterUnusableError(ADAPTER_SLOW, f"the workers have not loaded it in {self._timeout_s} s")
         return known.adapter and replace(known.adapter, request=request.lora_request)
 
     def forget(self, request: Any) -> None:

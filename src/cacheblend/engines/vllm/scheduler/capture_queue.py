@@ -15,6 +15,7 @@ from cacheblend.core.load.capture import manifest_of
 from cacheblend.core.naming import BlockName
 from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.reasons import QUEUE_FULL, TOO_LARGE
 
 STUCK_S = 10.0
 """Seconds without a finished chunk after which the rest waits for the next request."""
@@ -123,13 +124,13 @@ class CaptureQueue:
 
     def _add(self, job: CaptureJob, missed_at: float) -> bool:
         if len(self._unfinished) >= self._limit:  # before names are computed
-            self._counts.add_fallback("capture queue full")
+            self._counts.add_fallback(QUEUE_FULL)
             return False
         chunk_id = manifest_of(job.chunk, job.planner, "").chunk_id
         if chunk_id in self._unfinished or self._finished_at.get(chunk_id, 0.0) > missed_at:
             return chunk_id in self._unfinished  # another request missed it as well
         if self._most_tokens and len(job.chunk) > self._most_tokens:
-            self._counts.add_fallback("capture too large")
+            self._counts.add_fallback(TOO_LARGE)
             return False
         if not self._queued and not self._sent:
             self._progress_at = time.monotonic()

@@ -22,7 +22,8 @@ from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm import shadow_metrics as names
 from cacheblend.engines.vllm.jobs import Adapter, CheckJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.scheduler.tracking import BEYOND_WINDOW, RESET, Tracked
+from cacheblend.engines.vllm.reasons import RESET
+from cacheblend.engines.vllm.scheduler.tracking import BEYOND_WINDOW, Tracked
 
 IDLE_S = 10.0
 """Seconds without a request in which the check keeps vLLM stepping: it waits for that before it pauses or ends."""

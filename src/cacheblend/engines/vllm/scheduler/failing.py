@@ -4,8 +4,8 @@ import logging
 from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreError
+from cacheblend.engines.vllm.reasons import BAD_SPANS, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError
-from cacheblend.engines.vllm.scheduler.tracking import SLOW_STORE
 
 logger = logging.getLogger("cacheblend.vllm")
 
@@ -30,7 +30,7 @@ def failure_of(error: Exception, request_id: str) -> Failure:
     where = f"request {request_id} is not blended"
     if isinstance(error, InvalidInputError):
         logger.warning("%s: %s", where, error)
-        return Failure("bad spans", "bad parameters", str(error))
+        return Failure(BAD_SPANS, "bad parameters", str(error))
     if isinstance(error, AdapterUnusableError):
         logger.warning("%s: its LoRA adapter: %s", where, error)
         return Failure(error.reason, error.reason, str(error))
@@ -39,6 +39,6 @@ def failure_of(error: Exception, request_id: str) -> Failure:
         return Failure(SLOW_STORE, SLOW_STORE)
     if isinstance(error, StoreError | OSError):
         logger.warning("%s: %s", where, error)
-        return Failure("store", "store")
+        return Failure(UNREADABLE, UNREADABLE)
     logger.error(where, exc_info=error)
     return Failure(type(error).__name__, type(error).__name__)

@@ -26,6 +26,7 @@ from cacheblend.engines.settings import Settings
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.reasons import SLOW_STORE
 from cacheblend.engines.vllm.scheduler.adapters import named
 from cacheblend.engines.vllm.scheduler.block_names import salt_of
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
@@ -34,7 +35,7 @@ from cacheblend.engines.vllm.scheduler.controlling import LoadControl
 from cacheblend.engines.vllm.scheduler.lookups import LookUp, LookUps
 from cacheblend.engines.vllm.scheduler.options import RequestOptions
 from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
-from cacheblend.engines.vllm.scheduler.tracking import NOTHING_STORED, SLOW_STORE, Found, Tracked
+from cacheblend.engines.vllm.scheduler.tracking import NOTHING_STORED, Found, Tracked
 from cacheblend.store import KVStore
 
 LONG_PROMPT = 1024

@@ -23,6 +23,7 @@ from cacheblend.engines.vllm.compat_prefix import PrefixCache, salt_from
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.reasons import SLOW_STORE
 from cacheblend.engines.vllm.scheduler.adapters import RequestAdapters
 from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
@@ -39,7 +40,6 @@ from cacheblend.engines.vllm.scheduler.tracking import (
     NOTHING_STORED,
     OTHER_CONNECTOR,
     SHARED,
-    SLOW_STORE,
     SLOWER_TO_LOAD,
     Tracked,
 )

@@ -14,6 +14,7 @@ from cacheblend.core.naming import TokenIds
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
+from cacheblend.engines.vllm.reasons import RESET
 from cacheblend.engines.vllm.scheduler.block_names import first_loaded
 from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import KEY, RequestOptions
@@ -24,10 +25,8 @@ HELD_BY_VLLM = "prefix cache has it"
 SHARED = "prefix cache has it, blended"
 BEYOND_WINDOW = "beyond the sliding window"
 OTHER_CONNECTOR = "another connector has it"
-SLOW_STORE = "slow store"
 FULL_RECOMPUTE = "full recompute"
 SLOWER_TO_LOAD = "slower to load than to compute"
-RESET = "cache reset"
 
 _HELD = (Source.PREFIX, Source.LOADED)
 

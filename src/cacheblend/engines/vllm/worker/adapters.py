@@ -16,11 +16,10 @@ from typing import Any
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.engines.vllm.compat_lora import NO_ADAPTER, LoadedAdapters
 from cacheblend.engines.vllm.jobs import Adapter, AdapterSeen
+from cacheblend.engines.vllm.reasons import ADAPTER_CHANGED
 from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.engines.vllm.worker.tasks import READY, WAITING
 
-NO_SLOT = "no LoRA slot"
-CHANGED = "LoRA changed"
 logger = logging.getLogger("cacheblend.vllm")
 
 
@@ -31,7 +30,7 @@ class AdapterChangedError(CacheBlendError):
         reason: of figures and answers.
     """
 
-    reason = CHANGED
+    reason = ADAPTER_CHANGED
 
     def __init__(self, name: str) -> None:
         super().__init__(f"vLLM has replaced the weights of the LoRA adapter {name!r} meanwhile")

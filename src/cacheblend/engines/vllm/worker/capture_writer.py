@@ -19,6 +19,7 @@ from cacheblend.core.load.threads import DaemonPool
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.reasons import NOT_WRITTEN
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.store import KVStore
@@ -85,6 +86,7 @@ class CaptureWriter:
             self._unfinished.append(self._storing.submit(self._store, copied))
         except RuntimeError as error:  # no more threads
             logger.warning("a missed chunk is not stored: %s", error)
+            self._counts.add_fallback(type(error).__name__)
             self.count_done()
 
     def count_done(self) -> None:
@@ -115,9 +117,10 @@ class CaptureWriter:
             if self._keeper.keep(chunk):
                 self._counts.add("captured_tokens", len(chunk.manifest.token_ids))
             else:
-                self._counts.add_fallback("store write")
-        except Exception:
+                self._counts.add_fallback(NOT_WRITTEN)
+        except Exception as error:
             logger.exception("a missed chunk is not stored")
+            self._counts.add_fallback(type(error).__name__)
         finally:
             self.count_done()
 

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend.core.failures import CHECK, count_failure
 from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.plan.planner import Planner
 from cacheblend.engines.shadow import FAILED, MOST_WAITING, QUEUE_FULL, Compared, compare
 from cacheblend.engines.vllm.jobs import CheckJob, StepJobs
-from cacheblend.engines.vllm.worker.adapters import NO_SLOT, WorkerAdapters
+from cacheblend.engines.vllm.reasons import NO_SLOT
+from cacheblend.engines.vllm.worker.adapters import WorkerAdapters
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.opening import Opener
 from cacheblend.engines.vllm.worker.ranks import RankFailedError, Ranks
@@ -192,6 +194,7 @@ class AnswerChecks:
         else:
             logger.warning("a shadow check failed; its request is not affected", exc_info=error)
         self._ended[job.number] = FAILED
+        count_failure(CHECK)
         let_go(error, self._device)
 
     def _now(self) -> float:

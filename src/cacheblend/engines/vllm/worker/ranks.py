@@ -22,6 +22,7 @@ from typing import Literal, Protocol
 import torch
 
 from cacheblend.core.errors import CacheBlendError
+from cacheblend.engines.vllm.reasons import RANK_FAILED
 
 FINE, LOST, FAILED = 0, 1, 2
 """A rank's state in an exchange: nothing happened, it lost a block, it failed. The worst counts for all ranks."""
@@ -37,7 +38,7 @@ class RankFailedError(CacheBlendError):
         reason: of figures and answers.
     """
 
-    reason = "another rank failed"
+    reason = RANK_FAILED
 
     def __init__(self) -> None:
         super().__init__("another tensor-parallel rank failed; its log has the error")

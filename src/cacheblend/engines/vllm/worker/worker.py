@@ -29,7 +29,8 @@ from cacheblend.engines.shadow import CLOSED
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.worker.adapters import NO_SLOT, AdapterChangedError, WorkerAdapters
+from cacheblend.engines.vllm.reasons import NO_SLOT, RESET, SLOW_STORE, UNREADABLE
+from cacheblend.engines.vllm.worker.adapters import AdapterChangedError, WorkerAdapters
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.checking import AnswerChecks
 from cacheblend.engines.vllm.worker.groups import LayerGroups
@@ -44,7 +45,6 @@ from cacheblend.store import KVStore
 IDLE_TIMES = 2  # budgets of a step in which vLLM computes nothing: no token waits for it
 READ_TIMEOUT_S = 10.0
 WRITER_S = 0.01  # that an idle step waits for the chunk being written, so that an idle engine does not spin
-SLOW_STORE, UNREADABLE, RESET = "slow store", "store", "cache reset"
 logger = logging.getLogger("cacheblend.vllm")
 
 

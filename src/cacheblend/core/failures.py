@@ -1,0 +1,39 @@
+"""What failed in this process and was mended, by reason: answers are right, and what blending gains is lost.
+
+The method does not read it. Tests and benchmarks do, since nobody else notices: a time with a failed blend in it is not
+one of blending. What was decided (a wrong request, a limit) is no failure.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+LOST_BLOCK = "block lost"
+NOT_WRITTEN = "store write"
+CHECK = "shadow check"
+
+_lock = threading.Lock()
+_counts = Counter[str]()
+
+
+def count_failure(reason: str, times: int = 1) -> None:
+    """Counts what failed; from any thread."""
+    with _lock:
+        _counts[reason] += times
+
+
+def failures() -> dict[str, int]:
+    """All that failed since the process began, by reason."""
+    with _lock:
+        return dict(_counts)
+
+
+def failed_since(before: Mapping[str, int]) -> dict[str, int]:
+    """What failed since `failures` returned that."""
+    more = {reason: count - before.get(reason, 0) for reason, count in failures().items()}
+    return {reason: count for reason, count in more.items() if count}
+
+
+def in_words(failed: Mapping[str, float]) -> str:
+    """As in "3 block lost, 1 RuntimeError"."""
+    return ", ".join(f"{count:g} {reason}" for reason, count in sorted(failed.items()))

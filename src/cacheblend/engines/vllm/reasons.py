@@ -1,0 +1,49 @@
+"""Why stored KV was not reused, or missed chunks were not stored: reasons of `fallbacks`. Imports no vLLM.
+
+An error that nobody expected has its type's name as the reason.
+"""
+
+from collections.abc import Mapping
+
+from cacheblend.core.failures import LOST_BLOCK, NOT_WRITTEN
+from cacheblend.core.load.budget import LOAD_TIMEOUT
+
+BAD_SPANS = "bad spans"
+RESET = "cache reset"
+QUEUE_FULL = "capture queue full"
+TOO_LARGE = "capture too large"
+ADAPTER_CHANGED = "LoRA changed"
+
+SLOW_STORE = "slow store"
+UNREADABLE = "store"
+NO_SLOT = "no LoRA slot"
+ADAPTER_UNUSABLE = "LoRA not loaded"
+ADAPTER_SLOW = "LoRA not loaded in time"
+RANK_FAILED = "another rank failed"
+
+DECISIONS = frozenset({BAD_SPANS, RESET, QUEUE_FULL, TOO_LARGE, ADAPTER_CHANGED, LOAD_TIMEOUT})
+"""A client's or an operator's doing, or a limit that was set. Every other reason is a failure."""
+
+__all__ = [
+    "ADAPTER_CHANGED",
+    "ADAPTER_SLOW",
+    "ADAPTER_UNUSABLE",
+    "BAD_SPANS",
+    "DECISIONS",
+    "LOAD_TIMEOUT",
+    "LOST_BLOCK",
+    "NOT_WRITTEN",
+    "NO_SLOT",
+    "QUEUE_FULL",
+    "RANK_FAILED",
+    "RESET",
+    "SLOW_STORE",
+    "TOO_LARGE",
+    "UNREADABLE",
+    "failed",
+]
+
+
+def failed(fallbacks: Mapping[str, float]) -> dict[str, float]:
+    """Those of `fallbacks` that are no decisions and were counted."""
+    return {reason: count for reason, count in fallbacks.items() if count and reason not in DECISIONS}
