@@ -32,6 +32,8 @@ class BlendReport:
             mode decided so.
         decision: the loading controller's reason, for display; empty without a controller.
         fallbacks: reasons why less was reused than planned, one line each.
+        changed_contents: texts of a chat that its template trimmed, escaped, repeated, dropped or else changed: the
+            prompt has what they became.
         saveable_share: of a model with recurrent layers, the share of its layers in which rows behind the exact prefix
             can be left out at all; the others compute every row. None: it has no such layers.
     """
@@ -57,6 +59,7 @@ class BlendReport:
     decision: str = ""
     fallbacks: list[str] = field(default_factory=list)
     saveable_share: float | None = None
+    changed_contents: int = 0
 
     @property
     def loaded_tokens(self) -> int:
