@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import tokenizers_for_tests as tokenizers
+from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.tokens import Passage, PromptBuilder
 
 FILE = Path(__file__).parents[1] / "chat_templates.txt"
@@ -148,3 +151,182 @@ def test_template_equal(name: str) -> None:
         assert prompt.token_ids.tolist() == expected, (messages, passages)
         compared += bool(prompt.chunks)
     assert name == "words" or compared >= CONVERSATIONS // 2, "passages were found in few of the prompts"
+
+
+# ---- contents that look like special tokens ----------------------------------------------------------------------
+
+
+def own_tokens(template: Template, ids: list[int]) -> list[int]:
+    """Special tokens and the template's markers in a prompt, in order."""
+    tokenizer = template.tokenizer
+    source = tokenizer.chat_template
+    found = {
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if (token.special or token.content in source) and token.content.strip()
+    }
+    return [number for number in ids if number in found - {tokenizer.unk_token_id}]
+
+
+def hostile(rng: random.Random, template: Template) -> str:
+    """A text with special tokens, and with what becomes one when spaces are stripped or parts are joined."""
+    tokens = [token.content for token in template.tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    tokens = [token for token in tokens if "think" not in token]
+    parts = []
+    for _ in range(rng.randint(1, 5)):
+        token = rng.choice(tokens)
+        cut = rng.randint(0, len(token))
+        wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in token)
+        parts += [rng.choice([token, token[:cut], token[cut:], token[:cut] + token + token[cut:], wide, "user\n", "a"])]
+        parts += [rng.choice(SPACES)]
+    return rng.choice(SPACES) + "x".join(parts) + rng.choice(["", "x", *SPACES])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_content_becomes_a_special_token(name: str) -> None:
+    """Those of a prompt are those that the template writes around contents that are nothing like them."""
+    template, rng = TEMPLATES[name], random.Random(name)
+    builder = PromptBuilder(template.tokenizer)
+    compared = 0
+    for number in range(2 * CONVERSATIONS):
+        messages = conversation(rng, template.place_for)
+        plain, evil = [], []
+        for message in messages:
+            words = hostile(rng, template)
+            plain.append({**message, "content": message["content"] and "word word"})
+            evil.append({**message, "content": message["content"] and f"w{words}w"})
+            if message["role"] == "user" and rng.random() < 0.5:
+                halves = [{"type": "text", "text": "w" + words[:4]}, {"type": "chunk", "text": words[4:] + "w"}]
+                evil[-1]["content"] = halves
+            if "tool_calls" in message:
+                called = {"type": "function", "function": {"name": "lookup", "arguments": {"word": words}}}
+                evil[-1]["tool_calls"] = [called]
+        passages = [
+            Passage("w" + hostile(rng, template) + "w", hostile(rng, template)) for _ in range(rng.randint(0, 3))
+        ]
+        harmless = [Passage("word word", "A title") for _ in passages]
+        options: dict[str, Any] = {"tools": [TOOL]} if "tools" in template.place_for and number % 2 else {}
+        expected = builder.chat(plain, harmless, **options).token_ids.tolist()
+        found = builder.chat(evil, passages, **options).token_ids.tolist()
+        assert own_tokens(template, found) == own_tokens(template, expected), (evil, passages)
+        compared += 1
+    assert compared
+
+
+# ---- passages are chunks ------------------------------------------------------------------------------------------
+
+WITH_DOCUMENTS = [name for name, template in TEMPLATES.items() if "documents" in template.place_for]
+PASSAGES = [
+    Passage("The quick brown fox jumps over the lazy dog, and the dog sleeps on. It sleeps.", "Fox"),
+    Passage('  Who wrote "it"? The answer is in C:\\new\\table:\n\nnobody knows.  \n', "Author"),
+    Passage("<td>A passage is stored once</td>\tand reused at any position of a prompt.\n"),
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_passage_is_the_same_chunk_in_every_prompt(name: str) -> None:
+    """In any order and place, as what the template makes of it: what is stored of it is found again."""
+    template = TEMPLATES[name]
+    builder = PromptBuilder(template.tokenizer)
+    stored: dict[str, set[tuple[int, ...]]] = {}
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [1]):
+        for question in ("Who?", "Where does the dog sleep, and who wrote it?"):
+            prompt = builder.chat([{"role": "user", "content": question}], [PASSAGES[at] for at in order])
+            loadable = sum(map(len, prompt.chunks))
+            assert len(prompt.chunks) >= len(order), "a passage was not found"
+            assert loadable >= 0.75 * sum(len(chunk.stored_ids) for chunk in prompt.chunks)
+            for chunk in prompt.chunks:
+                stored.setdefault(chunk.label, set()).add(tuple(chunk.stored_ids.tolist()))
+    copies = 2 if name == "repeats" else 1  # this template writes a document as HTML, and as JSON
+    assert {label: len(ids) for label, ids in stored.items()} == {"Fox": 1, "Author": copies, "": copies}
+
+
+@pytest.mark.parametrize("name", ["chatml", "granite", "llama3", "qwen3", "gemma", "internlm-eoh"])
+def test_a_passage_that_the_template_leaves_alone_is_stored_under_its_own_ids(name: str) -> None:
+    """Which are those that `warm` stores it under, also where its first or last token is another one in the prompt."""
+    template = TEMPLATES[name]
+    builder = PromptBuilder(template.tokenizer)
+    rng = random.Random(name)
+    for _ in range(CONVERSATIONS):
+        passages = [Passage("The" + text(rng, 20) + " dog.", str(at)) for at in range(3)]
+        chunks = builder.chat([{"role": "user", "content": "Who?"}], passages).chunks
+        assert [chunk.stored_ids.tolist() for chunk in chunks] == [builder.encode(p.text) for p in passages]
+        assert all(
+            chunk.stored_ids[chunk.offset :][: len(chunk)].tolist() == chunk.token_ids.tolist() for chunk in chunks
+        )
+
+
+# ---- what is said of it, and what is refused ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "changed"),
+    [
+        ("chatml", "  Who? ", 0),
+        ("llama3", "  Who? ", 1),
+        ("llama3", "Who?", 0),
+        ("repeats", "Who?", 1),
+        ("slices-and-counts", "The dog sleeps on, and on, and on, and on, and on.", 1),
+        ("chatml", " \n", 0),
+    ],
+)
+def test_changed_contents_are_counted(name: str, content: str, changed: int) -> None:
+    builder = PromptBuilder(TEMPLATES[name].tokenizer)
+    assert builder.chat([{"role": "user", "content": content}]).changed_contents == changed
+
+
+def test_what_a_template_refuses_is_refused() -> None:
+    builder = PromptBuilder(TEMPLATES["gemma3"].tokenizer)
+    with pytest.raises(InvalidInputError, match=r"the chat template refused the messages: .*roles must alternate"):
+        builder.chat([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+def test_thoughts_of_earlier_answers_are_left_out_as_the_template_leaves_them_out() -> None:
+    template = TEMPLATES["qwen3"]
+    messages = [
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "<think>\nsecret\n</think>\n\nThe dog."},
+        {"role": "user", "content": "Why?"},
+    ]
+    prompt = PromptBuilder(template.tokenizer).chat(messages)
+    assert "secret" not in template.tokenizer.decode(prompt.token_ids)
+    assert prompt.token_ids.tolist() == template.renders(messages)
+    assert prompt.changed_contents == 1
+
+
+# ---- texts --------------------------------------------------------------------------------------------------------
+
+CODE = [
+    "def f(x):\n    return x  # no\n",
+    "<table><td>1</td></table>",
+    "if (a < b) {\n\t\treturn;\n}\n",
+    "<code>x</code>\n\n",
+]
+CODE += ["<h1>Title</h1>\n\n\n", "    ", "        x", "|||EMAIL_ADDRESS|||", "\n\n\n\n", "\t\t\t", "a  b   c    d"]
+texts = st.lists(st.sampled_from([*WORDS, *SPACES, *CODE]) | st.text(max_size=6), max_size=8).map("".join)
+special = st.sampled_from(["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[SEP]", "[UNK]", "<unk>"])
+prompts = st.lists(texts | special, max_size=4).map("".join)
+ENCODERS = {name: make() for name, make in MAKERS.items()}
+BUILDERS = {name: PromptBuilder(tokenizer) for name, tokenizer in ENCODERS.items()}
+NO_DUMMY_PREFIX = ["byte_level", "byte_level bos", "neox", "gemma", "word_level"]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@settings(max_examples=150)
+@given(text=prompts)
+def test_encode_equal(name: str, text: str) -> None:
+    """A caller's own text has the tokenizer's ids, special tokens and the tokens around it included."""
+    tokenizer, builder = ENCODERS[name], BUILDERS[name]
+    expected = tokenizer(text)["input_ids"]
+    assert builder.text_ids(text) == expected
+    assert builder.text_ids(text, special=False) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    if builder.text_ids(text, special=False):
+        assert builder.prompt([text]).token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("name", NO_DUMMY_PREFIX)
+@settings(max_examples=150)
+@given(text=texts)
+def test_passages_have_the_tokenizers_ids(name: str, text: str) -> None:
+    """Added tokens that are ordinary text are not cut."""
+    assert BUILDERS[name].encode(text) == ENCODERS[name](text, add_special_tokens=False)["input_ids"]

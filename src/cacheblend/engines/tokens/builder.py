@@ -23,11 +23,8 @@ from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.engines.tokens.chat import Content, Conversation, Document, Guard, Message, Passage, Place, Rendered
 from cacheblend.engines.tokens.encoder import Encoded, TextEncoder
 
-_READS = r"(?:split|partition|startswith|endswith|replace|removeprefix|removesuffix|find|index|count|strip)\(\s*"
-"""How a template looks for a text that follows, beside ``in``."""
-
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
-"""In a marker around a model's thoughts, which an earlier answer has where its template leaves them."""
+"""In what a model writes around its thoughts, which are part of its earlier answers."""
 
 
 class PromptBuilder:
@@ -59,7 +56,7 @@ class PromptBuilder:
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
-        self._guard = Guard(self._guarded.values(), self._find_read([added[number] for number in markers]))
+        self._guard = Guard(self._guarded.values(), filter(_THOUGHT.search, self._guarded.values()))
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.bos_id = self._find_bos()
 
@@ -207,7 +204,7 @@ class PromptBuilder:
         """The tokenizer's tokens of the text; contents in which it would find special tokens are encoded apart."""
         apart: set[tuple[int, int]] = set()
         for start, stop in rendered.guarded:
-            apart |= {(place.start, place.stop) for place in rendered.places_in(start, stop)} or {(start, stop)}
+            apart |= {(start, stop), *((place.start, place.stop) for place in rendered.places_in(start, stop))}
         while True:
             encoded = self._encode_but(rendered.text, _merged(apart))
             found = {span for span in self._forged(rendered, encoded) if span not in apart}
@@ -238,7 +235,7 @@ class PromptBuilder:
             is_own = found.strip() == text and start not in rendered.openers
             is_own = is_own and not any(_cuts(place.sure, start, start + len(text)) for place in places)
             if not is_own:
-                spans += [(place.start, place.stop) for place in places] or [(start, stop)]
+                spans += [(start, stop), *((place.start, place.stop) for place in places)]
         return spans
 
     def _segments(self, rendered: Rendered, encoded: Encoded, contents: Sequence[Content]) -> list[Segment]:
@@ -257,14 +254,24 @@ class PromptBuilder:
             content, at = contents[place.content] if place.content >= 0 else "", stop
             if isinstance(content, Passage):
                 run = Encoded(ids[start:stop], offsets[start:stop]).moved(-place.start)
-                segments += self._chunk(rendered.text[place.start : place.stop], run, content.title)
+                segments += self._chunk(content, rendered.text[place.start : place.stop], run)
             else:
                 segments.append(core_prompt.text(ids[start:stop]))
         return [*segments, core_prompt.text(ids[at:])]
 
-    def _chunk(self, text: str, run: Encoded, title: str) -> list[Segment]:
-        """The tokens that a passage has in a prompt: those in a row that it has on its own, too, are a chunk."""
-        alone = self._encode(text)
+    def _chunk(self, passage: Passage, text: str, run: Encoded) -> list[Segment]:
+        """The tokens that a passage has in a prompt: those in a row that it has on its own, too, are a chunk.
+
+        Args:
+            passage: what was passed to the template, of which nothing but spaces at its ends may have gone.
+            text: what it became.
+            run: tokens of the text, in the prompt.
+        """
+        trimmed, title = text.strip(), passage.title
+        is_same = trimmed == passage.text.strip()
+        whole = passage.text if is_same else trimmed  # the same at all places, whether trimmed there or not
+        run = run.moved(_spaces(whole) - _spaces(text))
+        alone = self._encode(whole)
         if run.ids == alone.ids:
             return [core_prompt.chunk(run.ids, title)] if run.ids else []
         ours, theirs = list(zip(*run, strict=True)), list(zip(*alone, strict=True))
@@ -295,11 +302,6 @@ class PromptBuilder:
         source = self._templates()
         rendered = [number for chat in _PROBES for number in self._all.whole(self._try(chat)).ids]
         return {number for number in candidates if added[number] in source} | (candidates & {*rendered})
-
-    def _find_read(self, markers: Iterable[str]) -> list[str]:
-        """The markers that stay in earlier answers: around thoughts, or looked for by the template."""
-        source = self._templates()
-        return [text for text in markers if _THOUGHT.search(text) or _is_read(text, source)]
 
     def _find_bos(self) -> int | None:
         bos = self._tokenizer.bos_token_id
@@ -336,10 +338,9 @@ def _check(content: Content, where: str) -> None:
         check_encodable(content, f"{where}: the text")
 
 
-def _is_read(text: str, source: str) -> bool:
-    """Whether a template looks for a text in what it is handed: ``'</think>' in content``, ``split('</think>')``."""
-    quoted = rf"(?:'[^'\n]*{re.escape(text)}[^'\n]*'|\"[^\"\n]*{re.escape(text)}[^\"\n]*\")"
-    return re.search(rf"{quoted}\s*(?:not\s+)?in\b|{_READS}{quoted}", source) is not None
+def _spaces(text: str) -> int:
+    """In front of a text."""
+    return len(text) - len(text.lstrip())
 
 
 def _cuts(span: tuple[int, int], start: int, stop: int) -> bool:

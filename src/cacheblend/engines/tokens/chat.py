@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
 
@@ -93,18 +93,19 @@ class Guard:
 
     Args:
         texts: of the special tokens and the template's own markers.
-        read: those of `texts` that the template looks for in earlier answers, where they stay (``</think>``).
+        thoughts: those of `texts` that a model writes around its thoughts (``</think>``): templates look for them in
+            earlier answers, where they stay as they are.
 
     Attributes:
         everywhere: finds one of `texts`.
-        in_answers: finds one that is not in `read`.
-        left: finds one of `read`.
+        in_answers: finds one that is not in `thoughts`.
+        left: finds one of `thoughts`.
         openers: finds a first letter of one of `texts`.
     """
 
-    def __init__(self, texts: Iterable[str], read: Iterable[str] = ()) -> None:
-        texts, read = set(texts), set(read)
-        self.everywhere, self.in_answers, self.left = map(_any_of, (texts, texts - read, texts & read))
+    def __init__(self, texts: Iterable[str], thoughts: Iterable[str] = ()) -> None:
+        texts, thoughts = set(texts), set(thoughts)
+        self.everywhere, self.in_answers, self.left = map(_any_of, (texts, texts - thoughts, thoughts))
         self.openers = _any_of({text.strip()[:1] for text in texts} - {""})
 
 
@@ -151,10 +152,12 @@ class Rendered:
 
 
 class _Field(NamedTuple):
-    """A text that a template is handed: as it is, but for guarded tokens; and with marks."""
+    """A text that a template is handed: as it is, but for guarded tokens; with marks; and with letters for first
+    characters of special tokens, too."""
 
     guarded: str
     marked: str
+    opened: str
 
 
 class Conversation:
@@ -193,13 +196,16 @@ class Conversation:
         """
         fields = [None if part is None else self._field(at, part) for at, part in enumerate(self._parts)]
         documents = [self._field(None, [number]) for number in self._documents]
-        marked = self._rendered(render, fields, documents, marked=True)
+        marked = self._rendered(render, fields, documents, "opened")
         if documents and not all(self._is_in(number, marked) for number in self._documents):
             question = max((i for i, m in enumerate(self._messages) if m.get("role") == "user"), default=-1)
             fields[question] = self._field(question, [*self._documents, *(self._parts[question] or ())])
             documents = []
-            marked = self._rendered(render, fields, documents, marked=True)
-        return self._found(self._rendered(render, fields, documents, marked=False), marked)
+            marked = self._rendered(render, fields, documents, "opened")
+        guarded = self._rendered(render, fields, documents, "guarded")
+        if self._letters.without_marks(marked) != guarded:  # it looks for characters like "<", or escapes them
+            marked = self._rendered(render, fields, documents, "marked")
+        return self._found(guarded, marked)
 
     # ---- what the template is handed --------------------------------------------------------------------
 
@@ -220,20 +226,20 @@ class Conversation:
         guarded = self._guarded(text, self._guard.in_answers if is_answer else self._guard.everywhere)
         left = [found.span() for found in self._guard.left.finditer(guarded)] if is_answer else []
         fixed = {at for span in left for at in range(*span)}
-        letters = list(guarded)
+        marked, opened = list(guarded), list(guarded)
         for found in self._guard.openers.finditer(guarded):
             if found.start() not in fixed:
-                letters[found.start()] = self._letters.opener(found[0])
+                opened[found.start()] = self._letters.opener(found[0])
         start = 0
         for number in numbers:
             stop = start + len(_text(self.contents[number]))
             free = [at for at in range(start, stop) if at not in fixed] if fixed else range(start, stop)
-            suited = {_first_suited(text, letters, free), _first_suited(text, letters, free[::-1])}
+            suited = {_first_suited(text, opened, free), _first_suited(text, opened, free[::-1])}
             for at in (at for at in suited if at is not None):
-                letters[at] = self._letters.mark(letters[at])
-                self._marks[letters[at]] = number, at - start
+                opened[at] = marked[at] = self._letters.mark(opened[at])
+                self._marks[opened[at]] = number, at - start
             start = stop
-        return _Field(guarded, "".join(letters))
+        return _Field(guarded, "".join(marked), "".join(opened))
 
     def _guarded(self, text: str, guard: re.Pattern[str] | None = None) -> str:
         return (guard or self._guard.everywhere).sub(lambda found: self._letters.guarded(found[0]), text)
@@ -249,20 +255,22 @@ class Conversation:
         return [self._guard_all(inner) for inner in value]
 
     def _rendered(
-        self, render: Render, fields: Sequence[_Field | None], documents: Sequence[_Field], *, marked: bool
+        self,
+        render: Render,
+        fields: Sequence[_Field | None],
+        documents: Sequence[_Field],
+        which: Literal["guarded", "marked", "opened"],
     ) -> str:
         messages = []
         for message, field in zip(self._messages, fields, strict=True):
-            text = message.get("content") if field is None else field.marked if marked else field.guarded
-            content = {"content": text} if field is not None or "content" in message else {}
-            messages.append(
-                {**message, **self._guard_all({k: v for k, v in message.items() if k != "content"}), **content}
-            )
+            beside = {key: value for key, value in message.items() if field is None or key != "content"}
+            text = {} if field is None else {"content": getattr(field, which)}
+            messages.append({**message, **self._guard_all(beside), **text})
         handed = []
         for number, field in zip(self._documents, documents, strict=False):
             passage = self.contents[number]
             title = self._guarded(passage.title) if isinstance(passage, Passage) else ""
-            text = field.marked if marked else field.guarded
+            text = getattr(field, which)
             handed.append(Document({"title": title, "text": text} if title else {"text": text}))
         return self._letters.unescaped(render(messages, handed, self._guard_all(self._options)))
 
