@@ -1,6 +1,7 @@
 """Small tokenizers, trained here, with the traps of the large ones (added tokens, dummy prefixes, literals)."""
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,8 @@ CORPUS = [
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n{% endif %}{% endif %}"
 )
 CHATML_WITH_DOCUMENTS = (
     "{% if documents %}<|im_start|>documents\n{% for d in documents %}[{{ loop.index }}] {{ d.text }}\n{% endfor %}"
@@ -66,17 +68,17 @@ def sentencepiece(
     return _fast(backend, chat_template, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def word_level() -> PreTrainedTokenizerFast:
+def word_level(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Whole words, ``[UNK]`` for the others; the vocabulary itself holds ``[SEP]``, so that the literal reads as it."""
     words = sorted({word for line in CORPUS for word in line.split()})
     vocab = {word: i for i, word in enumerate(["[UNK]", "[SEP]", *words])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(["[UNK]", "[SEP]"])
-    return _fast(backend, None, unk_token="[UNK]", sep_token="[SEP]")
+    return _fast(backend, chat_template, unk_token="[UNK]", sep_token="[SEP]")
 
 
-def unigram() -> PreTrainedTokenizerFast:
+def unigram(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """As T5's and XGLM's: NFKC, and pieces ``<s>`` and ``</s>`` that the model itself would find in a text."""
     letters = sorted({c for line in CORPUS for c in line} | set("<>/s▁"))
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((c, -4.0) for c in letters)]
@@ -85,7 +87,55 @@ def unigram() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return _fast(backend, None, eos_token="</s>", unk_token="<unk>")
+    return _fast(backend, chat_template, eos_token="</s>", unk_token="<unk>")
+
+
+def gemma(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """As Gemma's: spaces become ``▁`` and none is set in front; line breaks, runs of spaces and HTML tags are text, and
+    added tokens nevertheless."""
+    runs = ["\n\n", "\n\n\n", "▁▁", "▁▁▁▁", "<table>", "<td>", "</td>", "<h1>", "</h1>", "<code>"]
+    spec = json.loads(_sentencepiece_spec())
+    vocab = spec["model"]["vocab"]
+    for token in runs:
+        vocab.setdefault(token, len(vocab))
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    spec["added_tokens"] += [{"id": vocab[token], "content": token} | plain for token in runs]
+    backend = Tokenizer.from_str(json.dumps(spec))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocab["<s>"])])
+    return _fast(backend, chat_template, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def neox(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """As GPT-NeoX's, OLMo's and Phi-2's: byte-level, with runs of spaces and of tabs as added tokens."""
+    backend = Tokenizer.from_str(_byte_level_spec())
+    runs = [" " * count for count in range(2, 9)] + ["\t\t", "|||EMAIL_ADDRESS|||"]
+    backend.normalizer = normalizers.NFC()
+    backend.add_tokens([AddedToken(run, special=False, normalized=True) for run in runs])
+    return _fast(backend, chat_template, eos_token="<|im_end|>")
+
+
+def normalised(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Byte-level, of texts in lower case with compatibility forms resolved, and spaces at the ends stripped."""
+    backend = Tokenizer.from_str(_byte_level_spec())
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()])
+    return _fast(backend, chat_template, eos_token="<|im_end|>")
+
+
+def with_tokens(
+    tokenizer: PreTrainedTokenizerFast, special: Iterable[str] = (), added: Iterable[str] = ()
+) -> PreTrainedTokenizerFast:
+    """The tokenizer with more special tokens and other added ones; those with ``~`` behind them take in the spaces that
+    follow, as Phi-3's do."""
+    for tokens, is_special in ((special, True), (added, False)):
+        tokenizer.add_tokens(
+            [
+                AddedToken(token.rstrip("~"), special=is_special, normalized=False, rstrip=token.endswith("~"))
+                for token in tokens
+            ]
+        )
+    return tokenizer
 
 
 def _fast(backend: Tokenizer, chat_template: str | None, **special: Any) -> PreTrainedTokenizerFast:

@@ -118,6 +118,18 @@ def test_an_answer_ends_at_eos(open_engine: Open, monkeypatch: pytest.MonkeyPatc
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[2]) + 1]
 
 
+def test_an_answer_ends_at_the_tokenizers_eos_too(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine-tuned models ship with a generation config that names another token, or none."""
+    engine = open_engine(capture=False)
+    end = engine.tokenizer.eos_token_id
+    drawn = SamplingParams(max_new_tokens=8, temperature=0.0, logit_bias=((end, 90.0),))
+    for configured, ids in (([3, 4], [3, 4, end]), (5, [5, end]), (None, [end]), (end, [end])):
+        monkeypatch.setattr(engine.model.generation_config, "eos_token_id", configured)
+        assert engine.eos_ids == ids
+        answer = engine.generate(PARTS, drawn)
+        assert (answer.token_ids, answer.finish_reason) == ([end], "stop")
+
+
 def test_chat_messages_as_a_prompt(open_engine: Open) -> None:
     engine = open_engine()
     engine.warm(PASSAGES)

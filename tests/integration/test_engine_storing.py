@@ -260,3 +260,55 @@ def test_background_work_waits_until_a_stepped_request_is_finished(open_engine: 
     assert request.to_store is None
     assert engine.flush(SOON)
     assert {manifest.label for manifest in engine.store.manifests()} == {"fox", "stored", "who"}
+
+
+# ---- passages in a chat whose template changes them ---------------------------------------------------------------
+
+TEMPLATES = {
+    "trims": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}",
+    "documents": "{{ bos_token }}{% for d in documents %}{{ loop.index }}: {{ d.title }} {{ d.text }}; {% endfor %}"
+    "{% for m in messages %}{{ m.content | trim }} {% endfor %}",
+    "json": "{{ bos_token }}{% for d in documents %}{{ d | tojson }}{% endfor %}{{ messages[-1].content }}",
+    "escapes": "{{ bos_token }}{% for d in documents %}{{ d.text | e }} {% endfor %}{{ messages[-1].content }}",
+}
+SPACED = [
+    Passage("  The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n", "fox"),
+    Passage('A passage is "stored" once,\nand reused <b>at</b> any position of a prompt.', "stored"),
+    Passage("Who wrote it? The answer is in the second passage: nobody knows. ", "who"),
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_passages_that_a_template_changes_are_stored_once_and_found_in_every_prompt(
+    name: str, loaded: BlendEngine, monkeypatch: pytest.MonkeyPatch, open_engine: Open
+) -> None:
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", TEMPLATES[name])
+    engine = open_engine(recompute_ratio=0.1)
+    ask = [{"role": "user", "content": "Who wrote it?"}]
+    first = engine.chat(ask, SPACED, max_new_tokens=1, ignore_eos=True).report
+    assert sum(first.hit_tokens.values()) == 0 and first.missed_tokens > 60
+    assert engine.flush(SOON)
+    stored = len(list(engine.store.manifests()))
+    assert stored == len(SPACED)
+    for order in ([2, 1, 0], [1, 2], [0], [2, 0, 1]):
+        report = engine.chat(ask, [SPACED[at] for at in order], max_new_tokens=1, ignore_eos=True).report
+        assert report.missed_tokens == 0 and report.loaded_tokens > 15 * len(order)
+        changed = {
+            "json": order.count(0) + order.count(1),  # a line break, and quotes
+            "escapes": order.count(1),
+            "trims": int(order[0] == 0),  # spaces in front of the first one
+        }
+        assert report.changed_contents == changed.get(name, 0)
+    assert engine.flush(SOON) and len(list(engine.store.manifests())) == stored
+
+
+def test_passages_that_were_warmed_are_found_in_a_chat_whose_template_trims_them(
+    loaded: BlendEngine, monkeypatch: pytest.MonkeyPatch, open_engine: Open
+) -> None:
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", TEMPLATES["trims"])
+    engine = open_engine()
+    engine.warm(SPACED)
+    for passages in (SPACED, SPACED[::-1], SPACED[1:]):
+        report = engine.chat([{"role": "user", "content": "Who?"}], passages, max_new_tokens=1).report
+        assert report.missed_tokens == 0
+        assert report.loaded_tokens >= sum(len(engine.builder.encode(p.text)) - 4 for p in passages)

@@ -6,7 +6,7 @@ import torch
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.plan import Source
-from cacheblend.core.plan.prompt import Prompt, run_of
+from cacheblend.core.plan.prompt import Prompt, part_of, run_of
 from cacheblend.core.select.selectors import AllRows, NoRows
 from cacheblend.engines.hf import BlendEngine
 from families import tiny_model
@@ -79,3 +79,39 @@ def test_a_run_of_a_deleted_chunk_is_computed() -> None:
 def test_runs_outside_the_chunk_are_refused(offset: int, tokens: int) -> None:
     with pytest.raises(InvalidInputError, match=r"of a chunk that has 0\.\.39"):
         run_of(stored(warm_engine("llama"), A.token_ids), offset, tokens)
+
+
+# ---- parts of a chunk, as where a chat's template shares a token with a passage -----------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("first", "tokens"), [(0, len(A) - 1), (1, len(A) - 1), (1, len(A) - 2), (17, 3)])
+def test_a_part_of_a_chunk_is_loaded_from_the_whole_ones_blocks(family: str, first: int, tokens: int) -> None:
+    engine, model = warm_engine(family), tiny_model(family)
+    prompt = Prompt.of([SYSTEM, B, part_of(A.token_ids, first, tokens), A, QUESTION])
+    outcome = run(engine, prompt, NoRows())
+    assert outcome.report.hit_tokens["memory"] == len(B) + tokens + len(A)
+    start = len(SYSTEM) + len(B)
+    moved = plain_kv(model, A.token_ids, shift=start - first)[1]
+    for layer, theirs in zip(outcome.result.kv, moved, strict=True):
+        for mine, other in zip(layer, theirs, strict=True):
+            rows = slice(start, start + tokens)
+            torch.testing.assert_close(mine[:, rows], other[:, first : first + tokens], atol=1e-4, rtol=1e-4)
+    exact = run(engine, prompt, AllRows())
+    assert_same(exact.result, *plain_kv(model, prompt.token_ids), 1e-5)
+
+
+def test_a_missed_part_of_a_chunk_has_the_whole_chunk_stored() -> None:
+    with open_engine(tiny_model("llama"), [], capture=True) as engine:
+        prompt = Prompt.of([SYSTEM, part_of(A.token_ids, 1, len(A) - 2, "A"), QUESTION])
+        plan = engine.planner.plan(prompt, engine.store)
+        assert [(len(s), s.label) for s in plan.missed_chunks()] == [(len(A), "A")]
+        assert not any(plan.held_chunks().values())
+        engine.generate(prompt, max_new_tokens=1)
+        assert engine.flush(60)
+        assert stored(engine, A.token_ids).label == "A"
+        again = engine.planner.plan(prompt, engine.store)
+        assert again.hit_tokens()["memory"] == len(A) - 2
+        assert all(again.held_chunks().values())
+        behind = Prompt.of([QUESTION, A, part_of(A.token_ids, 0, 5), QUESTION])
+        assert engine.planner.plan(behind, engine.store).hit_tokens()["memory"] == len(A) + 5

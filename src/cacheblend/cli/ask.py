@@ -79,6 +79,8 @@ def _show(answer: "Answer", layers: int, settings: "Settings", as_json: bool) ->
     if answer.report.decision:
         out.print(f"loading controller: {answer.report.decision}", soft_wrap=True)
     out.print(settings_line(settings), soft_wrap=True)
+    if answer.report.changed_contents:
+        out.print(f"{answer.report.changed_contents} texts were changed by the chat template", soft_wrap=True)
     for line in (*answer.report.fallbacks, *answer.report.load_timeouts):
         out.print(Text.assemble(("fallback:", "yellow"), f" {line}"))
 

@@ -33,6 +33,8 @@ class BlendReport:
         decision: the loading controller's reason, for display; empty without a controller.
         fallbacks: reasons why less was reused than planned, one line each.
         load_timeouts: what was computed because the store took too long (`BlendConfig.load_timeout_s`), one line each.
+        changed_contents: texts of a chat that its template trimmed, escaped, repeated, dropped or else changed: the
+            prompt has what they became.
         saveable_share: of a model with recurrent layers, the share of its layers in which rows behind the exact prefix
             can be left out at all; the others compute every row. None: it has no such layers.
     """
@@ -59,6 +61,7 @@ class BlendReport:
     fallbacks: list[str] = field(default_factory=list)
     load_timeouts: list[str] = field(default_factory=list)
     saveable_share: float | None = None
+    changed_contents: int = 0
 
     @property
     def loaded_tokens(self) -> int:

@@ -120,6 +120,7 @@ class Metrics:
         self._hits = counter("hit_tokens", "Tokens of prompts found in the store, by tier.", "source")
         self._missed = counter("missed_tokens", "Tokens of chunks that were not stored.")
         self._recomputed = counter("recomputed_tokens", "Tokens loaded and recomputed.")
+        self._changed = counter("changed_contents", "Texts of chats that the chat template changed or dropped.")
         self._fallbacks = counter("fallbacks", "Stored KV that was computed instead, by reason.", "reason")
         for name, what, now in (
             ("cacheblend_requests_waiting", "Requests in the queue.", waiting),
@@ -142,6 +143,7 @@ class Metrics:
         self._generated.inc(report.generated_tokens)
         self._missed.inc(report.missed_tokens)
         self._recomputed.inc(report.recomputed_tokens)
+        self._changed.inc(report.changed_contents)
         for source, tokens in report.hit_tokens.items():
             self._hits.labels(source).inc(tokens)
         if report.fallbacks:

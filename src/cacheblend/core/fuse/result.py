@@ -77,4 +77,5 @@ def report_of(
         wait_s=loader.wait_s,
         compute_s=prefill_s - loader.wait_s,
         ttft_s=plan_s + prefill_s,
+        changed_contents=plan.prompt.changed_contents,
     )

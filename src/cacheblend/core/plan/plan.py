@@ -180,12 +180,13 @@ class BlendPlan:
         return suffix if len(suffix) <= limit else np.concatenate([suffix[:1], suffix[len(suffix) - limit + 1 :]])
 
     def missed_chunks(self) -> list[Segment]:
-        """Chunks with a block that the store does not hold, each once, in order; runs of chunks do not count."""
+        """Chunks with a block that the store does not hold, each once, in order, whole; runs of chunks do not count."""
         missed: dict[BlockName, Segment] = {}
         for span in self.spans:
             segment = self.prompt.segments[span.segment]
             if span.source is Source.MISS and segment.found_in is None and span.name not in self.left_out:
-                missed.setdefault(block_name(self.anchor_name, segment.token_ids), segment)
+                whole = replace(segment, token_ids=segment.stored_ids, whole=None, offset=0)
+                missed.setdefault(block_name(self.anchor_name, whole.token_ids), whole)
         return list(missed.values())
 
     def held_chunks(self) -> dict[BlockName, bool]:
@@ -280,7 +281,8 @@ class BlendPlan:
         ends, above = dict[int, BlockName](), None
         for span in self.spans:
             segment = self.prompt.segments[span.segment]
-            if not span.is_whole or not (span.storable or (chunks and segment.is_chunk and segment.found_in is None)):
+            is_whole_chunk = segment.is_chunk and segment.found_in is None and segment.whole is None
+            if not span.is_whole or not (span.storable or (chunks and is_whole_chunk)):
                 break
             if above is not None and span.parent != above:
                 break
@@ -295,7 +297,7 @@ class BlendPlan:
         *segments, end = self.prompt.segments
         if len(end) > 1:
             segments.append(replace(end, token_ids=end.token_ids[:-1]))
-        return replace(self, prompt=Prompt(tuple(segments)), spans=tuple(spans))
+        return replace(self, prompt=replace(self.prompt, segments=tuple(segments)), spans=tuple(spans))
 
     def leaving_out(self, names: frozenset[BlockName]) -> "BlendPlan":
         """The plan that computes these stored blocks instead of loading them; they do not count as missed."""

@@ -63,7 +63,7 @@ def cut_bos(prompt: Prompt, bos_id: int | None) -> Prompt:
     if bos_id is None or first.is_chunk or len(first) == 1 or int(first.token_ids[0]) != bos_id:
         return prompt
     head, rest = replace(first, token_ids=first.token_ids[:1]), replace(first, token_ids=first.token_ids[1:])
-    return Prompt((head, rest, *prompt.segments[1:]))
+    return replace(prompt, segments=(head, rest, *prompt.segments[1:]))
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Planner:
                     tier=_tier(entries[chain]),
                 )
             elif span.source is Source.MISS:
-                entry, is_run = entries[span.name], prompt.segments[span.segment].found_in is not None
+                segment, entry = prompt.segments[span.segment], entries[span.name]
+                is_run = segment.found_in is not None or segment.whole is not None
                 is_held = _holds_run(entry, tokens, span.record_start) if is_run else _holds(entry, tokens)
                 if entry is not None and is_held:
                     span = replace(span, source=Source.LOADED, record_tokens=len(entry.token_ids), tier=_tier(entry))
@@ -175,7 +176,7 @@ class Planner:
         blocks, position, chain = [], 0, self._prompts_root
         for index, segment in enumerate(prompt.segments):
             offset, parent = 0, anchor_name
-            for piece in self._pieces(segment, anchor_length, position, sizes):
+            for piece in self._pieces(segment, anchor_name, anchor_length, position, sizes):
                 tokens = piece.token_ids
                 above, chain = chain, block_name(chain, tokens)
                 if piece.name is not None:
@@ -200,10 +201,18 @@ class Planner:
         return blocks
 
     def _pieces(
-        self, segment: Segment, anchor_length: int, position: int, sizes: Mapping[BlockName, int]
+        self,
+        segment: Segment,
+        anchor_name: BlockName,
+        anchor_length: int,
+        position: int,
+        sizes: Mapping[BlockName, int],
     ) -> Iterator["_Piece"]:
-        """A segment cut into blocks; a run of a stored chunk is cut where that chunk's blocks end."""
+        """A segment cut into blocks; a part of a chunk is cut where that chunk's blocks end."""
         chunk = segment.found_in
+        if chunk is None and segment.whole is not None:
+            yield from self._pieces_of_part(segment, segment.whole, anchor_name, anchor_length)
+            return
         if chunk is None:
             start = anchor_length if segment.is_chunk else position
             for tokens in split_blocks(segment.token_ids, self.block_size):
@@ -219,6 +228,17 @@ class Planner:
             if first < last:
                 stored_start = len(chunk.anchor_ids) + first
                 yield _Piece(chunk.token_ids[first:last], stored_start, name, first - number * size)
+
+    def _pieces_of_part(
+        self, segment: Segment, whole: TokenIds, anchor_name: BlockName, anchor_length: int
+    ) -> Iterator["_Piece"]:
+        start, name = 0, anchor_name
+        for tokens in split_blocks(whole, self.block_size):
+            name = block_name(name, tokens)
+            first, last = max(segment.offset, start), min(segment.offset + len(segment), start + len(tokens))
+            if first < last:
+                yield _Piece(whole[first:last], anchor_length + first, name, first - start)
+            start += len(tokens)
 
 
 class _Placed(NamedTuple):

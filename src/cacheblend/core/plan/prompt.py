@@ -1,7 +1,7 @@
 """A prompt: segments of token ids, each plain text or a chunk. Knows ids; knows neither text nor tensors."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,8 @@ class Segment:
         is_chunk: reused as a unit at any position (a retrieved passage); otherwise plain text.
         label: for display, e.g. a title.
         found_in: for a run found by its content, the stored chunk that contains it; otherwise None.
-        offset: place of its first token in that chunk.
+        offset: place of its first token in that chunk, or in `whole`.
+        whole: of a chunk that the prompt has in part, the ids of all of it, under which it is stored; otherwise None.
     """
 
     token_ids: TokenIds
@@ -29,9 +30,15 @@ class Segment:
     label: str = field(default="")
     found_in: ChunkManifest | None = None
     offset: int = 0
+    whole: TokenIds | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def stored_ids(self) -> TokenIds:
+        """What a missed chunk is stored as, [tokens]."""
+        return self.token_ids if self.whole is None else self.whole
 
 
 def text(ids: Sequence[int] | npt.NDArray[np.integer]) -> Segment:
@@ -56,6 +63,23 @@ def chunk(ids: Sequence[int] | npt.NDArray[np.integer], label: str = "") -> Segm
     return Segment(checked, is_chunk=True, label=label)
 
 
+def part_of(ids: Sequence[int] | npt.NDArray[np.integer], offset: int, tokens: int, label: str = "") -> Segment:
+    """A part of a chunk, as where a prompt has the first or last token of a passage in another form.
+
+    Its KV is loaded from the whole chunk's blocks, and if they are missed, the whole chunk is stored.
+
+    Args:
+        ids: of the whole chunk.
+        offset, tokens: which of them the prompt has.
+        label: see `chunk`.
+
+    Raises:
+        InvalidInputError: as `chunk`.
+    """
+    whole = chunk(ids, label)
+    return replace(whole, token_ids=whole.token_ids[offset : offset + tokens], offset=offset, whole=whole.token_ids)
+
+
 def run_of(found_in: ChunkManifest, offset: int, tokens: int) -> Segment:
     """A run of a stored chunk: its KV is reused as far as the store holds it, and never stored again.
 
@@ -75,12 +99,17 @@ class Prompt:
     """Segments in order, without empty ones.
 
     segments | text: BOS | text: system | chunk A | chunk B | text: question |
+
+    Attributes:
+        segments: see above.
+        changed_contents: how many texts of a chat its template trimmed, escaped, repeated, dropped or else changed.
     """
 
     segments: tuple[Segment, ...]
+    changed_contents: int = 0
 
     @staticmethod
-    def of(segments: Iterable[Segment]) -> "Prompt":
+    def of(segments: Iterable[Segment], changed_contents: int = 0) -> "Prompt":
         """A prompt of these segments.
 
         Raises:
@@ -92,7 +121,7 @@ class Prompt:
         kept = tuple(segment for segment in segments if len(segment))
         if not kept:
             raise InvalidInputError("the prompt is empty; it needs at least one token")
-        return Prompt(kept)
+        return Prompt(kept, changed_contents)
 
     @cached_property
     def token_ids(self) -> TokenIds:

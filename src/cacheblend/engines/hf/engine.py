@@ -214,8 +214,8 @@ class BlendEngine(Answering, FollowedModel):
 
     @property
     def eos_ids(self) -> list[int]:
-        """Ids that end the model's answers, by its generation config."""
-        return eos_ids_of(self.model)
+        """Ids that end the model's answers, by its generation config and its tokenizer."""
+        return eos_ids_of(self.model, self.tokenizer, self.survey.vocab_size)
 
     def sentence_end_ids(self) -> npt.NDArray[np.int64] | None:
         """Ids of the tokens that end a sentence, [n], found once; None if they are unknown."""

@@ -248,10 +248,20 @@ def check_params(params: object) -> SamplingParams:
     return params
 
 
-def eos_ids_of(model: PreTrainedModel) -> list[int]:
-    """Ids that end the model's answers."""
+def eos_ids_of(model: PreTrainedModel, tokenizer: Any = None, vocab_size: int | None = None) -> list[int]:
+    """Ids that end the model's answers: those of its generation config, and the tokenizer's EOS, as in vLLM.
+
+    Args:
+        model: its generation config is read.
+        tokenizer: the model's; None: there is none.
+        vocab_size: of the model, which cannot draw a larger id.
+    """
     eos = model.generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is None or own in ids or (vocab_size is not None and own >= vocab_size):
+        return ids
+    return [*ids, int(own)]
 
 
 class Sampler:

@@ -1,27 +1,32 @@
 """Texts to token ids, segment by segment.
 
-- A passage is tokenised on its own, so it has the same ids wherever it stands.
-- Text in a passage that looks like a special or added token (``<think>``, ``<|im_end|>``) stays text.
+- A chat has exactly the ids that the tokenizer makes of what the chat template renders, and a prompt of one text those
+  that it makes of the text.
+- What a special token looks like in a passage or in a content of a chat (``<|im_end|>``) stays text, and so does a
+  marker of the template (``<think>``). Other added tokens (line breaks, HTML tags) are text, too: they are parsed.
+- A passage is tokenised on its own, so it has the same ids wherever it stands. Of a chat's passages those tokens are
+  chunks that the whole text has, too: at its edges a passage may share a token with the text around it.
 - No SentencePiece dummy prefix in the middle of a prompt.
-- BOS once, at the start of the prompt, if the tokenizer or its chat template sets one.
 """
 
 import json
-from collections.abc import Iterable, Sequence, Set
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.plan import prompt as core_prompt
 from cacheblend.core.plan.prompt import Prompt, Segment
-from cacheblend.engines.tokens.chat import Content, MarkedContents, Message, Passage, put_before_question
+from cacheblend.engines.tokens.chat import Content, Conversation, Document, Guard, Message, Passage, Place, Rendered
 from cacheblend.engines.tokens.detokenizer import Detokenizer
+from cacheblend.engines.tokens.encoder import Encoded, TextEncoder
 
-_SHORT = 2048
-"""Characters of a text that is tokenised in a millisecond or two."""
+_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+"""In what a model writes around its thoughts, which are part of its earlier answers."""
 
 
 class PromptBuilder:
@@ -32,6 +37,7 @@ class PromptBuilder:
 
     Attributes:
         longest_token: characters of the vocabulary's longest token; of a byte-level vocabulary, bytes.
+        bos_id: the BOS token, if the tokenizer or its chat template sets it in front of a text; else None.
 
     Raises:
         InvalidInputError: it has no such backend.
@@ -43,58 +49,70 @@ class PromptBuilder:
             raise InvalidInputError(
                 f"{type(tokenizer).__name__} has no fast backend (tokenizer.json); tokenise yourself and pass token ids"
             )
-        spec = json.loads(backend.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
+        spec = json.loads(backend.to_str())
         self._tokenizer = tokenizer
-        self._literals = {token["id"] for token in spec["added_tokens"]} - {tokenizer.unk_token_id}
+        added = {int(token["id"]): str(token["content"]) for token in spec["added_tokens"]}
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
-        self._plain = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec) | {"added_tokens": []}))
-        self._frame = Tokenizer.from_str(json.dumps(_without_dummy_prefix(spec)))
-        self._first = Tokenizer.from_str(json.dumps(spec))
+        self._all = TextEncoder(spec)
+        self._front, self._back = self._find_specials_around()
+        markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
+        self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
+        self._plain = TextEncoder(spec, self._special | markers)
+        self._guard = Guard(self._guarded.values(), filter(_THOUGHT.search, self._guarded.values()))
         self._bytes = _byte_tokens(spec, backend)
-        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=False)), default=1)
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.bos_id = self._find_bos()
 
     def prompt(self, parts: Iterable[Content]) -> Prompt:
-        """A prompt of strings, which are plain text, and `Passage`s, which are chunks; starts with BOS if the tokenizer
-        sets one.
+        """A prompt of strings, which are parsed as the tokenizer parses them, and `Passage`s, which are chunks.
 
-        A string instead of parts is a prompt of that one text.
+        The special tokens that the tokenizer sets around a text are around it. A string instead of parts is a prompt of
+        that one text.
 
         Raises:
             InvalidInputError: an empty prompt, a passage without a token, or a text with a lone surrogate.
         """
-        segments = [] if self.bos_id is None else [core_prompt.text([self.bos_id])]
         parts = [parts] if isinstance(parts, str) else parts
-        segments += [self._segment(part, f"part {number} of the prompt") for number, part in enumerate(parts, 1)]
-        if all(segment.token_ids.tolist() == [self.bos_id] for segment in segments if len(segment)):
+        segments = [self._segment(part, number) for number, part in enumerate(parts, 1)]
+        if not any(map(len, segments)):
             raise InvalidInputError("the prompt is empty; give it some text")
-        return Prompt.of(segments)
+        return Prompt.of([core_prompt.text(self._front), *segments, core_prompt.text(self._back)])
+
+    def text_ids(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a caller's own text, as the tokenizer makes them; `special`: with the special tokens around it.
+
+        Raises:
+            InvalidInputError: the text has a lone surrogate.
+        """
+        check_encodable(text, "the text")
+        ids = self._all.whole(text).ids
+        return [*self._front, *ids, *self._back] if special else ids
 
     def chat(self, messages: Sequence[Message], documents: Sequence[Passage] = (), **options: Any) -> Prompt:
-        """A message list rendered by the model's chat template; contents are tokenised apart from the template's text.
+        """A message list rendered by the model's chat template; special tokens are parsed in the template's text alone.
 
         Args:
-            messages: content parts of type ``chunk`` are chunks.
+            messages: content parts of type ``chunk`` are chunks, as far as the template uses them.
             documents: passages for the template; if it has no place for them, they start the last user message.
             **options: for the template, e.g. ``tools`` or ``enable_thinking``.
 
+        Returns:
+            The prompt, which says how many contents the template changed.
+
         Raises:
-            InvalidInputError: no chat template, no message, the template drops or repeats a content, or a text has a
-                lone surrogate.
+            InvalidInputError: no chat template, no message, the template refuses them, or a text has a lone surrogate.
         """
         if not messages:
             raise InvalidInputError("the message list is empty; it needs at least one message")
         if not self._tokenizer.chat_template:
             raise InvalidInputError("the tokenizer has no chat template; build the prompt from texts instead")
-        contents = MarkedContents()
-        marked = [contents.mark_message(message) for message in messages]
-        marks = [contents.mark(document) for document in documents]
-        # Templates name a document's text "text" (transformers' own examples), "content" or "contents".
-        handed = [{"title": "", "text": mark, "content": mark, "contents": mark} for mark in marks]
-        rendered = self._render(marked, handed, options)
-        if any(mark not in rendered for mark in marks):
-            rendered = self._render(put_before_question(marked, marks), [], options)
-        return Prompt.of(self._split(rendered, contents))
+        conversation = Conversation(messages, documents, options, self._guard)
+        for number, content in enumerate(conversation.contents, 1):
+            _check(content, f"content {number} of the messages")
+        rendered = conversation.render(self._render)
+        check_encodable(rendered.text, "the chat template's text")
+        segments = self._segments(rendered, self._encode_rendered(rendered), conversation.contents)
+        return Prompt.of(segments, changed_contents=rendered.changed)
 
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
         """Ids that a passage has inside a larger text, as in a server that tokenises whole prompts.
@@ -114,30 +132,31 @@ class PromptBuilder:
         check_encodable(text, "the text")
         check_encodable(frame, "the frame")
         start, stop = len(around[0]), len(around[0]) + len(text)
-        encoding = _encoded(self._first, text.join(around))
-        inside = zip(encoding.ids, encoding.offsets, strict=True)
+        inside = zip(*self._all.whole(text.join(around)), strict=True)
         return [number for number, (first, last) in inside if first >= start and last <= stop]
 
     def encode(self, text: str, what: str = "the text") -> list[int]:
-        """Ids of a passage or of any other text that does not come from a template; `what` names it for messages.
+        """Ids of a passage, or of any other text in which no special token is parsed; `what` names it for messages.
 
         Raises:
             InvalidInputError: the text has a lone surrogate.
         """
         check_encodable(text, what)
-        encoding = _encoded(self._plain, text)
-        ids: list[int] = encoding.ids
-        if self._literals.isdisjoint(ids):
-            return ids
-        # The vocabulary itself holds the text of an added token: cut it in two, so that it stays text.
-        found = (place for i, place in zip(ids, encoding.offsets, strict=True) if i in self._literals)
+        return self._encode(text).ids
+
+    def _encode(self, text: str) -> Encoded:
+        encoded = self._plain.continued(text)
+        if self._guarded.keys().isdisjoint(encoded.ids):
+            return encoded
+        # The vocabulary itself holds the text of a guarded token: cut it in two, so that it stays text.
+        found = (place for number, place in zip(*encoded, strict=True) if number in self._guarded)
         cuts = [start + 1 for start, stop in found if stop - start > 1]
-        pieces = (text[start:stop] for start, stop in pairwise([0, *cuts, len(text)]))
-        return [i for piece in pieces for i in self.encode(piece)] if cuts else ids
+        pieces = ((start, text[start:stop]) for start, stop in pairwise([0, *cuts, len(text)]))
+        return Encoded.joined([self._encode(piece).moved(start) for start, piece in pieces]) if cuts else encoded
 
     def count(self, text: str) -> int:
-        """Tokens of a text; fewer than `encode` gives where it holds the text of a special token."""
-        return len(_encoded(self._plain, text))
+        """Tokens of a text, at least: as the tokenizer parses it, special tokens too."""
+        return self._all.count(text)
 
     def decode(self, ids: Sequence[int], shown: Set[int] = frozenset()) -> str:
         """Text of generated ids, special tokens left out but for those in `shown`."""
@@ -169,17 +188,19 @@ class PromptBuilder:
         Raises:
             InvalidInputError: it has no token, or its text or title has a lone surrogate.
         """
-        check_encodable(passage.title, f"{where}: the title")
+        _check(passage, where)
         return core_prompt.chunk(self.encode(passage.text, f"{where}: the text"), passage.title)
 
-    def _segment(self, part: Content, where: str) -> Segment:
+    def _segment(self, part: Content, number: int) -> Segment:
+        where = f"part {number} of the prompt"
         if isinstance(part, Passage):
             return self.passage(part, where)
         if not isinstance(part, str):
             raise InvalidInputError(f"a prompt is made of str and Passage, not {type(part).__name__}")
-        return core_prompt.text(self.encode(part, f"{where}: the text"))
+        _check(part, where)
+        return core_prompt.text((self._all.whole(part) if number == 1 else self._all.continued(part)).ids)
 
-    def _render(self, messages: list[Message], documents: list[dict[str, str]], options: dict[str, Any]) -> str:
+    def _render(self, messages: list[Message], documents: list[Document], options: Mapping[str, Any]) -> str:
         settings = {"add_generation_prompt": True, **options}
         try:
             rendered: str = self._tokenizer.apply_chat_template(
@@ -189,37 +210,126 @@ class PromptBuilder:
             raise InvalidInputError(f"the chat template refused the messages: {error}") from error
         return rendered
 
-    def _split(self, rendered: str, contents: MarkedContents) -> list[Segment]:
-        """Segments of the template's own text, in which special tokens are parsed, and of the contents as they are."""
-        segments: list[Segment] = []
-        for frame, number, content in contents.pieces(rendered):
-            segments.append(self._frame_segment(frame, first=not segments))
-            if content is not None:
-                segments.append(self._segment(content, f"content {number} of the messages"))
-        first = next((s for s in segments if len(s)), None)
-        if self.bos_id is not None and (first is None or first.token_ids[0] != self.bos_id):
-            segments.insert(0, core_prompt.text([self.bos_id]))
-        return segments
+    # ---- what a template rendered -----------------------------------------------------------------------
 
-    def _frame_segment(self, frame: str, first: bool) -> Segment:
-        check_encodable(frame, "the chat template's text")
-        tokenizer = self._first if first else self._frame
-        return core_prompt.text(_encoded(tokenizer, frame).ids)
+    def _encode_rendered(self, rendered: Rendered) -> Encoded:
+        """The tokenizer's tokens of the text; contents in which it would find special tokens are encoded apart."""
+        apart: set[tuple[int, int]] = set()
+        for start, stop in rendered.guarded:
+            apart |= {(start, stop), *((place.start, place.stop) for place in rendered.places_in(start, stop))}
+        while True:
+            encoded = self._encode_but(rendered.text, _merged(apart))
+            found = {span for span in self._forged(rendered, encoded) if span not in apart}
+            if not found:
+                return encoded
+            apart |= found
+
+    def _encode_but(self, text: str, apart: Sequence[tuple[int, int]]) -> Encoded:
+        parts, at = [], 0
+        for start, stop in [*apart, (len(text), len(text))]:
+            between = text[at:start]
+            parts.append((self._all.continued(between) if at else self._all.whole(between)).moved(at))
+            parts.append(self._encode(text[start:stop]).moved(start))
+            at = stop
+        return Encoded.joined(parts)
+
+    def _forged(self, rendered: Rendered, encoded: Encoded) -> list[tuple[int, int]]:
+        """Spans of the text in which special tokens were found that are not the template's: they begin in a content,
+        lie in it in part, or are no more than like their text once the tokenizer has normalised it."""
+        spans = []
+        for number, (start, stop) in zip(*encoded, strict=True):
+            if number not in self._guarded:
+                continue
+            found = rendered.text[start:stop]
+            start += len(found) - len(found.lstrip())
+            text = self._guarded[number].strip()
+            places = rendered.places_in(start, start + len(text))
+            is_own = found.strip() == text and start not in rendered.openers
+            is_own = is_own and not any(_cuts(place.sure, start, start + len(text)) for place in places)
+            if not is_own:
+                spans += [(start, stop), *((place.start, place.stop) for place in places)]
+        return spans
+
+    def _segments(self, rendered: Rendered, encoded: Encoded, contents: Sequence[Content]) -> list[Segment]:
+        """Segments of the template's own text and of the contents; a token with characters of both is the former's."""
+        segments: list[Segment] = []
+        ids, offsets = encoded
+        at = 0
+        for place in [*rendered.places, _behind(rendered.text)]:
+            start = at
+            while start < len(ids) and offsets[start][0] < place.start:
+                start += 1
+            stop = start
+            while stop < len(ids) and offsets[stop][1] <= place.stop and offsets[stop][0] < place.stop:
+                stop += 1
+            segments.append(core_prompt.text(ids[at:start]))
+            content, at = contents[place.content] if place.content >= 0 else "", stop
+            if isinstance(content, Passage):
+                run = Encoded(ids[start:stop], offsets[start:stop]).moved(-place.start)
+                segments += self._chunk(content, rendered.text[place.start : place.stop], run)
+            else:
+                segments.append(core_prompt.text(ids[start:stop]))
+        return [*segments, core_prompt.text(ids[at:])]
+
+    def _chunk(self, passage: Passage, text: str, run: Encoded) -> list[Segment]:
+        """The tokens that a passage has in a prompt: those in a row that it has on its own, too, are a chunk.
+
+        Args:
+            passage: what was passed to the template, of which nothing but spaces at its ends may have gone.
+            text: what it became.
+            run: tokens of the text, in the prompt.
+        """
+        trimmed, title = text.strip(), passage.title
+        is_same = trimmed == passage.text.strip()
+        whole = passage.text if is_same else trimmed  # the same at all places, whether trimmed there or not
+        run = run.moved(_spaces(whole) - _spaces(text))
+        alone = self._encode(whole)
+        if run.ids == alone.ids:
+            return [core_prompt.chunk(run.ids, title)] if run.ids else []
+        ours, theirs = list(zip(*run, strict=True)), list(zip(*alone, strict=True))
+        first, offset, tokens = _longest_run(ours, theirs)
+        if not tokens:
+            return [core_prompt.text(run.ids)]
+        chunk = core_prompt.part_of(alone.ids, offset, tokens, title)
+        return [core_prompt.text(run.ids[:first]), chunk, core_prompt.text(run.ids[first + tokens :])]
+
+    # ---- what the tokenizer is like ---------------------------------------------------------------------
+
+    def _find_specials_around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer sets in front of a text, and behind it."""
+        ids, own = self._tokenizer("a")["input_ids"], self._all.whole("a").ids
+        at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
+        return list(ids[:at]), list(ids[at + len(own) :])
+
+    def _templates(self) -> str:
+        """The source of the chat template, or of all if there are several."""
+        template = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def _find_markers(self, added: Mapping[int, str]) -> set[int]:
+        """Of added tokens that are not special those that the chat template writes itself (``<think>``)."""
+        candidates = {number for number, text in added.items() if re.search(r"[^\w\s]", text)}
+        if not candidates or not self._tokenizer.chat_template:
+            return set()
+        source = self._templates()
+        rendered = [number for chat in _PROBES for number in self._all.whole(self._try(chat)).ids]
+        return {number for number in candidates if added[number] in source} | (candidates & {*rendered})
 
     def _find_bos(self) -> int | None:
         bos = self._tokenizer.bos_token_id
         if bos is None:
             return None
-        if self._tokenizer("a")["input_ids"][:1] == [bos]:
+        if self._front[:1] == [bos]:
             return int(bos)
-        if self._tokenizer.chat_template:
-            try:
-                rendered = self._render([{"role": "user", "content": "a"}], [], {})
-            except InvalidInputError:
-                return None
-            if rendered.startswith(self._tokenizer.bos_token):
-                return int(bos)
-        return None
+        starts = bool(self._tokenizer.chat_template) and self._try(_PROBES[0]).startswith(self._tokenizer.bos_token)
+        return int(bos) if starts else None
+
+    def _try(self, messages: list[Message]) -> str:
+        """What the template renders; empty where it refuses the messages."""
+        try:
+            return self._render(messages, [], {})
+        except InvalidInputError:
+            return ""
 
 
 def _byte_tokens(spec: dict[str, Any], backend: Tokenizer) -> frozenset[int]:
@@ -230,28 +340,66 @@ def _byte_tokens(spec: dict[str, Any], backend: Tokenizer) -> frozenset[int]:
     return frozenset(number for number in found if number is not None)
 
 
-def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
-    """The text's tokens. Of a batch, tokenizers lets go of the interpreter's lock while it works; of a single text it
-    does not, and a long one would hold up all other threads for seconds."""
-    if len(text) <= _SHORT:
-        return tokenizer.encode(text, add_special_tokens=False)
-    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+_PROBES: list[list[Message]] = [
+    [{"role": "user", "content": "a"}],
+    [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")],
+]
+"""Conversations that show what a template writes itself."""
 
 
-def _without_dummy_prefix(spec: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer's specification without the space that SentencePiece models put in front of a text."""
+def _check(content: Content, where: str) -> None:
+    """Raises `InvalidInputError` for a lone surrogate, or a passage without text."""
+    if isinstance(content, Passage):
+        check_encodable(content.title, f"{where}: the title")
+        check_encodable(content.text, f"{where}: the text")
+        if not content.text:
+            core_prompt.chunk([])
+    else:
+        check_encodable(content, f"{where}: the text")
 
-    def strip(node: Any) -> Any:
-        if not isinstance(node, dict):
-            return node
-        if node.get("type") == "Sequence":
-            for key in ("normalizers", "pretokenizers"):
-                if key in node:
-                    node = node | {key: [kept for kept in map(strip, node[key]) if kept is not None]}
-        if node.get("type") == "Metaspace":
-            return node | {"prepend_scheme": "never"}
-        if node.get("type") == "ByteLevel" and node.get("add_prefix_space"):
-            return node | {"add_prefix_space": False}
-        return None if node.get("type") == "Prepend" else node
 
-    return spec | {"normalizer": strip(spec["normalizer"]), "pre_tokenizer": strip(spec["pre_tokenizer"])}
+def _spaces(text: str) -> int:
+    """In front of a text."""
+    return len(text) - len(text.lstrip())
+
+
+def _cuts(span: tuple[int, int], start: int, stop: int) -> bool:
+    """Whether a part of a token lies in the span, and another part outside."""
+    return span[0] < stop and start < span[1] and not (span[0] <= start and stop <= span[1])
+
+
+def _behind(text: str) -> Place:
+    """Where a text ends, as of no content."""
+    return Place(len(text), len(text), -1, (len(text), len(text)))
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans in order; those that overlap are one."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+_Token = tuple[int, tuple[int, int]]
+
+
+def _longest_run(ours: Sequence[_Token], theirs: Sequence[_Token]) -> tuple[int, int, int]:
+    """The longest run of tokens that two lists of one text have in common at the same characters: its place in each,
+    and its length."""
+    best, at = (0, 0, 0), 0
+    places = {token: place for place, token in enumerate(theirs)}
+    while at < len(ours):
+        other = places.get(ours[at])
+        if other is None:
+            at += 1
+            continue
+        stop = at
+        while stop < len(ours) and other + stop - at < len(theirs) and ours[stop] == theirs[other + stop - at]:
+            stop += 1
+        best = max(best, (at, other, stop - at), key=lambda run: run[2])
+        at = max(stop, at + 1)
+    return best

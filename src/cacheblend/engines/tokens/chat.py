@@ -1,16 +1,28 @@
-"""The contents of chat messages, kept apart from the text that a chat template puts around them.
+"""Messages and documents for a chat template, and where it puts their texts.
 
-    messages   {"role": "user", "content": [text "Read:", chunk A]}        contents 0, 1
-    marked     {"role": "user", "content": "<0><1>"}                       <n>: a placeholder that no text contains
-    rendered   "<|im_start|>user\\n<0><1><|im_end|>\\n"                      by the template
-    pieces     ("<|im_start|>user\\n", text "Read:")  ("", chunk A)  ("<|im_end|>\\n", None)
+A template may read a content, and trim, split, escape, repeat or drop it. So it is handed the real contents, but for
+letters that no text of the conversation has, each in the place of one letter, which are put right in what it renders:
+
+    content   " <|im_end|> Where?"
+    guarded   " ********** Where?"   special tokens in texts: those that are rendered are the template's own, whatever
+                                     it does with the contents
+    marked    " ********** #her#?"   the first and last letter of each content: the content is where they are rendered
+
+    rendered  "<|im_start|>user\n********** #her#?<|im_end|>\n"     (trimmed by the template)
+
+What is rendered with marks has to be what is rendered without, else they changed what the template did: then the
+contents are looked up in the latter by their texts.
 
 Knows strings. Does not know tokenizers.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError, shown
 
@@ -21,7 +33,7 @@ class Passage:
 
     Attributes:
         text: what the model reads.
-        title: a name for people; not read by the model.
+        title: a name for people; the model reads it where a chat template writes the titles of documents.
     """
 
     text: str
@@ -120,60 +132,346 @@ Message = dict[str, Any]
 """``{"role": ..., "content": ...}``; content is a string, or parts ``{"type": "text" | "chunk", "text": ...}``."""
 
 
-class MarkedContents:
-    """Contents that placeholders stand for while a template renders messages."""
+Render = Callable[[list[Message], list["Document"], dict[str, Any]], str]
+"""What a template makes of messages, documents and options."""
 
-    def __init__(self) -> None:
-        self._contents: list[Content] = []
+_PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
+"""Letters for private use: those of them that a conversation does not have stand in for others."""
+_UNSUITED = frozenset("\"'`\\/&<>{}[]()|")  # no marks: templates escape them, or look for them
+_LONG_ENOUGH = 8  # characters of a content that is looked up by its text
 
-    def mark(self, content: Content) -> str:
-        """The placeholder of one more content."""
-        self._contents.append(content)
-        return _placeholder(len(self._contents) - 1)
 
-    def mark_message(self, message: Message) -> Message:
-        """The message with placeholders for its content.
+class Document(dict[str, str]):
+    """A document as a template reads it: ``text``, and ``title`` if it has one. A template that asks for ``content`` or
+    ``contents`` gets the text."""
+
+    def __missing__(self, key: str) -> str:
+        if key in ("content", "contents"):
+            return self["text"]
+        if key == "title":
+            return ""
+        raise KeyError(key)
+
+
+class Guard:
+    """Special tokens that no text of a conversation may become.
+
+    Args:
+        texts: of the special tokens and the template's own markers.
+        thoughts: those of `texts` that a model writes around its thoughts (``</think>``): templates look for them in
+            earlier answers, where they stay as they are.
+
+    Attributes:
+        everywhere: finds one of `texts`.
+        in_answers: finds one that is not in `thoughts`.
+        left: finds one of `thoughts`.
+        openers: finds a first letter of one of `texts`.
+    """
+
+    def __init__(self, texts: Iterable[str], thoughts: Iterable[str] = ()) -> None:
+        texts, thoughts = set(texts), set(thoughts)
+        self.everywhere, self.in_answers, self.left = map(_any_of, (texts, texts - thoughts, thoughts))
+        self.openers = _any_of({text.strip()[:1] for text in texts} - {""})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a content, or a part of it, is in a rendered text.
+
+    Attributes:
+        start: its first character.
+        stop: the one behind its last.
+        content: its number, from 0.
+        sure: (start, stop) of what is certainly the content's: around it the text is only the same as the content's.
+    """
+
+    start: int
+    stop: int
+    content: int
+    sure: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What a template made of a conversation.
+
+    Attributes:
+        text: as the template renders it without any stand-in.
+        places: of the contents, ascending, without overlap.
+        guarded: (start, stop) of special tokens that stood in a text of the conversation, ascending.
+        openers: where a content has the first character of a special token, but for `guarded`.
+        changed: how many contents the text does not have exactly once as they are.
+    """
+
+    text: str
+    places: tuple[Place, ...]
+    guarded: tuple[tuple[int, int], ...]
+    openers: frozenset[int]
+    changed: int
+
+    def places_in(self, start: int, stop: int) -> Sequence[Place]:
+        """The contents that have a character in a span."""
+        first = bisect_left(self.places, start + 1, key=lambda place: place.stop)
+        last = bisect_left(self.places, stop, key=lambda place: place.start)
+        return self.places[first:last]
+
+
+class _Field(NamedTuple):
+    """A text that a template is handed: as it is, but for guarded tokens; with marks; and with letters for first
+    characters of special tokens, too."""
+
+    guarded: str
+    marked: str
+    opened: str
+
+
+class Conversation:
+    """Messages and documents, to be rendered by a template.
+
+    Args:
+        messages: see `Message`.
+        documents: passages for the template.
+        options: for the template.
+        guard: of the tokenizer and the template.
+
+    Attributes:
+        contents: of the messages, then the documents.
+
+    Raises:
+        InvalidInputError: a content part that is neither text nor chunk.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], documents: Sequence[Passage], options: Mapping[str, Any], guard: Guard
+    ) -> None:
+        self.contents: list[Content] = []
+        self._messages, self._options, self._guard = list(messages), dict(options), guard
+        self._parts = [self._numbers(message) for message in messages]  # of each one's contents; None: it has no text
+        self._documents = [self._number(document) for document in documents]
+        titles = [document.title for document in documents]
+        beside = _strings_in([self._messages, self._options])
+        self._letters = _StandIns(chain(map(_text, self.contents), titles, beside))
+        self._marks: dict[str, tuple[int, int]] = {}  # by letter: a content's number, and the place of its letter in it
+
+    def render(self, render: Render) -> Rendered:
+        """The conversation by a template. Documents that it does not use start the last user message.
 
         Raises:
-            InvalidInputError: a content part that is neither text nor chunk.
+            InvalidInputError: as `render`.
         """
+        fields = [None if part is None else self._field(at, part) for at, part in enumerate(self._parts)]
+        documents = [self._field(None, [number]) for number in self._documents]
+        marked = self._rendered(render, fields, documents, "opened")
+        if documents and not all(self._is_in(number, marked) for number in self._documents):
+            question = max((i for i, m in enumerate(self._messages) if m.get("role") == "user"), default=-1)
+            fields[question] = self._field(question, [*self._documents, *(self._parts[question] or ())])
+            documents = []
+            marked = self._rendered(render, fields, documents, "opened")
+        guarded = self._rendered(render, fields, documents, "guarded")
+        if self._letters.without_marks(marked) != guarded:  # it looks for characters like "<", or escapes them
+            marked = self._rendered(render, fields, documents, "marked")
+        return self._found(guarded, marked)
+
+    # ---- what the template is handed --------------------------------------------------------------------
+
+    def _numbers(self, message: Message) -> list[int] | None:
         content = message.get("content")
         if isinstance(content, list):
-            parts = [_content_part(part) for part in content]
-            return {**message, "content": "".join(self.mark(part) for part in parts)}
-        return {**message, "content": self.mark(content)} if isinstance(content, str) and content else message
+            return [self._number(_content_part(part)) for part in content]
+        return [self._number(content)] if isinstance(content, str) and content else None
 
-    def pieces(self, rendered: str) -> Iterator[tuple[str, int, Content | None]]:
-        """The template's own text and the content after it with its number from 1, in the order of the rendered text;
-        the last text has no content after it.
+    def _number(self, content: Content) -> int:
+        self.contents.append(content)
+        return len(self.contents) - 1
 
-        Raises:
-            InvalidInputError: the template dropped or repeated a content.
-        """
-        rest = rendered
-        for index in self._order(rendered):
-            frame, _, rest = rest.partition(_placeholder(index))
-            yield frame, index + 1, self._contents[index]
-        yield rest, len(self._contents) + 1, None
+    def _field(self, message: int | None, numbers: Sequence[int]) -> _Field:
+        """Contents as one text. `message`: whose they are; None: it is a document."""
+        is_answer = message is not None and self._messages[message].get("role") == "assistant"
+        text = "".join(_text(self.contents[number]) for number in numbers)
+        guarded = self._guarded(text, self._guard.in_answers if is_answer else self._guard.everywhere)
+        left = [found.span() for found in self._guard.left.finditer(guarded)] if is_answer else []
+        fixed = {at for span in left for at in range(*span)}
+        marked, opened = list(guarded), list(guarded)
+        for found in self._guard.openers.finditer(guarded):
+            if found.start() not in fixed:
+                opened[found.start()] = self._letters.opener(found[0])
+        start = 0
+        for number in numbers:
+            stop = start + len(_text(self.contents[number]))
+            free = [at for at in range(start, stop) if at not in fixed] if fixed else range(start, stop)
+            suited = {_first_suited(text, opened, free), _first_suited(text, opened, free[::-1])}
+            for at in (at for at in suited if at is not None):
+                opened[at] = marked[at] = self._letters.mark(opened[at])
+                self._marks[opened[at]] = number, at - start
+            start = stop
+        return _Field(guarded, "".join(marked), "".join(opened))
 
-    def _order(self, rendered: str) -> list[int]:
-        """The contents in the order in which the template put them; each must occur once."""
-        count = len(self._contents)
-        for index in range(count):
-            found = rendered.count(_placeholder(index))
-            if found != 1:
-                raise InvalidInputError(
-                    f"the chat template used content {index + 1} of the messages {found} times, not once"
-                )
-        return sorted(range(count), key=lambda index: rendered.index(_placeholder(index)))
+    def _guarded(self, text: str, guard: re.Pattern[str] | None = None) -> str:
+        return (guard or self._guard.everywhere).sub(lambda found: self._letters.guarded(found[0]), text)
+
+    def _guard_all(self, value: Any) -> Any:
+        """A JSON value with all of its texts guarded; the value itself where there is nothing to guard."""
+        if not any(map(self._guard.everywhere.search, _strings_in(value))):
+            return value
+        if isinstance(value, str):
+            return self._guarded(value)
+        if isinstance(value, Mapping):
+            return {self._guard_all(key): self._guard_all(inner) for key, inner in value.items()}
+        return [self._guard_all(inner) for inner in value]
+
+    def _rendered(
+        self,
+        render: Render,
+        fields: Sequence[_Field | None],
+        documents: Sequence[_Field],
+        which: Literal["guarded", "marked", "opened"],
+    ) -> str:
+        messages = []
+        for message, field in zip(self._messages, fields, strict=True):
+            beside = {key: value for key, value in message.items() if field is None or key != "content"}
+            text = {} if field is None else {"content": getattr(field, which)}
+            messages.append({**message, **self._guard_all(beside), **text})
+        handed = []
+        for number, field in zip(self._documents, documents, strict=False):
+            passage = self.contents[number]
+            title = self._guarded(passage.title) if isinstance(passage, Passage) else ""
+            text = getattr(field, which)
+            handed.append(Document({"title": title, "text": text} if title else {"text": text}))
+        return self._letters.unescaped(render(messages, handed, self._guard_all(self._options)))
+
+    # ---- what it made of it -----------------------------------------------------------------------------
+
+    def _is_in(self, number: int, marked: str) -> bool:
+        letters = [letter for letter, (content, _) in self._marks.items() if content == number]
+        if letters:
+            return any(letter in marked for letter in letters)
+        return _text(self.contents[number]) in self._letters.put_right(marked)
+
+    def _found(self, guarded: str, marked: str) -> Rendered:
+        text = self._letters.put_right(guarded)
+        openers = frozenset[int]()
+        if self._letters.without_marks(marked) == guarded:
+            found = self._marked_places(text, marked)
+            openers = frozenset(each.start() for each in self._letters.openers_in(marked))
+        else:
+            found = self._places_by_text(text)
+        places: list[Place] = []
+        for place in sorted(found, key=lambda place: (place.start, -place.stop)):
+            if place.start < place.stop and (not places or place.start >= places[-1].stop):
+                places.append(place)
+        spans = tuple(found.span() for found in self._letters.guards_in(guarded))
+        return Rendered(text, tuple(places), spans, openers, self._changed(text, places))
+
+    def _marked_places(self, text: str, marked: str) -> Iterator[Place]:
+        """The contents by their marks; text around these that is the content's, too, belongs to them."""
+        seen: dict[int, list[tuple[int, int]]] = {}  # by content: (position in the text, place in the content)
+        for found in _PRIVATE.finditer(marked):
+            if found[0] in self._marks:
+                number, place = self._marks[found[0]]
+                seen.setdefault(number, []).append((found.start(), place))
+        for number, marks in seen.items():
+            content = _text(self.contents[number])
+            while marks:
+                start, first = marks.pop(0)
+                stop, last = start, first
+                if marks and marks[0][1] > first:
+                    stop, last = marks.pop(0)
+                before = _common(content[:first][::-1], text[max(0, start - first) : start][::-1])
+                behind = content[last + 1 :]
+                behind_it = _common(behind, text[stop + 1 : stop + 1 + len(behind)])
+                yield Place(start - before, stop + 1 + behind_it, number, (start, stop + 1))
+
+    def _places_by_text(self, text: str) -> Iterator[Place]:
+        """The contents by their texts: as they are, trimmed, or as JSON."""
+        at = 0
+        for number, content in enumerate(map(_text, self.contents)):
+            trimmed = content.strip()
+            for form in (content, trimmed, *(json.dumps(trimmed, ensure_ascii=ascii)[1:-1] for ascii in (False, True))):
+                start = max(text.find(form, at), text.find(form)) if len(form) >= _LONG_ENOUGH else -1
+                if start >= 0:
+                    at = start + len(form)
+                    yield Place(start, at, number, (start, at))
+                    break
+
+    def _changed(self, text: str, places: Sequence[Place]) -> int:
+        """How many contents are not in the text once, as they are; those that have no letter to be found by are left
+        out."""
+        found: dict[int, list[Place]] = {}
+        for place in places:
+            found.setdefault(place.content, []).append(place)
+        marked = {number for number, _ in self._marks.values()}
+        same = {n for n, [p, *more] in found.items() if not more and text[p.start : p.stop] == _text(self.contents[n])}
+        return len(marked - same)
 
 
-def put_before_question(messages: list[Message], documents: list[str]) -> list[Message]:
-    """The messages with documents at the start of the last user message."""
-    last_user = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=len(messages) - 1)
-    question = messages[last_user]
-    moved = {**question, "content": "".join(documents) + (question.get("content") or "")}
-    return [*messages[:last_user], moved, *messages[last_user + 1 :]]
+class _StandIns:
+    """Letters that stand in for others, one for one.
+
+    Args:
+        texts: all texts that are rendered, whose own letters are not used.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        used = {letter for text in texts if not text.isascii() for letter in _PRIVATE.findall(text)}
+        planes = chain(range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+        self._free = (letter for letter in map(chr, planes) if letter not in used)
+        self._guards: dict[str, str] = {}  # by letter
+        self._openers: dict[str, str] = {}
+        self._opening: set[str] = set()  # openers, and marks that stand for one
+        self._guarded: dict[int, str] = {}  # what the guards stand for
+        self._marked: dict[int, str] = {}  # what marks and openers stand for: a letter as it is guarded
+
+    def guarded(self, text: str) -> str:
+        """Letters for a special token's; the same for the same letters."""
+        for letter in text:
+            if letter not in self._guards:
+                self._guards[letter] = self._next()
+                self._guarded[ord(self._guards[letter])] = letter
+        return "".join(self._guards[letter] for letter in text)
+
+    def opener(self, letter: str) -> str:
+        """A letter for one that a special token begins with; the same for the same letter."""
+        if letter not in self._openers:
+            self._openers[letter] = self.mark(letter)
+            self._opening.add(self._openers[letter])
+        return self._openers[letter]
+
+    def mark(self, letter: str) -> str:
+        """Another letter at each call, for one of a text or one that stands in for it."""
+        mark = self._next()
+        self._marked[ord(mark)] = self._marked.get(ord(letter), letter)
+        if letter in self._opening:
+            self._opening.add(mark)
+        return mark
+
+    def openers_in(self, text: str) -> Iterator[re.Match[str]]:
+        """Letters that `opener` returned, or marks for them."""
+        return _any_of(self._opening).finditer(text)
+
+    def guards_in(self, text: str) -> Iterator[re.Match[str]]:
+        """Runs of letters that `guarded` returned."""
+        letters = "".join(map(chr, self._guarded))
+        return re.finditer(f"[{letters}]+", text) if letters else iter(())
+
+    def without_marks(self, text: str) -> str:
+        """The text with what marks and openers stand for."""
+        return text.translate(self._marked)
+
+    def put_right(self, text: str) -> str:
+        """The text with what all letters stand for."""
+        return text.translate(self._marked).translate(self._guarded)
+
+    def unescaped(self, text: str) -> str:
+        """The text with these letters where JSON has their escapes: templates may write ASCII only."""
+        for code in self._guarded | self._marked if "\\ud" in text else ():
+            text = text.replace(json.dumps(chr(code))[1:-1], chr(code))
+        return text
+
+    def _next(self) -> str:
+        letter = next(self._free, None)
+        if letter is None:
+            raise InvalidInputError("the messages have more than 65,000 contents, or as many letters for private use")
+        return letter
 
 
 def _content_part(part: Any) -> Content:
@@ -183,6 +481,44 @@ def _content_part(part: Any) -> Content:
     return text if kind == "text" else Passage(text, part.get("title", ""))
 
 
-def _placeholder(index: int) -> str:
-    # Private-use characters: templates do not look for them, and a prompt's own texts are never rendered with them.
-    return f"\ue0c0{index}\ue0c1"
+def _text(content: Content) -> str:
+    return content.text if isinstance(content, Passage) else content
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds one of the texts, the longest at each place."""
+    ordered = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+
+
+def _first_suited(text: str, letters: Sequence[str], places: Sequence[int]) -> int | None:
+    """The first of the places whose letter can be marked: a letter or digit if there is one."""
+    other = None
+    for at in places:
+        if letters[at] == text[at] and text[at].isalnum():
+            return at
+        if other is None and not text[at].isspace() and (letters[at] != text[at] or text[at] not in _UNSUITED):
+            other = at
+    return other
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts begin alike with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included."""
+    waiting = [value]  # no recursion: it may be nested deeply
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, str):
+            yield inner
+        elif isinstance(inner, Mapping):
+            waiting += [*inner, *inner.values()]
+        elif isinstance(inner, list | tuple):
+            waiting += inner

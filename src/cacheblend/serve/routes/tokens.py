@@ -61,8 +61,7 @@ def _ids(state: ServerState, asked: TokenizeRequest) -> list[int]:
         )
         found: list[int] = chat_prompt(engine, chat, state.settings.chunk_tokens).prompt.token_ids.tolist()
         return found
-    ids, bos = engine.builder.encode(asked.prompt or ""), engine.builder.bos_id
-    return ids if bos is None or asked.add_special_tokens is False else [bos, *ids]
+    return engine.builder.text_ids(asked.prompt or "", special=asked.add_special_tokens is not False)
 
 
 def _detokenize(state: ServerState, asked: DetokenizeRequest) -> dict[str, Any]:
