@@ -205,9 +205,10 @@ def test_bos_is_where_the_tokenizer_or_the_template_sets_it(tokenizer: PreTraine
     bos = tokenizer.bos_token_id
     assert builder.bos_id == (bos if has_bos else None)
     by_tokenizer = tokenizer("a")["input_ids"].count(bos)
+    assert ids_of(builder.prompt(["a"])).count(bos) == by_tokenizer
     for prompt in (builder.prompt(["a", Passage("<s> b")]), builder.prompt([Passage("<s> b"), "a"])):
-        assert ids_of(prompt).count(bos) == by_tokenizer
-        assert not by_tokenizer or ids_of(prompt)[0] == bos
+        assert ids_of(prompt).count(bos) == has_bos  # as in front of the passages' KV
+        assert not has_bos or ids_of(prompt)[0] == bos
     if tokenizer.chat_template not in (None, REFUSES):
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         by_template = tokenizer.apply_chat_template(plain, return_dict=False).count(bos)

@@ -66,8 +66,8 @@ class PromptBuilder:
     def prompt(self, parts: Iterable[Content]) -> Prompt:
         """A prompt of strings, which are parsed as the tokenizer parses them, and `Passage`s, which are chunks.
 
-        The special tokens that the tokenizer sets around a text are around it. A string instead of parts is a prompt of
-        that one text.
+        The special tokens that the tokenizer sets around a text are around it; where the chat template alone sets BOS,
+        a prompt with passages begins with it, as their anchors do. A string instead of parts is a prompt of that text.
 
         Raises:
             InvalidInputError: an empty prompt, a passage without a token, or a text with a lone surrogate.
@@ -76,7 +76,10 @@ class PromptBuilder:
         segments = [self._segment(part, number) for number, part in enumerate(parts, 1)]
         if not any(map(len, segments)):
             raise InvalidInputError("the prompt is empty; give it some text")
-        return Prompt.of([core_prompt.text(self._front), *segments, core_prompt.text(self._back)])
+        prompt = Prompt.of([core_prompt.text(self._front), *segments, core_prompt.text(self._back)])
+        if self.bos_id is None or not prompt.chunks or prompt.segments[0].token_ids[0] == self.bos_id:
+            return prompt
+        return Prompt.of([core_prompt.text([self.bos_id]), *prompt.segments])
 
     def text_ids(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a caller's own text, as the tokenizer makes them; `special`: with the special tokens around it.

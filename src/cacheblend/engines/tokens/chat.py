@@ -21,7 +21,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Literal, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError, shown
@@ -486,9 +486,19 @@ def _text(content: Content) -> str:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds one of the texts, the longest at each place."""
-    ordered = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+    """Finds one of the texts, the longest at each place; in time that hardly depends on how many there are."""
+    return re.compile(_prefix_tree(sorted({*texts} - {""})) or "(?!)")
+
+
+def _prefix_tree(texts: Sequence[str]) -> str:
+    """A pattern for texts in order, in which what they begin alike with stands once: ``<(?:s>|unk>)``."""
+    if not texts:
+        return ""
+    alike = texts[0][: _common(texts[0], texts[-1])]
+    rests = [text[len(alike) :] for text in texts if text != alike]
+    branches = [_prefix_tree(list(group)) for _, group in groupby(rests, key=lambda rest: rest[0])]
+    ending = "?" if len(rests) < len(texts) else ""
+    return re.escape(alike) + (f"(?:{'|'.join(branches)}){ending}" if branches else "")
 
 
 def _first_suited(text: str, letters: Sequence[str], places: Sequence[int]) -> int | None:
