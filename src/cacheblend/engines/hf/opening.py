@@ -1,6 +1,7 @@
 """Opens a model folder: weights, tokenizer, fingerprint. A model that cannot be blended is refused before its weights
 are read, where its config shows that."""
 
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import is_peft_available
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
 from cacheblend.engines.adapters import plain_parts
 from cacheblend.engines.checkpoint import check_files, states_in
 from cacheblend.engines.fingerprint import file_digest, fingerprint_folder
-from cacheblend.engines.folders import name_of
+from cacheblend.engines.folders import model_folder, name_of
 from cacheblend.engines.hf.configs import check_config
 
 REASON_LINES, REASON_CHARACTERS = 3, 400
@@ -90,11 +92,11 @@ def open_folder(
     _check_dtype(dtype)
     if subfolder := model_options.pop("subfolder", ""):
         folder = folder / subfolder
-    check_files(folder, model_options.get("variant"), model_options.get("use_safetensors"))
     before = states_in(folder)
     fingerprint = fingerprint_folder(folder, _changing(folder, model_options))
     config = AutoConfig.from_pretrained(folder, **model_options)
     opens = class_of(config)
+    check_files(folder, model_options.get("variant"), model_options.get("use_safetensors"))
     remote_code = {name: model_options[name] for name in ("trust_remote_code",) if name in model_options}
     tokenizer = _tokenizer(folder, **remote_code) if with_tokenizer else None
     model = read_weights(opens, folder, dtype, **model_options)
@@ -118,6 +120,10 @@ def _changing(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         if found is None:
             raise InvalidInputError(f"there is no file {file} in {folder}; give gguf_file a path")
         changing["gguf_file"] = file_digest(found)
+    if (adapter := folder / "adapter_config.json").is_file() and is_peft_available():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if base:  # whose weights transformers then loads, and those in this folder on top
+            changing["base_model"] = fingerprint_folder(model_folder(base))
     return changing
 
 
