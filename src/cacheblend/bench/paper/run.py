@@ -7,6 +7,7 @@ from typing import Any
 from cacheblend.bench.paper import batch, chunk_length, chunk_number, device, quality, rate, ratio, report
 from cacheblend.bench.paper.context import Context, DataSet, LeftOutError, Part, Progress, Sweeps
 from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.failures import failed_since, failures, in_words
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.evaluation import Settings
 from cacheblend.evaluation.records import folder_name
@@ -66,8 +67,12 @@ def run_paper(
 
 
 def _run(part: Part, context: Context) -> dict[str, Any]:
+    before = failures()
     try:
-        return part.measure(context)
+        found = part.measure(context)
+        if failed := failed_since(before):
+            raise LeftOutError(f"{in_words(failed)} failed while it was measured, and was computed in full")
+        return found
     except LeftOutError as reason:
         return {"points": [], "notes": [], "machines": [], "resumed": 0, "left_out": str(reason)}
 
