@@ -298,7 +298,7 @@ def test_the_loading_controller_raises_what_it_recomputes_above_the_ratio_in_for
         return LoadChoice(plan, ratio=0.45 if raises else None)
 
     side = scheduling([CHUNK], shadow=1.0, shadow_floor=0.8, blend_fields={"recompute_ratio": 0.2})
-    side._finder._control = SimpleNamespace(decide=decide, learn=lambda *_: None)
+    side._finder._control = SimpleNamespace(decide=decide, learn=lambda *_: None, compute_s=lambda plan: None)
     for number in range(5):
         assert check(side, number, BAD).named_by.share == pytest.approx(0.2)
     later, own = request_of("later"), with_options([3, *PROMPT], "own", recompute_ratio=0.1)
