@@ -169,7 +169,7 @@ def test_bytes_that_are_no_text_are_named(run: Run, places: dict[str, str]) -> N
         ("config.json", '"vocab_size": 290', "the weights do not fit config.json"),
         ("config.json", '"model_type": "unheard"', "model type `unheard`"),
         ("tokenizer.json", "{", "has no tokenizer that transformers can open"),
-        ("model.safetensors", "x", "deserializing header"),
+        ("model.safetensors", "x", "has no readable header of tensors"),
     ],
 )
 def test_a_model_that_cannot_be_loaded_says_why(

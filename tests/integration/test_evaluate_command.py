@@ -167,7 +167,7 @@ def test_the_model_that_ships_is_called_nano(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped = shutil.copytree(model, tmp_path / "package" / "model")
-    monkeypatch.setattr("cacheblend.engines.folders._shipped_folder", lambda: shipped)
+    monkeypatch.setattr("cacheblend.engines.folders._shipped_folder", shipped.resolve)
     data = write_rows(tmp_path / "rows.jsonl")
     result = run(
         "-m", "nano", "-d", data, "-n", 1, "--limit", 1, "--methods", "full", "--device", "cpu", "--scorer", "em"

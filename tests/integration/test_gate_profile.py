@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cacheblend.cli import main, models
+from cacheblend.cli import main
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.profile import Profile
@@ -206,7 +206,7 @@ def test_a_profile_of_other_weights_and_a_damaged_one(
 
 
 def test_the_model_that_ships_is_examined_by_name(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "model_path", lambda: model)
+    monkeypatch.setattr("cacheblend.engines.folders._shipped_folder", model.resolve)
     code, found, _ = run("doctor", "-m", "nano", "--json")
     assert (code, found["model"], found["blendable"]) == (0, "nano", True)
 
