@@ -36,6 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "may_fail(*reasons): injects faults that are mended, see failing.py")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def a_busy_machine_is_no_slow_store() -> None:
+    """Tests of slow stores say themselves how long a request may wait."""
+    from cacheblend.core.load import budget
+
+    budget.LEAST_S = 60.0
+
+
 @pytest.fixture
 def faults(record_property: Callable[[str, object], None]) -> Faults:
     return Faults(record_property)

@@ -315,9 +315,12 @@ class Conversation:
             return value
         if isinstance(value, str):
             return self._guarded(value)
-        if isinstance(value, Mapping):
-            return {self._guard_all(key): self._guard_all(inner) for key, inner in value.items()}
-        return [self._guard_all(inner) for inner in value]
+        try:
+            if isinstance(value, Mapping):
+                return {self._guard_all(key): self._guard_all(inner) for key, inner in value.items()}
+            return [self._guard_all(inner) for inner in value]
+        except RecursionError as error:
+            raise InvalidInputError("the messages or tools are nested too deeply; nest them less") from error
 
     def _rendered(
         self,
