@@ -156,7 +156,7 @@ class Kept(LineLog[dict[str, Any]]):
 
 
 class LeftOutError(CacheBlendError):
-    """A part that this data or this model cannot have; the message says why."""
+    """A part that this data or this model cannot have, or in which a blend failed; the message says why."""
 
 
 @dataclass(frozen=True)
