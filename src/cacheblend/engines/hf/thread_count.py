@@ -34,8 +34,8 @@ class ThreadCount:
     """Decides how many threads compute a layer: one while others use the cores, else as many as torch has.
 
     Left alone where the environment sets a number, or the program has set another one than there was when this module
-    was loaded. Says once that it has come to one thread. Meanwhile torch gives one to new threads of the program, too: a
-    thread that begins to use torch then stays at that.
+    was loaded. Says once that it has come to one thread. Meanwhile torch gives one to new threads of the program, too:
+    a thread that begins to use torch then stays at that.
 
     Attributes:
         is_following: False leaves the number alone.
