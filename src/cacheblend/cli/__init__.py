@@ -13,7 +13,7 @@ from cacheblend.cli.bench import app as bench_app
 from cacheblend.cli.errors import empty_value, invalid_text, is_help, is_usage_error, usage_text
 from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.output import error_text, print_error
-from cacheblend.engines.waiting import bound_waiting
+from cacheblend.cli.waiting import bound_waiting
 
 ERROR = 2
 

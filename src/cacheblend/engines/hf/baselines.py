@@ -145,7 +145,8 @@ def finish(
     decoding = PlainDecoding(engine.model, first.kv, ids, first.logits, params, engine.eos_ids, first.states)
     stream = TextStream(engine.builder.detokenizer() if engine.builder else None, params.stop)
     while decoding.finish_reason is None and not stream.stopped:
-        token = decoding.step()
+        with engine.prefiller.threads.layer():
+            token = decoding.step()
         stream.push(token)
         if seen is not None:
             seen(token, decoding.logits)
@@ -169,7 +170,8 @@ def load_prefix(engine: BlendEngine, plan: BlendPlan) -> DynamicCache:
 
 def _plain(engine: BlendEngine, prompt: Prompt, cache: DynamicCache, *, known: int, started: float) -> FirstToken:
     ids = engine.ids_of(prompt)[None, known:]
-    out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    with engine.prefiller.threads.layer():
+        out = engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     engine.prefiller.synchronize()
     seconds = time.perf_counter() - started
     return FirstToken(out.logits[0, -1], seconds, ids.shape[1] * engine.survey.num_layers, cache)

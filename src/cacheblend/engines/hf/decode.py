@@ -84,7 +84,9 @@ def compute_logits(view: ModelView, answers: Sequence[Decoding]) -> None:
     """
     begun = [answer for answer in answers if answer.sampler.has_begun]
     if begun:
-        for answer, logits in zip(begun, _forward(view, begun), strict=True):
+        with view.threads.held():
+            following = _forward(view, begun)
+        for answer, logits in zip(begun, following, strict=True):
             answer.sampler.logits = logits
 
 

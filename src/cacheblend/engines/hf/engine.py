@@ -385,8 +385,9 @@ class BlendEngine(Answering, FollowedModel):
             return self._run(prefill)
 
     def _run(self, prefill: BlendedPrefill) -> PrefillResult:
-        while not prefill.advance():
-            pass
+        while not prefill.done:
+            with self.prefiller.threads.held():
+                prefill.advance()
         return prefill.result()
 
     def open_prefill(

@@ -35,8 +35,8 @@ from cacheblend.engines.hf.recurrent import LayerKinds
 from cacheblend.engines.hf.resuming import Resuming
 from cacheblend.engines.hf.sparse_loader import open_loader_of
 from cacheblend.engines.hf.survey import Survey
+from cacheblend.engines.hf.thread_count import ThreadCount
 from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.waiting import BusyWarning, Moment
 from cacheblend.store import KVStore
 
 THREADS = 16
@@ -84,7 +84,6 @@ class Prefiller:
         self._view, self._survey, self._store, self._config = view, survey, store, config
         self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
         self._threads, self._pace = DaemonPool(THREADS, "cacheblend-reader"), Pace()
-        self._busy = BusyWarning()
         serve(device, survey.layout.dtype, survey.head_shapes)
         if config.compile_layers:
             compile_layers(view, device)
@@ -93,6 +92,11 @@ class Prefiller:
     def kinds(self) -> LayerKinds:
         """Which of the model's layers have attention, and which keep a state."""
         return self._survey.kinds
+
+    @property
+    def threads(self) -> ThreadCount:
+        """How many threads compute a layer."""
+        return self._view.threads
 
     def of_view(self, view: ModelView, survey: Survey) -> "Prefiller":
         """The same for another view of the model."""
@@ -220,16 +224,8 @@ class Prefiller:
             sentence_end_ids=self._sentence_end_ids() if selector.question_rows else None,
             synchronize=self.synchronize,
             budget=budget,
-            on_result=partial(self._finish, Moment.now(), decision, budget),
+            on_result=lambda result, alone: self._learn(decision, budget, result, alone),
         )
-
-    def _finish(
-        self, began: Moment, decision: Decision | None, budget: LoadBudget, result: PrefillResult, alone: bool
-    ) -> None:
-        """What follows from the measured times."""
-        if self.device.type == "cpu":
-            self._busy.check(began, torch.get_num_threads())
-        self._learn(decision, budget, result, alone)
 
     def _learn(self, decision: Decision | None, budget: LoadBudget, result: PrefillResult, alone: bool) -> None:
         """Takes the measured times, and reports them to the controller unless lost blocks made the pass differ from its

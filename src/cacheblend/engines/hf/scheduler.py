@@ -222,7 +222,9 @@ class Scheduler:
         while self._batcher and left > 0:
             tickets = self._batcher.next()
             left -= max(1, sum(ticket.active_rows for ticket in tickets))
-            for ticket, error in self._batcher.advance(tickets):
+            with self._engine.prefiller.threads.held():
+                advanced = self._batcher.advance(tickets)
+            for ticket, error in advanced:
                 if error is not None:
                     self._end(ticket, error)
                 elif ticket.prefill is not None and ticket.prefill.done:

@@ -22,6 +22,7 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 from cacheblend.engines.hf.latent import LatentTap, attend_absorbed, latent_attention
 from cacheblend.engines.hf.recurrent import CACHE_ARGUMENTS, LayerState, StateTap
+from cacheblend.engines.hf.thread_count import ThreadCount
 
 ATTENTION = "cacheblend"
 _SHARED = re.compile(r"_modules|_parameters|_buffers|.*_hooks.*")  # by a module and its copies, but for the children
@@ -157,6 +158,7 @@ class ModelView:
         latent: for each layer, its module that attends over latents; None where keys and values are cached per head.
         recurrent: layers that keep a state; found by the survey.
         stepped: those of them that go on from it one row at a time only.
+        threads: how many compute a layer.
 
     Raises:
         ModelNotBlendableError: its decoder layers cannot be found, or their forward is wrapped.
@@ -169,11 +171,13 @@ class ModelView:
         self.latent: Sequence[Any] = [latent_attention(layer) for layer in self.layers]
         self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False
+        self.threads = ThreadCount(is_following=model.device.type == "cpu")
         self.recurrent = self.stepped = frozenset[int]()
 
     def run_as(self, layers: Sequence[Callable[..., Any]]) -> None:
         """Has `run_layer` call these, which compute what the layers compute: compiled ones, or the layers again."""
         self._called = layers
+        self.threads.is_following = False  # what is compiled, is for a number of threads
 
     def open(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
         """Embeds the rows: the first layer's input [1, n, width], and the arguments of each layer.
@@ -208,7 +212,8 @@ class ModelView:
         elif state is not None:
             tap = StateTap(state)
             call = LayerCall(call.args, {n: tap if n in CACHE_ARGUMENTS else v for n, v in call.kwargs.items()})
-        out = self._called[index](hidden[None], *call.args, **call.kwargs)
+        with self.threads.layer():
+            out = self._called[index](hidden[None], *call.args, **call.kwargs)
         self._layers_give_tuples = isinstance(out, tuple)
         output: torch.Tensor = out[0] if self._layers_give_tuples else out
         return output[0]
@@ -221,7 +226,8 @@ class ModelView:
             token_ids, positions: token ids and positions of the rows, [n] each.
         """
         shell = _Shell(self, (hidden[:, None],) if self._layers_give_tuples else hidden[:, None])
-        logits: torch.Tensor = self._run(shell, token_ids[:, None], positions[:, None]).logits[:, 0]
+        with self.threads.layer():
+            logits: torch.Tensor = self._run(shell, token_ids[:, None], positions[:, None]).logits[:, 0]
         return logits
 
     @staticmethod

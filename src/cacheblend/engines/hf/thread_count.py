@@ -1,0 +1,122 @@
+"""How many threads compute a layer on a CPU: fewer where others use the cores.
+
+OpenMP's threads wait for each other after each operation, and they spin meanwhile. Beside busy programs the thread that
+is waited for often does not run at all, and a blend, which has hundreds of short operations, takes many times as long
+as on one thread. That others use the cores shows in the thread that computes: it runs for a part of the time only.
+
+    quiet, 2 threads   ran / took = 1            busy, 2 threads   .2 to .5     one thread from the next layer on
+    quiet, 1 thread    1 for a while: 2 again    busy, 1 thread    .2 to .5     stays
+"""
+
+import logging
+import math
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_PERIOD_S = 0.02
+"""Layers are looked at together until they have taken so long."""
+_BUSY, _QUIET = 0.75, 0.95
+"""Share of the time that the thread runs; in between nothing changes."""
+_TRIES_S = (0.25, 8.0)
+"""Quiet seconds on one thread before more are tried: the first time, and at most; each failure doubles them."""
+_SAID_AFTER_S = 5.0
+"""Busy seconds; weights that are read from a disk when they are first used take less."""
+_OWN_THREADS = torch.get_num_threads()
+
+
+class ThreadCount:
+    """Decides how many threads compute a layer: one while others use the cores, else as many as torch has.
+
+    Left alone where the environment sets a number, or the program has set another one than there was when this module
+    was loaded. Says once that it has come to one thread. Meanwhile torch gives one to new threads of the program, too:
+    a thread that begins to use torch then stays at that.
+
+    Attributes:
+        is_following: False leaves the number alone.
+        is_single: the next layer is computed by one thread.
+    """
+
+    def __init__(self, is_following: bool = True) -> None:
+        self.is_following = is_following and not any(name in os.environ for name in _CHOICES)
+        self.is_single = False
+        self._took = self._ran = 0.0
+        self._quiet = 0.0  # seconds in which nobody else used the cores, since `is_single` changed
+        self._patience = _TRIES_S[0]
+        self._busy = 0.0  # seconds in which others used the cores; infinite once that was said
+
+    def held(self) -> AbstractContextManager[None]:
+        """A context for what is around a layer: loading, placing, selecting."""
+        return _Held(self)
+
+    def layer(self) -> AbstractContextManager[None]:
+        """A context to compute a layer in, or anything else without waits for a device or a store."""
+        return _Layer(self) if self.is_following and _OWN_THREADS > 1 else nullcontext()
+
+    def learn(self, took: float, ran: float) -> None:
+        """What a layer took, and how long its thread ran, in seconds."""
+        self._took, self._ran = self._took + took, self._ran + ran
+        if self._took < _PERIOD_S:
+            return
+        share, took = self._ran / self._took, self._took
+        self._took = self._ran = 0.0
+        if share > _QUIET:
+            self._quiet += took
+        elif share < _BUSY:
+            self._busy += took
+            self._say(share)
+        if self.is_single:
+            if share <= _QUIET:
+                self._quiet = 0.0
+            if self._quiet > self._patience:
+                self._quiet, self.is_single = 0.0, False
+                self._patience = min(2 * self._patience, _TRIES_S[1])
+            return
+        if self._quiet > self._patience:
+            self._patience = _TRIES_S[0]
+        if share < _BUSY:
+            self._quiet, self.is_single = 0.0, True
+
+    def _say(self, share: float) -> None:
+        if _SAID_AFTER_S < self._busy < math.inf:
+            self._busy = math.inf
+            logger.warning(
+                "others use this machine's cores (a thread runs for %.0f %% of the time): layers are computed by one "
+                "thread instead of %d while they do; OMP_NUM_THREADS=%d keeps all of them",
+                100 * share,
+                _OWN_THREADS,
+                _OWN_THREADS,
+            )
+
+
+class _Held:
+    """One thread, if it is to be one, and as many as before in the end. Of this thread alone."""
+
+    def __init__(self, count: ThreadCount) -> None:
+        self._count, self._is_set = count, False
+
+    def __enter__(self) -> None:
+        if self._count.is_single and torch.get_num_threads() == _OWN_THREADS:
+            self._is_set = True
+            torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_set:
+            torch.set_num_threads(_OWN_THREADS)
+
+
+class _Layer(_Held):
+    """The same, measured."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._began, self._ran = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._count.learn(time.perf_counter() - self._began, time.thread_time() - self._ran)
+        super().__exit__()

@@ -1,0 +1,156 @@
+"""Fewer threads where others use the cores, and how long those of a command spin."""
+
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cacheblend.cli.waiting import BOUNDED, bound_waiting
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.plan.prompt import Prompt, text
+from cacheblend.engines.hf import BlendEngine, thread_count
+from cacheblend.engines.hf.thread_count import ThreadCount
+from families import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine of two cores, whatever the environment says."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(thread_count, "_OWN_THREADS", 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def learn(count: ThreadCount, seconds: float, share: float) -> None:
+    """Layers of 10 ms, of which the thread ran for a part."""
+    for _ in range(round(seconds / 0.01)):
+        count.learn(0.01, 0.01 * share)
+
+
+def used(count: ThreadCount) -> list[int]:
+    """Threads around a layer, in one, behind it, and behind both."""
+    found = []
+    with count.held():
+        found.append(torch.get_num_threads())
+        with count.layer():
+            found.append(torch.get_num_threads())
+        found.append(torch.get_num_threads())
+    return [*found, torch.get_num_threads()]
+
+
+def test_one_thread_while_others_use_the_cores() -> None:
+    count = ThreadCount()
+    learn(count, 1, 1.0)
+    assert used(count) == [2, 2, 2, 2]
+    learn(count, 0.02, 0.4)
+    assert used(count) == [1, 1, 1, 2], "the program's own number is as it was"
+    learn(count, 10, 0.3)
+    assert used(count) == [1, 1, 1, 2]
+    learn(count, 0.3, 1.0)
+    assert used(count) == [2, 2, 2, 2]
+
+
+def test_more_threads_are_tried_less_often_the_more_often_that_failed() -> None:
+    count, waited = ThreadCount(), []
+    for _ in range(8):
+        learn(count, 0.02, 0.4)
+        assert count.is_single
+        seconds = 0.0
+        while count.is_single:
+            learn(count, 0.02, 1.0)
+            seconds += 0.02
+        waited.append(seconds)
+    assert waited == sorted(waited)
+    assert waited[0] < 0.5 and 8 <= waited[-1] < 8.5
+    learn(count, 20, 1.0)  # it has held
+    learn(count, 0.02, 0.4)
+    learn(count, 0.3, 1.0)
+    assert not count.is_single
+
+
+def test_a_number_that_was_chosen_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for following in (ThreadCount(is_following=False), ThreadCount()):
+        following.is_single = following.is_following
+        torch.set_num_threads(1 if following.is_following else 2)  # the program's own choice since
+        assert set(used(following)) == {torch.get_num_threads()}
+    torch.set_num_threads(2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    count = ThreadCount()
+    assert not count.is_following
+
+
+def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    count = ThreadCount()
+    learn(count, 4, 0.4)
+    assert not caplog.records, "weights that are read take a while, too"
+    learn(count, 40, 0.4)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "40 % of the time" in record.message and "OMP_NUM_THREADS=2" in record.message
+
+
+@pytest.mark.parametrize("shares", [[1.0], [0.3], [0.3, 1.0]])
+def test_answers_are_the_same_on_any_number(shares: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided anew at each layer, the number never stays changed behind a request."""
+    draw, seen = random.Random(1), set[int]()
+
+    def learn_by_chance(count: ThreadCount, took: float, ran: float) -> None:
+        seen.add(torch.get_num_threads())
+        count.is_single = draw.choice(shares) < 1
+
+    monkeypatch.setattr(ThreadCount, "learn", lambda count, took, ran: None)
+    with BlendEngine(tiny_model("llama"), fingerprint="x", config=BlendConfig(capture=False)) as engine:
+        prompt = Prompt.of([text(list(range(3, 40)))])
+        alone = engine.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
+        monkeypatch.setattr(ThreadCount, "learn", learn_by_chance)
+        for _ in range(3):
+            assert engine.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids == alone
+            assert torch.get_num_threads() == 2
+    assert seen == {2} if shares == [1.0] else 1 in seen
+
+
+# ---- the command line -------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os, sys
+from cacheblend.cli import main
+main(["--version"])
+found = {k: v for k, v in os.environ.items() if k.startswith(("OMP", "GOMP", "KMP"))}
+print(json.dumps(["torch" in sys.modules, found]))
+"""
+
+
+def environment_of_the_command_line(**chosen: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP", "KMP"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=kept | chosen, capture_output=True, text=True, check=True
+    )
+    has_torch, found = json.loads(done.stdout.splitlines()[-1])
+    assert not has_torch
+    return dict(found)
+
+
+def test_the_command_line_bounds_how_long_threads_spin() -> None:
+    assert environment_of_the_command_line(OMP_NUM_THREADS="2") == {"OMP_NUM_THREADS": "2", **BOUNDED}
+
+
+@pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "200"}])
+def test_the_users_own_choice_stands(chosen: dict[str, str]) -> None:
+    assert environment_of_the_command_line(**chosen) == chosen
+
+
+def test_nothing_is_set_once_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have no effect here, and one on other programs."""
+    monkeypatch.setattr(os, "environ", environment := dict[str, str]())
+    bound_waiting()
+    assert environment == {}
