@@ -222,7 +222,7 @@ class Scheduler:
         while self._batcher and left > 0:
             tickets = self._batcher.next()
             left -= max(1, sum(ticket.active_rows for ticket in tickets))
-            with self._engine.prefiller.threads.held():
+            with self._engine.view.threads.held():
                 advanced = self._batcher.advance(tickets)
             for ticket, error in advanced:
                 if error is not None:
