@@ -84,6 +84,7 @@ def test_a_wrong_byte_is_a_lost_block_that_is_removed(at: int) -> None:
         assert store.stats().damaged == 1
 
 
+@pytest.mark.may_fail("block lost", "list of chunks", "store write")
 def test_a_bucket_that_times_out_costs_a_recompute_and_no_answer(keys: None, silent: str) -> None:
     model = tiny_model("llama")
     url = f"s3://{BUCKET}/silent?endpoint={silent}&region=us-east-1&timeout=0.3"
