@@ -123,7 +123,8 @@ def test_indexed_passages_are_reused_wherever_they_stand(adapter: Adapter, serve
     texts = list(passages.values())
     for order in (texts, texts[::-1]):
         found = reuse(server, adapter.retrieved(order))
-        assert (found["hit_tokens"], found["missed_tokens"]) == (report.tokens, 0)
+        # The space at the end of the last one is part of the token of the word that follows it in the prompt.
+        assert found["missed_tokens"] == 0 and report.tokens - 1 <= found["hit_tokens"] <= report.tokens
     assert sorted(server.ids()) == sorted(passages)
 
 
