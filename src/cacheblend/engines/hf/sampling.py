@@ -1,5 +1,6 @@
 """Sampling of an answer's tokens: parameters, and a sampler with transformers' own logits processors."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -230,8 +231,16 @@ def _warn_of_no_effect(params: SamplingParams) -> None:
             f"{' and '.join(given)} without effect: at temperature {params.temperature:g} the most likely token is "
             "taken; set temperature=1.0 to sample",
             UserWarning,
-            stacklevel=4,
+            stacklevel=_callers_level(),
         )
+
+
+def _callers_level() -> int:
+    """`stacklevel` of the line outside of this package that called it, seen from who asks."""
+    package, frame, level = __name__.partition(".")[0], inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def check_params(params: object) -> SamplingParams:
