@@ -3,6 +3,7 @@
 import gc
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,8 +192,6 @@ class Driver:
         self.last = self.code
         return self.code
 
-    cudaHostRegister = cudaHostUnregister = fail
-
     def arange(self, *_: object, **__: object) -> None:
         last, self.last = self.last, 0
         if last:
@@ -206,7 +205,9 @@ def test_a_lock_that_fails_leaves_no_error_to_others(
     code: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(code)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=driver.fail, cudaHostUnregister=driver.fail)
+    )
     monkeypatch.setattr(torch, "arange", driver.arange)
     with pytest.raises(RuntimeError) as refused:
         _register(PAGE, PAGE)
