@@ -12,6 +12,7 @@ tiles, and results that are joined or not; numbers of rows, keys and splits comp
 """
 
 import math
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -123,6 +124,7 @@ def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+@lru_cache(1024)  # asked for at each layer, with the same rows
 def tile_shape(
     group: int, rows: int, head_dim: int, page: int = 0, itemsize: int = 2, shared: int = LARGEST_SHARED
 ) -> tuple[int, int, int, int]:
@@ -161,6 +163,7 @@ def splits_of(programs: int, key_tiles: int, processors: int) -> int:
     return max(1, min(wanted, key_tiles // _SPLIT_TILES, _MAX_SPLITS))
 
 
+@cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program can have."""
     if device.type != "cuda":
@@ -168,6 +171,7 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SMALLEST_SHARED))
 
 
+@cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
