@@ -17,6 +17,7 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows
 from cacheblend.engines.hf import SamplingParams
+from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import MemoryStore, open_store
 from cacheblend.store.residence import OnDevice, PageLocked, _register
 from families import tiny_model
@@ -152,6 +153,23 @@ def test_records_that_lie_elsewhere_are_the_same(url: str, codec: str) -> None:
             outcome = run(engine, RAG, SELECTORS["hkvd"])
             assert outcome.report.missed_tokens == 0
             assert_same(outcome.result, expected.logits, expected.kv, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("llama", torch.float32), ("gpt_oss", torch.bfloat16)]
+)
+def test_norms_take_one_kernel_and_compute_the_same(family: str, dtype: torch.dtype) -> None:
+    model = on_device(family, dtype)
+    own, ours = (each.get_submodule("model.layers")[0].input_layernorm for each in (model, ModelView(model).model))
+    rows = torch.randn(1, 9, len(own.weight), device=DEVICE, dtype=dtype)
+    found = []
+    for norm in (own, ours):
+        norm(rows)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            found.append(norm(rows).float())
+            torch.cuda.synchronize()
+    assert len([event for event in seen.events() if "Kernel" in event.name or "kernel" in event.name]) <= 1
+    assert bool(((found[0] - found[1]).abs() <= 2 * torch.finfo(dtype).eps * found[0].abs() + 1e-6).all())
 
 
 def test_memory_that_is_locked_is_known_to_the_device_as_such() -> None:
