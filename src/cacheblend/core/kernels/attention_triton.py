@@ -104,7 +104,8 @@ def attend_rows(
     if splits is None:
         splits = splits_of(tiles * kv_heads, -(-length // tile_keys), _processors(query.device))
     mixed = out if splits == 1 else query.new_empty(splits, rows, heads, head_dim, dtype=torch.float32)
-    tops, totals = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
+    sums = query.new_empty(2, splits, rows, heads, dtype=torch.float32) if splits > 1 else _unused(query.device)
+    tops, totals = sums.unbind()
     dims = max(16, triton.next_power_of_2(head_dim))  # products contract 16 numbers at least
     logit, cap = (spec.scaling, 0.0) if spec.softcap is None else (spec.scaling / spec.softcap, spec.softcap)
     with torch.cuda.device_of(query):  # Triton starts kernels on the current device
@@ -161,6 +162,12 @@ def splits_of(programs: int, key_tiles: int, processors: int) -> int:
     than two for each processor."""
     wanted = -(-processors // programs)
     return max(1, min(wanted, key_tiles // _SPLIT_TILES, _MAX_SPLITS))
+
+
+@cache
+def _unused(device: torch.device) -> torch.Tensor:
+    """In the place of sums that nobody joins."""
+    return torch.empty(2, 1, dtype=torch.float32, device=device)
 
 
 @cache
