@@ -30,7 +30,8 @@ _TO_PYTHON = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__",
 _SIZED_BY_NUMBERS = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount")
 _READS = frozenset((*_TO_PYTHON, *_SIZED_BY_NUMBERS, "equal", "allclose", "is_nonzero"))
 _MAKE_FROM_HOST = frozenset({"tensor", "as_tensor", "asarray", "from_numpy"})
-_MAY_MIX = frozenset({"__getitem__", "__setitem__", "copy_", "to", "type_as", "set_data", "__set__", "index_put_"})
+_COPIES = frozenset({"copy_", "_foreach_copy_", "set_data"})
+_MAY_MIX = _COPIES | {"__getitem__", "__setitem__", "to", "type_as", "__set__", "index_put_"}
 
 
 class Pretended(torch.Tensor):
@@ -142,9 +143,12 @@ def _check_reads(name: str, args: Any, kwargs: dict[str, Any], tensors: list[tor
             _COUNTED.add(f"{name} with an index on the host")
     if name == "__setitem__" and _is_array_on_host(args[2]) and isinstance(args[0], Pretended):
         _COUNTED.add("__setitem__ with a value on the host")
-    if name in ("copy_", "set_data") and _differ(args[0], args[1]):
+    if name in _COPIES:
+        pairs = zip(*args[:2], strict=True) if name == "_foreach_copy_" else [args[:2]]
         is_async = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-        _count_copy(name, args[1] if isinstance(args[0], Pretended) else args[0], is_async)
+        for target, source in pairs:
+            if _differ(target, source):
+                _count_copy(name, source if isinstance(target, Pretended) else target, is_async)
     if name not in _MAY_MIX and any(_is_array_on_host(each) for each in tensors):
         shapes = [(type(each).__name__, list(each.shape)) for each in tensors]
         raise RuntimeError(f"{name}: tensors are on the device and on the host: {shapes}")
@@ -255,6 +259,8 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
     }
     for name, answer in answers.items():
         patch.setattr(torch.cuda, name, answer)
+    for name in ("_shared_memory", "_processors"):  # without what is known of a device there may be here
+        patch.setattr(attention_triton, name, getattr(attention_triton, name).__wrapped__)
     patch.setattr(Pretended, "record_stream", lambda self, stream: None, raising=False)
     for operation, kernel in (
         (operations.ATTEND_ROWS, attention_triton.attend_rows),

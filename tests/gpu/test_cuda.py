@@ -17,8 +17,9 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows
 from cacheblend.engines.hf import SamplingParams
+from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import MemoryStore, open_store
-from cacheblend.store.residence import OnDevice, PageLocked
+from cacheblend.store.residence import OnDevice, PageLocked, _register
 from families import tiny_model
 from parity.scenes import (
     BOS,
@@ -154,9 +155,40 @@ def test_records_that_lie_elsewhere_are_the_same(url: str, codec: str) -> None:
             assert_same(outcome.result, expected.logits, expected.kv, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("llama", torch.float32), ("gpt_oss", torch.bfloat16)]
+)
+def test_norms_take_one_kernel_and_compute_the_same(family: str, dtype: torch.dtype) -> None:
+    model = on_device(family, dtype)
+    own, ours = (each.get_submodule("model.layers")[0].input_layernorm for each in (model, ModelView(model).model))
+    rows = torch.randn(1, 9, len(own.weight), device=DEVICE, dtype=dtype)
+    found = []
+    for norm in (own, ours):
+        norm(rows)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            found.append(norm(rows))
+            torch.cuda.synchronize()
+    assert len([event for event in seen.events() if str(event.device_type).endswith("CUDA")]) <= 1
+    one, other = (each.float() for each in found)
+    assert bool(((one - other).abs() <= 2 * torch.finfo(dtype).eps * one.abs() + 1e-6).all())
+
+
 def test_memory_that_is_locked_is_known_to_the_device_as_such() -> None:
     (record,) = PageLocked().keep([torch.arange(5000, dtype=torch.float32)]) or []
     assert record.is_pinned() and torch.equal(record.cuda().cpu(), torch.arange(5000, dtype=torch.float32))
+
+
+def test_stores_that_go_leave_nothing_locked_and_a_lock_that_is_refused_poisons_nothing() -> None:
+    records = [torch.full((2000,), float(number)) for number in range(6)]
+    for _ in range(20):
+        residence = PageLocked(spare_bytes=1 << 20)
+        kept = [residence.keep([record]) or [] for record in records]
+        assert all(each[0].is_pinned() for each in kept) and not residence.not_locked
+        del kept, residence
+    (held,) = PageLocked().keep(records[:1]) or []
+    with pytest.raises(RuntimeError, match="cannot be locked"):
+        _register(held.data_ptr(), 4096)
+    assert torch.ones(3, device=DEVICE).sum().item() == 3
 
 
 def test_records_that_are_dropped_before_the_device_has_read_them_are_read_as_they_were() -> None:

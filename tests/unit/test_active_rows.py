@@ -66,3 +66,22 @@ def test_what_is_no_selection_is_refused_and_changes_nothing(selected: torch.Ten
     with pytest.raises(InvalidInputError, match=r"for 3 candidates; it gives their indices"):
         rows.keep(selected)
     assert rows.positions(slice(0, 8)).tolist() == list(range(8)) and rows.has_candidates
+
+
+def test_rows_of_a_tile_are_the_same_tensors_until_rows_are_dropped() -> None:
+    rows = opened([2, 3, 4, 5], 9, 1)
+    tiles = list(rows.tiles(5))
+    before = [(rows.index_of(tile), rows.positions(tile)) for tile in tiles]
+    for tile, (index, positions) in zip(tiles, before, strict=True):
+        assert rows.index_of(tile) is index and rows.positions(tile) is positions
+        assert torch.equal(index, rows.index[tile]) and torch.equal(positions, index + 1)
+    rows.keep(torch.tensor([0, 3]))
+    assert rows.positions(slice(0, 5)).tolist() == [1, 2, 5, 6, 7] and rows.index_of(slice(0, 5)).tolist() == [
+        0,
+        1,
+        4,
+        5,
+        6,
+    ]
+    rows.keep_last(2)
+    assert rows.positions(slice(0, 2)).tolist() == [7, 8]

@@ -125,6 +125,24 @@ def test_sdpa_in_both_layouts_without_a_device(rows, kv_heads, kind, way, monkey
     _check(_inputs(14, kv_heads, 16, 640, ROWS[rows]), _spec(14, **SPECS[kind]), attend=attend)
 
 
+@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
+@pytest.mark.parametrize("kind", ["plain", "window"])
+def test_the_strides_of_sdpas_output_are_a_backends_choice(kind, order, monkeypatch):
+    sdpa, back = F.scaled_dot_product_attention, [order.index(dim) for dim in range(4)]
+
+    def as_a_backend_may(*args, **options):
+        return sdpa(*args, **options).permute(order).contiguous().permute(back)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", as_a_backend_may)
+    spec = _spec(6, **SPECS[kind])
+    for way, positions in itertools.product(("_sdpa_side_by_side", "_sdpa_folded"), ([*range(64)], [3, 9, 63])):
+        monkeypatch.setattr(attention, "_sdpa_side_by_side", getattr(attention, way))
+        query, keys, values, at = inputs = _inputs(6, 2, 16, 64, positions)
+        _check(inputs, spec)
+        last = attention.attend_last(query[:, -1], keys, values, spec)
+        assert torch.allclose(last, dense_attention(query, keys, values, at, spec)[-1].to(last.dtype), atol=1e-5)
+
+
 def _check_as_good_as_sdpa(query, keys, values, at, window=None):
     spec = AttentionSpec(0.125, window=window)
     behind = at[:, None] - torch.arange(keys.shape[1])

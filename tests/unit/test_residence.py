@@ -3,6 +3,7 @@
 import gc
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.store import DiskStore, MemoryStore, TieredStore, check_store_url, open_store
 from cacheblend.store.open import parse_store_url
 from cacheblend.store.places import CascadePlace, DevicePlace, FolderPlace, MemoryPlace, TieredPlace, page_locking
-from cacheblend.store.residence import OnDevice, PageLocked
+from cacheblend.store.residence import OnDevice, PageLocked, _register, _unregister
 from store_blocks import holds, make_block, same_bits
 
 PAGE = 4096
@@ -35,12 +36,18 @@ class Locks:
         self.times += 1
 
     def unlock(self, address: int) -> None:
+        assert is_mapped(address), "memory was unmapped before it was unlocked"
         del self.held[address]
 
     def covers(self, record: torch.Tensor) -> bool:
         return any(
             at <= record.data_ptr() and record.data_ptr() + record.nbytes <= at + n for at, n in self.held.items()
         )
+
+
+def is_mapped(address: int) -> bool:
+    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(end, 16) for first, end in spans)
 
 
 class NoRoom(OnDevice):
@@ -123,6 +130,91 @@ def test_spare_memory_is_bounded() -> None:
     store.close()
     gc.collect()
     assert sum(locks.held.values()) <= most
+
+
+@pytest.mark.parametrize("spare_bytes", [0, 4 * PAGE, 1 << 20])
+def test_nothing_stays_locked_behind_a_store(spare_bytes: int) -> None:
+    """Memory that is unmapped while it is locked makes CUDA refuse the next of its address: here `Locks.lock` does."""
+    locks = Locks()
+    for round_ in range(4):
+        store = locked(locks, spare_bytes=spare_bytes)
+        blocks = [make_block(seed + 7 * round_, 5) for seed in range(7)]
+        for block in blocks:
+            assert store.write(block)
+        record = store.read(blocks[3].name, 1)
+        if round_ % 2:
+            store.close()
+        del store
+        gc.collect()
+        assert locks.covers(record) and same_bits(record, blocks[3].records[1])
+        del record
+        gc.collect()
+        assert not locks.held
+
+
+def test_memory_that_cuda_refuses_to_lock_is_ordinary_memory(caplog: pytest.LogCaptureFixture) -> None:
+    locks, blocks, refused = Locks(), [make_block(seed) for seed in range(4)], [True, False, True, False]
+
+    def lock(address: int, nbytes: int) -> None:
+        if refused.pop():
+            raise RuntimeError("CUDA error 712")
+        locks.lock(address, nbytes)
+
+    residence = PageLocked(lock, locks.unlock)
+    store = MemoryStore(1 << 24, residence=residence)
+    for block in blocks:
+        assert store.write(block) and holds(store, block)
+    assert [locks.covers(store.read(block.name, 0)) for block in blocks] == [True, False, True, False]
+    assert residence.not_locked == 2 and caplog.text.count("cannot be page-locked") == 1
+
+
+def test_memory_that_cannot_be_unlocked_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks, stuck = Locks(), list[Any]()
+    monkeypatch.setattr("cacheblend.store.residence._stuck", stuck)
+
+    def unlock(address: int) -> None:
+        raise RuntimeError("CUDA error 713")
+
+    store = MemoryStore(1 << 24, residence=PageLocked(locks.lock, unlock))
+    store.write(make_block(1))
+    store.close()
+    gc.collect()
+    assert len(stuck) == 1 and all(map(is_mapped, locks.held))
+
+
+class Driver:
+    """CUDA's runtime, as torch gives it: each call fails with an error that is then also the thread's last."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.last = code, 0
+
+    def fail(self, *_: int) -> int:
+        self.last = self.code
+        return self.code
+
+    def arange(self, *_: object, **__: object) -> None:
+        last, self.last = self.last, 0
+        if last:
+            raise RuntimeError(f"CUDA error: {last}")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(2, torch.OutOfMemoryError), (304, torch.OutOfMemoryError), (712, RuntimeError)]
+)
+def test_a_lock_that_fails_leaves_no_error_to_others(
+    code: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(code)
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=driver.fail, cudaHostUnregister=driver.fail)
+    )
+    monkeypatch.setattr(torch, "arange", driver.arange)
+    with pytest.raises(RuntimeError) as refused:
+        _register(PAGE, PAGE)
+    assert refused.type is kind and not driver.last
+    with pytest.raises(RuntimeError):
+        _unregister(PAGE)
+    assert not driver.last
 
 
 def test_locking_that_was_not_asked_for_gives_way_to_ordinary_memory() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend.core.load import staging as staging_module
-from cacheblend.core.load.staging import Lease, StagingMemory, _ThroughSlabs, moved_together
+from cacheblend.core.load.staging import Lease, StagingMemory, _ThroughSlabs, copied_at_once, moved_together
 
 SLAB = 1 << 16
 PAGE = 4096
@@ -182,6 +183,45 @@ def test_records_of_odd_sizes_are_copied_to_where_their_elements_may_lie() -> No
     }
     moved = moved_together(records, lambda data: data.clone())
     assert all(torch.equal(moved[key].view(torch.uint8), record.view(torch.uint8)) for key, record in records.items())
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what is dispatched, each of which the host works for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(call.overloadpacket.__name__)
+        return call(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 28, 300])
+def test_pinned_records_of_a_layer_take_one_call(count: int) -> None:
+    records = {number: torch.randn(2, 2, 8, 16) for number in range(count)}
+    with _Operations() as seen:
+        sent = copied_at_once(records, torch.device("cpu"))
+    assert seen.names.count("_foreach_copy_") == 1
+    assert [name for name in seen.names if name not in ("_foreach_copy_", "copy_")] == ["empty", "unbind"]
+    assert all(torch.equal(sent[number], record) for number, record in records.items())
+    assert not copied_at_once({}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pinned_records_of_any_sizes_are_copied_to_where_kernels_may_read_them(seed: int) -> None:
+    draw = random.Random(seed)
+    dtypes = [torch.uint8, torch.bfloat16, torch.float32]
+    shapes = [(draw.randrange(1, 4), draw.choice([1, 7, 16, 33])) for _ in range(4)]
+    records = {
+        number: torch.randint(0, 99, draw.choice(shapes)).to(draw.choice(dtypes))
+        for number in range(draw.randrange(20))
+    }
+    sent = copied_at_once(records, torch.device("cpu"))
+    assert sorted(sent) == sorted(records)
+    for number, record in records.items():
+        assert sent[number].dtype == record.dtype and torch.equal(sent[number], record)
+        assert sent[number].data_ptr() % 16 == 0 and sent[number].is_contiguous()
 
 
 def test_threads_never_share_memory() -> None:

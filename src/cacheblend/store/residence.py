@@ -9,6 +9,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,8 @@ SPARE_BYTES = 256 << 20
 
 _ALIGNMENT = 256  # of records, for fast copies
 _MOST_SPARE = 256  # pieces of free memory that stay locked: they are searched one by one
+_NO_MEMORY = (2, 304)  # cudaErrorMemoryAllocation, cudaErrorOperatingSystem
+_stuck: list[mmap.mmap] = []  # memory that could not be unlocked: unmapped, it would spoil its address
 
 
 def default_memory_bytes() -> int:
@@ -82,7 +85,11 @@ class PageLocked:
     Args:
         register, unregister: lock memory (address, bytes), and let it go (address); None: CUDA's.
         spare_bytes: of memory that is free and stays locked, at most.
-        is_required: False: where no more memory can be locked, records lie in ordinary memory.
+        is_required: False: where no more memory can be locked, records lie in ordinary memory; so they do where CUDA
+            refuses to lock memory for any other reason.
+
+    Attributes:
+        not_locked: how often memory could not be locked.
 
     Raises:
         InvalidInputError: there is no GPU that could copy from it.
@@ -104,17 +111,20 @@ class PageLocked:
         self._register, self._unregister = register or _register, unregister or _unregister
         self._most_spare, self._is_required = spare_bytes, is_required
         self._spare: deque[mmap.mmap] = deque()  # a finalizer may run anywhere, so no lock: single calls of a deque
-        self._has_failed = False
+        self.not_locked = 0
+        # Memory that goes while it is locked leaves CUDA a range that the next of its address cannot be locked in.
+        weakref.finalize(self, _unlock, self._spare, self._unregister).atexit = False
 
     def keep(self, records: Sequence[torch.Tensor]) -> Kept:
         """See `Residence`."""
         try:
             memory = torch.from_numpy(self._locked(self.taken(records)))
-        except (torch.OutOfMemoryError, OSError) as error:
-            if not self._has_failed:
+        except (RuntimeError, OSError) as error:
+            if not self.not_locked:
                 logger.warning("memory cannot be page-locked: %s", str(error))  # the error's frames hold records
-            self._has_failed = True
-            return None if self._is_required else [record.clone() for record in records]
+            self.not_locked += 1
+            is_short = isinstance(error, (torch.OutOfMemoryError, OSError))  # other records could make room
+            return None if is_short and self._is_required else [record.clone() for record in records]
         kept, at = [], 0
         for record in records:
             part = memory[at : at + record.nbytes].view(record.dtype).view(record.shape)
@@ -135,7 +145,8 @@ class PageLocked:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._register(_address(pages), nbytes)
         whole = np.frombuffer(pages, dtype=np.uint8)
-        weakref.finalize(whole, self._give_back, pages)  # tensors keep the array alive, and it dies with the last
+        # Tensors keep the array alive, and it dies with the last; all goes when the process ends, locked or not.
+        weakref.finalize(whole, self._give_back, pages).atexit = False
         return whole
 
     def _take_spare(self, nbytes: int) -> mmap.mmap | None:
@@ -153,9 +164,7 @@ class PageLocked:
     def _give_back(self, pages: mmap.mmap) -> None:
         self._spare.append(pages)
         while len(self._spare) > _MOST_SPARE or sum(map(len, self._spare.copy())) > self._most_spare:
-            try:
-                self._unregister(_address(self._spare.popleft()))
-            except IndexError:  # another thread let it go
+            if not _unlock(self._spare, self._unregister, most=1):
                 return
 
 
@@ -192,6 +201,24 @@ def _nbytes(records: Sequence[torch.Tensor]) -> int:
     return sum(record.nbytes for record in records)
 
 
+def _unlock(spare: deque[mmap.mmap], unregister: Callable[[int], None], most: int | None = None) -> int:
+    """Lets go of so many pieces of free memory, None: of all, each unlocked before it is unmapped; returns how many."""
+    done = 0
+    while most is None or done < most:
+        try:
+            pages = spare.popleft()
+        except IndexError:  # another thread let it go
+            break
+        try:
+            unregister(_address(pages))
+        except RuntimeError as error:
+            _stuck.append(pages)
+            logger.warning("page-locked memory cannot be unlocked, and is kept: %s", str(error))
+        done += 1
+        del pages
+    return done
+
+
 def _address(pages: mmap.mmap) -> int:
     return int(np.frombuffer(pages, dtype=np.uint8).ctypes.data)
 
@@ -199,8 +226,20 @@ def _address(pages: mmap.mmap) -> int:
 def _register(address: int, nbytes: int) -> None:
     failed = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
     if failed:
-        raise torch.OutOfMemoryError(f"{nbytes} bytes cannot be locked (CUDA error {failed}); raise ulimit -l")
+        _clear_error()
+        kind = torch.OutOfMemoryError if failed in _NO_MEMORY else RuntimeError
+        raise kind(f"{nbytes} bytes cannot be locked (CUDA error {failed}); raise ulimit -l")
 
 
 def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    failed = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+    if failed:
+        _clear_error()
+        raise RuntimeError(f"CUDA error {failed}")
+
+
+def _clear_error() -> None:
+    """CUDA keeps a thread's last error, and torch would report it behind the next kernel of somebody else: it clears
+    what it reports."""
+    with suppress(RuntimeError):
+        torch.arange(1, device="cuda")

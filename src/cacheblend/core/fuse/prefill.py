@@ -261,7 +261,7 @@ class BlendedPrefill:
             rows.keep_last(self._options.last_rows)
         for tile in rows.tiles(self._options.tile_rows):
             attend = self._fuse_and_attend(layer, kv, rows.positions(tile))
-            rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index[tile], attend)))
+            rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index_of(tile), attend)))
         self._computed.row_layers += len(rows)
         self._layer += 1
         self._hand_out(layer, kv)
@@ -294,7 +294,7 @@ class BlendedPrefill:
         self._rows.keep_last(self._options.last_rows)
 
     def _project(self, layer: int, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        index = self._rows.index[tile]
+        index = self._rows.index_of(tile)
         self._computed.projected_rows += len(index)
         return self._runner.project(layer, self._rows.hidden[tile], index)
 

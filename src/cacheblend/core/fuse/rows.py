@@ -48,7 +48,6 @@ class ActiveRows:
 
     Attributes:
         hidden: [n, width] of the active rows.
-        index: [n] int64, which of the runner's rows they are.
         cues: of all rows of the runner.
         recomputed: candidates that were kept by the last selection; before any, all of them.
         has_dropped: a row was dropped: nothing is left from which it could be computed.
@@ -57,7 +56,8 @@ class ActiveRows:
     def __init__(self, plan: BlendPlan, hidden: torch.Tensor, cuts: Sequence[int] = ()) -> None:
         self._plan, self.hidden = plan, hidden
         self._cuts = [cut - plan.prefix_length for cut in cuts]
-        self.index = torch.arange(len(hidden), device=hidden.device)
+        self._index = torch.arange(len(hidden), device=hidden.device)
+        self._of_tiles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # of the rows that are active now
         self.cues = Cues()
         rows = slice(plan.prefix_length, None)
         known = [plan.candidate_rows - plan.prefix_length, plan.chunk_offsets[rows], plan.segment_indices[rows]]
@@ -78,9 +78,29 @@ class ActiveRows:
             yield slice(start, stop)
             start = stop
 
+    @property
+    def index(self) -> torch.Tensor:
+        """[n] int64, which of the runner's rows they are."""
+        return self._index
+
+    def index_of(self, tile: slice) -> torch.Tensor:
+        """The part of `index` of a tile, the same tensor for as long as no row is dropped."""
+        return self._of_tile(tile)[0]
+
     def positions(self, tile: slice) -> torch.Tensor:
-        """[n] int64, in the prompt."""
-        return self.index[tile] + self._plan.prefix_length
+        """[n] int64, in the prompt; the same tensor for as long as no row is dropped."""
+        return self._of_tile(tile)[1]
+
+    def _of_tile(self, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        key = tile.start, tile.stop
+        if key not in self._of_tiles:
+            index = self._index[tile]
+            self._of_tiles[key] = index, index + self._plan.prefix_length
+        return self._of_tiles[key]
+
+    def _leave(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
+        self.hidden, self._index = hidden, index
+        self._of_tiles.clear()
 
     @property
     def has_candidates(self) -> bool:
@@ -134,7 +154,7 @@ class ActiveRows:
         active = torch.zeros_like(self.index[: count + 1])  # the last takes what is dropped
         active.scatter_(0, places.masked_fill_(~stays, count), torch.arange(len(self), device=active.device))
         self._candidates = places[self._candidates[selected]]
-        self.hidden, self.index = self.hidden[active[:count]], self.index[active[:count]]
+        self._leave(self.hidden[active[:count]], self.index[active[:count]])
 
     def _checked(self, selected: torch.Tensor) -> torch.Tensor:
         """The selected candidates' indices."""
@@ -153,7 +173,7 @@ class ActiveRows:
 
     def keep_last(self, count: int = 1) -> None:
         """Leaves the last rows, none of them a candidate: in the last layer only their output is read."""
-        self.hidden, self.index = self.hidden[-count:].clone(), self.index[-count:]
+        self._leave(self.hidden[-count:].clone(), self.index[-count:])
         self._candidates = self._candidates[:0]
 
     def of_runner(self, by_position: npt.NDArray[np.generic]) -> torch.Tensor:

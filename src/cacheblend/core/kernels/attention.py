@@ -94,7 +94,7 @@ def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
     seen = slice(first_key(length - 1, spec.window), length)
     folded = query.view(1, kv_heads, heads // kv_heads, head_dim)  # the heads of a KV head as its rows
     mixed = F.scaled_dot_product_attention(folded, keys[None, :, seen], values[None, :, seen], scale=spec.scaling)
-    return mixed.view(heads, head_dim)
+    return mixed.reshape(heads, head_dim)  # its strides are the backend's choice
 
 
 def _attend_sdpa(

@@ -12,6 +12,7 @@ tiles, and results that are joined or not; numbers of rows, keys and splits comp
 """
 
 import math
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -103,7 +104,8 @@ def attend_rows(
     if splits is None:
         splits = splits_of(tiles * kv_heads, -(-length // tile_keys), _processors(query.device))
     mixed = out if splits == 1 else query.new_empty(splits, rows, heads, head_dim, dtype=torch.float32)
-    tops, totals = query.new_empty(2, splits, rows, heads, dtype=torch.float32)
+    sums = query.new_empty(2, splits, rows, heads, dtype=torch.float32) if splits > 1 else _unused(query.device)
+    tops, totals = sums.unbind()
     dims = max(16, triton.next_power_of_2(head_dim))  # products contract 16 numbers at least
     logit, cap = (spec.scaling, 0.0) if spec.softcap is None else (spec.scaling / spec.softcap, spec.softcap)
     with torch.cuda.device_of(query):  # Triton starts kernels on the current device
@@ -123,6 +125,7 @@ def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+@lru_cache(1024)  # asked for at each layer, with the same rows
 def tile_shape(
     group: int, rows: int, head_dim: int, page: int = 0, itemsize: int = 2, shared: int = LARGEST_SHARED
 ) -> tuple[int, int, int, int]:
@@ -161,6 +164,13 @@ def splits_of(programs: int, key_tiles: int, processors: int) -> int:
     return max(1, min(wanted, key_tiles // _SPLIT_TILES, _MAX_SPLITS))
 
 
+@cache
+def _unused(device: torch.device) -> torch.Tensor:
+    """In the place of sums that nobody joins."""
+    return torch.empty(2, 1, dtype=torch.float32, device=device)
+
+
+@cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program can have."""
     if device.type != "cuda":
@@ -168,6 +178,7 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SMALLEST_SHARED))
 
 
+@cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 

@@ -160,10 +160,15 @@ def check_records(
         raise InvalidInputError(f"a piece ends at {placement.stop}, but there are {length} rows")
     codec, head_dim, numbers = codec_of(placement.codec), keys.shape[-1], keys.dtype if float8 is None else float8.dtype
     dtype = numbers if placement.codec == "raw" else torch.uint8
+    fitting: tuple[int, torch.Size, torch.dtype, torch.device] | None = None  # most records are like the one before
     for piece in placement.pieces:
         if piece.record >= len(records):
             raise InvalidInputError(f"a piece is of record {piece.record}, but there are {len(records)}")
-        record, wanted = records[piece.record], kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
+        record = records[piece.record]
+        kind = piece.tokens, record.shape, record.dtype, record.device
+        if kind == fitting:
+            continue
+        fitting, wanted = kind, kv_heads * codec.head_bytes(piece.tokens, head_dim, numbers)
         if (record.nbytes, record.dtype, record.device) != (wanted, dtype, keys.device):
             raise InvalidInputError(
                 f"a record of {piece.tokens} tokens is {record.nbytes} bytes of {record.dtype} on {record.device}; "

@@ -296,7 +296,7 @@ class LayerLoader:
     def _buffers(self, index: int) -> LayerKV:
         shape = self._layout.layers[index]
         size = (shape.kv_heads, len(self._plan), shape.head_dim)
-        return LayerKV(*(torch.zeros(size, dtype=self._layout.dtype, device=self._device) for _ in range(2)))
+        return LayerKV(*torch.zeros((2, *size), dtype=self._layout.dtype, device=self._device).unbind())
 
     def _read(self, layers: range) -> dict[int, _Read]:
         """Reads layers that have the same spans."""

@@ -181,13 +181,18 @@ class Staging:
     def send(self, records: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
         """The records on the device; copies may still be in progress on the current stream.
 
-        Those that lie in the same memory are copied together. The caller holds the records until then (`hold`).
+        Those of pinned memory take one call, in which other threads run. The caller holds the records until then
+        (`hold`).
         """
         if self.device.type != "cuda":
             return {key: record.to(self.device) for key, record in records.items()}
-        here = {key: record for key, record in records.items() if record.device == self.device}
-        with _ThroughSlabs(self.memory, self.device, self.now) as slabs:
-            return here | moved_together({k: r for k, r in records.items() if k not in here}, slabs.copied)
+        away = {key: record for key, record in records.items() if record.device != self.device}
+        pinned = {key: record for key, record in away.items() if record.device.type == "cpu" and record.is_pinned()}
+        sent = dict(records) | copied_at_once(pinned, self.device)
+        if len(pinned) < len(away):
+            with _ThroughSlabs(self.memory, self.device, self.now) as slabs:
+                sent |= moved_together({k: r for k, r in away.items() if k not in pinned}, slabs.copied)
+        return sent
 
     def hold(self, event: Any, records: Iterable[torch.Tensor]) -> None:
         """Keeps records alive until `event`, recorded behind the work that reads them; None: no device reads them."""
@@ -268,6 +273,25 @@ class _ThroughSlabs:
 
     def __exit__(self, *_: object) -> None:
         self._leave()
+
+
+def copied_at_once(records: Mapping[Key, torch.Tensor], device: torch.device) -> dict[Key, torch.Tensor]:
+    """Copies of pinned records: memory for those of one shape in one piece, and one call for all of them.
+
+    The interpreter's lock is free during that call, and the thread that computes needs it for each kernel it starts.
+    """
+    alike: dict[tuple[torch.Size, torch.dtype], list[Key]] = {}
+    for key, record in records.items():
+        alike.setdefault((record.shape, record.dtype), []).append(key)
+    copies: dict[Key, torch.Tensor] = {}
+    for (shape, dtype), keys in alike.items():
+        if records[keys[0]].nbytes % _ELEMENT:
+            copies |= {key: torch.empty(shape, dtype=dtype, device=device) for key in keys}
+        else:
+            copies |= zip(keys, torch.empty((len(keys), *shape), dtype=dtype, device=device).unbind(), strict=True)
+    if copies:
+        torch._foreach_copy_([copies[key] for key in records], list(records.values()), non_blocking=True)
+    return copies
 
 
 def moved_together(

@@ -13,6 +13,9 @@ from cacheblend.core.layers.runner import Attend
 from cacheblend.engines.hf.recurrent import LayerState, States, copy_of
 from cacheblend.engines.hf.view import LayerCall, LayerMask, ModelView
 
+_KEPT_ROWS = 16
+"""Tiles of rows whose arguments are kept for the next layers."""
+
 
 class _ProjectedError(Exception):
     """Raised to leave a layer's forward as soon as its keys and values are computed."""
@@ -63,6 +66,7 @@ class HfLayerRunner:
         self.states: States = {} if states is None else states
         self.snapshots: dict[int, States] = {cut: {} for cut in cuts}
         self._done: dict[int, int] = {}  # rows that each recurrent layer has computed
+        self._parts: dict[int, tuple[torch.Tensor, dict[int, OfRows]]] = {}
         self._first_hidden: torch.Tensor | None
         self._first_hidden, self._calls = view.open(token_ids, self._positions)
 
@@ -137,8 +141,19 @@ class HfLayerRunner:
         if isinstance(value, tuple):
             return tuple(self._of_rows(part, rows) for part in value)
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, len(self._token_ids)):
-            return OfRows(value if len(rows) == value.shape[1] else value.index_select(1, rows))
+            return OfRows(value) if len(rows) == value.shape[1] else self._part(value, rows)
         return value
+
+    def _part(self, value: torch.Tensor, rows: torch.Tensor) -> OfRows:
+        """One argument for some rows. Layers share arguments, and run the same rows again and again."""
+        if id(rows) not in self._parts:
+            if len(self._parts) == _KEPT_ROWS:
+                self._parts.clear()
+            self._parts[id(rows)] = rows, {}  # which is kept, so that no other has its number
+        parts = self._parts[id(rows)][1]
+        if id(value) not in parts:
+            parts[id(value)] = OfRows(value.index_select(1, rows))
+        return parts[id(value)]
 
 
 def side_by_side(calls: Sequence[LayerCall], attend: Attend) -> LayerCall:

@@ -21,6 +21,7 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend
 from cacheblend.engines.hf.latent import LatentTap, attend_absorbed, latent_attention
+from cacheblend.engines.hf.norms import run_norms_in_one_call
 from cacheblend.engines.hf.recurrent import CACHE_ARGUMENTS, LayerState, StateTap
 from cacheblend.engines.hf.thread_count import ThreadCount
 
@@ -168,6 +169,8 @@ class ModelView:
         self.layers_path = _find_layers(model)
         self.model: PreTrainedModel = _twin(model, {}, ATTENTION)
         self.layers: Sequence[nn.Module] = list(self.model.get_submodule(self.layers_path))
+        if model.device.type == "cuda":
+            run_norms_in_one_call(self.layers)
         self.latent: Sequence[Any] = [latent_attention(layer) for layer in self.layers]
         self._called: Sequence[Callable[..., Any]] = self.layers
         self._layers_give_tuples = False

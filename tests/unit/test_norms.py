@@ -1,0 +1,64 @@
+"""Norms in one call: those that compute what PyTorch's does, and no others."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cacheblend.engines.hf.norms import run_norms_in_one_call
+from families import tiny_model
+
+
+def layers_of(family: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model's decoder layers, twice, with drawn weights of norms."""
+    model = copy.deepcopy(tiny_model(family)).to(dtype)
+    drawn = torch.Generator().manual_seed(3)
+    for name, weight in model.named_parameters():
+        if "norm" in name and weight.dim() == 1:
+            weight.data.copy_(torch.rand(weight.shape, generator=drawn) + 0.5)
+    layers = model.get_submodule("model.layers")
+    return layers, copy.deepcopy(layers)
+
+
+def norms(layers: Any) -> list[Any]:
+    return [module for module in layers.modules() if type(module).__name__.endswith("RMSNorm")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "of_a_layer"), [("llama", 2), ("qwen3", 4), ("gpt_oss", 2), ("gemma3_text", 0)])
+def test_norms_compute_the_same(family: str, of_a_layer: int, dtype: torch.dtype) -> None:
+    own, others = layers_of(family, dtype)
+    assert run_norms_in_one_call(others) == of_a_layer * len(own)
+    for norm, other in zip(norms(own), norms(others), strict=True):
+        assert isinstance(other, type(norm))
+        rows = torch.randn(1, 7, len(norm.weight)).to(dtype) * 3
+        with torch.no_grad():
+            error = (norm(rows).float() - other(rows).float()).abs()
+        assert bool((error <= 2 * torch.finfo(dtype).eps * norm(rows).float().abs() + 1e-6).all())
+    assert [name for name, _ in own.named_parameters()] == [name for name, _ in others.named_parameters()]
+
+
+class OddRMSNorm(nn.Module):
+    """Multiplies before it rounds, and by twice the weight."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.factor = nn.Parameter(torch.ones(16)), 1e-5, factor
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        normed = hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + self.eps)
+        return self.factor * normed * self.weight * (1.0 if gate is None else gate)
+
+
+def test_what_a_norm_does_besides_stays() -> None:
+    same, twice = nn.ModuleList([OddRMSNorm(1.0)]), nn.ModuleList([OddRMSNorm(2.0)])
+    assert (run_norms_in_one_call(same), run_norms_in_one_call(twice)) == (1, 0)
+    rows, gate = torch.randn(3, 16), torch.randn(3, 16)
+    assert torch.equal(same[0](rows, gate), OddRMSNorm(1.0)(rows, gate))
+    assert torch.equal(same[0](rows.double()), OddRMSNorm(1.0)(rows.double()))
+    seen = list[int]()
+    same[0].register_forward_hook(lambda *_: seen.append(1))
+    same[0].weight.data.mul_(3)
+    assert torch.allclose(same[0](rows), 3 * OddRMSNorm(1.0)(rows), atol=1e-5) and seen == [1]
