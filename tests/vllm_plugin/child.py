@@ -42,12 +42,22 @@ def main(path: Path) -> None:
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": 128 << 20,
     }
-    options |= job["engine"]
+    options = {**options, **latents_in(options | job["engine"]), **job["engine"]}
     if job["extra"] is not None:
         options["kv_transfer_config"] = connectors({**DEFAULTS, **job["extra"]}, job["beside"])
     llm = LLM(model=job["model"], **options)
     answers = [step(llm, each) for each in job["steps"]]
     Path(f"{path}.out").write_text(json.dumps({"answers": answers, "metrics": counters(llm)}))
+
+
+def latents_in(options: dict[str, Any]) -> dict[str, Any]:
+    """Options for latent attention: where there is AMX, vLLM prefers a backend for it that takes no float32."""
+    import torch
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    is_needed = has_amx and options["dtype"] == "float32" and hasattr(AttentionBackendEnum, "AMX_MLA")
+    return {"attention_backend": "CPU_MLA"} if is_needed else {}
 
 
 def see(model: str) -> None:

@@ -70,7 +70,9 @@ def _answered(family: dict[str, Any], extra: dict[str, Any] | None, use: Any) ->
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
-    options = {**ENGINE, **family.get("engine", {})}
+    from child import latents_in
+
+    options = {**ENGINE, **latents_in(ENGINE), **family.get("engine", {})}
     if extra is not None:
         options["kv_transfer_config"] = {
             "kv_connector": "CacheBlendConnector",
