@@ -66,11 +66,10 @@ def finish(llm: Any) -> None:
 
 
 def _answered(family: dict[str, Any], extra: dict[str, Any] | None, use: Any) -> Any:
+    from child import latents_in
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
-
-    from child import latents_in
 
     options = {**ENGINE, **latents_in(ENGINE), **family.get("engine", {})}
     if extra is not None:
