@@ -56,6 +56,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(budget_module, "LEAST_S", LEAST_S)
     return Clock(monkeypatch)
 
 
