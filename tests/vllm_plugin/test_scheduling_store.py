@@ -45,7 +45,7 @@ def test_nothing_waits_for_a_store_that_does_not_answer() -> None:
 def test_a_look_up_of_which_nobody_waits_takes_no_thread() -> None:
     """Requests that gave up, or went away, while others hang in the store."""
     store = SlowStore()
-    side = scheduling([CHUNK], store, lookup_timeout_s=0.05)
+    side = scheduling([CHUNK], store, lookup_timeout_s=1.0)
     assert start(side, Request(PROMPT, name="quick")) == 141  # the list has been read
     store.let_go.clear()
     store.asked.clear()
