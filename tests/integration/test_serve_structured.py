@@ -41,7 +41,7 @@ def test_the_engine_itself() -> None:
     with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
         for seed in range(8):
             options: Any = {"grammar": Grammar.of_schema(SCHEMA), "temperature": 0.5 * seed, "seed": seed}
-            assert is_by_schema(engine.generate(["Who has the boot?"], max_new_tokens=200, **options).text)
+            assert is_by_schema(engine.chat(MESSAGES, max_new_tokens=200, **options).text)
         assert engine.chat(MESSAGES, grammar=Grammar.of_choices(["ja", "nein"])).text in ("ja", "nein")
         assert "".join(d.text for d in engine.stream(["x"], grammar=Grammar("regex", "[0-9]{4}"))).isdigit()
         with pytest.raises(InvalidInputError, match="the regex cannot be used"):

@@ -101,6 +101,15 @@ def test_a_part_of_a_chunk_is_loaded_from_the_whole_ones_blocks(family: str, fir
     assert_same(exact.result, *plain_kv(model, prompt.token_ids), 1e-5)
 
 
+def test_a_part_that_is_warmed_is_stored_as_the_whole_chunk() -> None:
+    """As commands do that store what a prompt asks for."""
+    with open_engine(tiny_model("llama"), []) as engine:
+        prompt = Prompt.of([SYSTEM, part_of(A.token_ids, 1, len(A) - 2, "A"), QUESTION])
+        engine.warm([segment for segment in prompt.segments if segment.is_chunk])
+        assert stored(engine, A.token_ids).label == "A"
+        assert engine.planner.plan(prompt, engine.store).hit_tokens()["memory"] == len(A) - 2
+
+
 def test_a_missed_part_of_a_chunk_has_the_whole_chunk_stored() -> None:
     with open_engine(tiny_model("llama"), [], capture=True) as engine:
         prompt = Prompt.of([SYSTEM, part_of(A.token_ids, 1, len(A) - 2, "A"), QUESTION])

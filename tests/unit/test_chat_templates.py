@@ -176,8 +176,9 @@ def hostile(rng: random.Random, template: Template) -> str:
     for _ in range(rng.randint(1, 5)):
         token = rng.choice(tokens)
         cut = rng.randint(0, len(token))
+        escaped = "".join(f"\\udb80\\udc{rng.randrange(48):02x}" for _ in range(3))  # letters for private use, in JSON
         wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in token)
-        parts += [rng.choice([token, token[:cut], token[cut:], token[:cut] + token + token[cut:], wide, "user\n", "a"])]
+        parts += [rng.choice([token, token[:cut], token[cut:], token[:cut] + token + token[cut:], wide, escaped, "a"])]
         parts += [rng.choice(SPACES)]
     return rng.choice(SPACES) + "x".join(parts) + rng.choice(["", "x", *SPACES])
 
@@ -211,6 +212,30 @@ def test_no_content_becomes_a_special_token(name: str) -> None:
         assert own_tokens(template, found) == own_tokens(template, expected), (evil, passages)
         compared += 1
     assert compared
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3"])
+def test_letters_for_private_use_in_json_stay_what_they_are(name: str) -> None:
+    """Those that stand in for others are never ones that a content has, as letters or as JSON's escapes of them."""
+    template = TEMPLATES[name]
+    builder = PromptBuilder(template.tokenizer)
+    letters = " ".join(f"\\udb80\\udc{number:02x}|im_end|>" for number in range(64))
+    messages = [{"role": "user", "content": f"<b> <|im_end|> {letters}"}, {"role": "user", "content": "\\udb80"}]
+    passages = [Passage("\\udc00 begins it, and this ends it: \\udb80"), Passage(f"see <b>: {letters}")]
+    prompt = builder.chat(messages, passages)
+    shown = template.tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+    assert shown.count(letters) == 2
+    plain = [{**message, "content": "word word"} for message in messages]
+    harmless = builder.chat(plain, [Passage("word word")] * 2)
+    assert own_tokens(template, prompt.token_ids.tolist()) == own_tokens(template, harmless.token_ids.tolist())
+
+
+def test_a_template_that_is_passed_has_its_own_special_tokens() -> None:
+    template = TEMPLATES["chatml"]
+    messages = [{"role": "user", "content": "Who wrote it?"}]
+    builder = PromptBuilder(template.tokenizer)
+    passed = builder.chat(messages, chat_template=template.tokenizer.chat_template)
+    assert passed.token_ids.tolist() == builder.chat(messages).token_ids.tolist()
 
 
 # ---- passages are chunks ------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class AdapterWatch:
         bases = {id(held) for base in self._bases.values() for held in (base._parameters, base._buffers)}
         pairs = zip(self._slots, marks, self._weight_marks, strict=True)
         written = [id(held) in bases for (held, _), before, now in pairs if before != now]
-        self._base_changed |= any(written) and not was_merged
+        self._base_changed |= any(written)
         self._weights_changed |= is_written or not all(written)
         self.version += 1
         return True

@@ -218,13 +218,15 @@ class Prefiller:
     def _options(
         self, selector: Selector, decision: Decision | None = None, budget: LoadBudget | None = None
     ) -> PrefillOptions:
-        budget = budget or LoadBudget()
+        on_result = None  # a pass without a budget is computed in pieces, between others: its times say little
+        if budget is not None:
+            on_result = partial(self._learn, decision, budget)
         return PrefillOptions(
             tile_rows=self._config.tile_rows,
             sentence_end_ids=self._sentence_end_ids() if selector.question_rows else None,
             synchronize=self.synchronize,
-            budget=budget,
-            on_result=lambda result, alone: self._learn(decision, budget, result, alone),
+            budget=budget or LoadBudget(),
+            on_result=on_result,
         )
 
     def _learn(self, decision: Decision | None, budget: LoadBudget, result: PrefillResult, alone: bool) -> None:
@@ -232,7 +234,7 @@ class Prefiller:
         decision; of tiers that were too slow, that they took as long as was waited for them at least."""
         report = result.report
         compute_s = report.compute_s if alone else None
-        if compute_s is not None:
+        if compute_s is not None and not report.load_timeouts and not report.fallbacks:  # else it has waited, too
             self._pace.learn(report.row_layers, compute_s)
         if decision is None:
             return

@@ -100,7 +100,7 @@ class PromptReader:
     def _segment(self, part: PassageLike | Segment, where: str) -> Segment:
         if isinstance(part, Segment):
             check_encodable(part.label, f"{where}: the label")
-            return chunk(part.token_ids, part.label)
+            return chunk(part.stored_ids, part.label)  # of a part, the whole chunk is what is stored
         if self.builder is None:
             raise InvalidInputError("this engine has no tokenizer: pass chunks as segments of token ids")
         return self.builder.passage(Passage.of(part, where), where)

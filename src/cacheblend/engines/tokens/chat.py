@@ -137,6 +137,10 @@ Render = Callable[[list[Message], list["Document"], dict[str, Any]], str]
 
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 """Letters for private use: those of them that a conversation does not have stand in for others."""
+_ESCAPE = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
+"""One of these letters as JSON writes it in ASCII."""
+_HALVES = re.compile(r"^\s*\\u(?P<low>d[c-f][0-9a-f]{2})|\\u(?P<high>db[89a-f][0-9a-f])\s*$")
+"""A half of that at an end of a text, to which another text may bring the other half."""
 _UNSUITED = frozenset("\"'`\\/&<>{}[]()|")  # no marks: templates escape them, or look for them
 _LONG_ENOUGH = 8  # characters of a content that is looked up by its text
 
@@ -333,14 +337,18 @@ class Conversation:
         for message, field in zip(self._messages, fields, strict=True):
             beside = {key: value for key, value in message.items() if field is None or key != "content"}
             text = {} if field is None else {"content": getattr(field, which)}
-            messages.append({**message, **self._guard_all(beside), **text})
+            guarded = self._guard_all(beside)
+            kept = message if guarded.keys() == beside.keys() else {}  # for the order of the keys
+            messages.append({**kept, **guarded, **text})
         handed = []
         for number, field in zip(self._documents, documents, strict=False):
             passage = self.contents[number]
             title = self._guarded(passage.title) if isinstance(passage, Passage) else ""
             text = getattr(field, which)
             handed.append(Document({"title": title, "text": text} if title else {"text": text}))
-        return self._letters.unescaped(render(messages, handed, self._guard_all(self._options)))
+        options = {name: value for name, value in self._options.items() if name != "chat_template"}
+        handed_on = {**self._options, **self._guard_all(options)}
+        return self._letters.unescaped(render(messages, handed, handed_on))
 
     # ---- what it made of it -----------------------------------------------------------------------------
 
@@ -355,14 +363,14 @@ class Conversation:
         openers = frozenset[int]()
         if self._letters.without_marks(marked) == guarded:
             found = self._marked_places(text, marked)
-            openers = frozenset(each.start() for each in self._letters.openers_in(marked))
+            openers = frozenset(self._letters.openers_in(marked))
         else:
             found = self._places_by_text(text)
         places: list[Place] = []
         for place in sorted(found, key=lambda place: (place.start, -place.stop)):
             if place.start < place.stop and (not places or place.start >= places[-1].stop):
                 places.append(place)
-        spans = tuple(found.span() for found in self._letters.guards_in(guarded))
+        spans = tuple(self._letters.guards_in(guarded))
         return Rendered(text, tuple(places), spans, openers, self._changed(text, places))
 
     def _marked_places(self, text: str, marked: str) -> Iterator[Place]:
@@ -390,7 +398,9 @@ class Conversation:
         for number, content in enumerate(map(_text, self.contents)):
             trimmed = content.strip()
             for form in (content, trimmed, *(json.dumps(trimmed, ensure_ascii=ascii)[1:-1] for ascii in (False, True))):
-                start = max(text.find(form, at), text.find(form)) if len(form) >= _LONG_ENOUGH else -1
+                start = text.find(form, at) if len(form) >= _LONG_ENOUGH else -1
+                if start < 0 and len(form) >= _LONG_ENOUGH:
+                    start = text.find(form)
                 if start >= 0:
                     at = start + len(form)
                     yield Place(start, at, number, (start, at))
@@ -415,7 +425,14 @@ class _StandIns:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        used = {letter for text in texts if not text.isascii() for letter in _PRIVATE.findall(text)}
+        used, halves = set[str](), {"low": set[str](), "high": set[str]()}
+        for text in texts:
+            used.update(() if text.isascii() else _PRIVATE.findall(text))
+            if "\\ud" in text:
+                used.update(_of_escape(*found.groups()) for found in _ESCAPE.finditer(text))
+                for found in _HALVES.finditer(text):
+                    halves[str(found.lastgroup)].add(found[str(found.lastgroup)])
+        used.update(_of_escape(high, low) for high in halves["high"] for low in halves["low"])
         planes = chain(range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
         self._free = (letter for letter in map(chr, planes) if letter not in used)
         self._guards: dict[str, str] = {}  # by letter
@@ -447,14 +464,22 @@ class _StandIns:
             self._opening.add(mark)
         return mark
 
-    def openers_in(self, text: str) -> Iterator[re.Match[str]]:
-        """Letters that `opener` returned, or marks for them."""
-        return _any_of(self._opening).finditer(text)
+    def openers_in(self, text: str) -> Iterator[int]:
+        """Where letters that `opener` returned, or marks for them, are."""
+        return (found.start() for found in _PRIVATE.finditer(text) if found[0] in self._opening)
 
-    def guards_in(self, text: str) -> Iterator[re.Match[str]]:
-        """Runs of letters that `guarded` returned."""
-        letters = "".join(map(chr, self._guarded))
-        return re.finditer(f"[{letters}]+", text) if letters else iter(())
+    def guards_in(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where runs of letters that `guarded` returned are: (start, stop)."""
+        start = stop = -1
+        for found in _PRIVATE.finditer(text):
+            if ord(found[0]) in self._guarded:
+                if found.start() != stop:
+                    if stop >= 0:
+                        yield start, stop
+                    start = found.start()
+                stop = found.end()
+        if stop >= 0:
+            yield start, stop
 
     def without_marks(self, text: str) -> str:
         """The text with what marks and openers stand for."""
@@ -466,15 +491,23 @@ class _StandIns:
 
     def unescaped(self, text: str) -> str:
         """The text with these letters where JSON has their escapes: templates may write ASCII only."""
-        for code in self._guarded | self._marked if "\\ud" in text else ():
-            text = text.replace(json.dumps(chr(code))[1:-1], chr(code))
-        return text
+
+        def letter_of(found: re.Match[str]) -> str:
+            letter = _of_escape(*found.groups())
+            return letter if ord(letter) in self._guarded or ord(letter) in self._marked else found[0]
+
+        return _ESCAPE.sub(letter_of, text) if "\\ud" in text else text
 
     def _next(self) -> str:
         letter = next(self._free, None)
         if letter is None:
             raise InvalidInputError("the messages have more than 65,000 contents, or as many letters for private use")
         return letter
+
+
+def _of_escape(high: str, low: str) -> str:
+    """The letter of two surrogates in hexadecimal digits."""
+    return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
 
 
 def _content_part(part: Any) -> Content:
