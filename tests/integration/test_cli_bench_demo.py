@@ -139,3 +139,13 @@ def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert len(found["passages"]) == 3
     assert sorted(found["questions"][0]["order"]) == [1, 2, 3]
     assert run("demo", "-n", 1, "--ratio", 0.4, "--json").json["questions"] == found["questions"]
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_a_slow_demo_asks_one_question_of_each_category(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend.evaluation.demo.BUDGET_S", 0.0)
+    shown = run("demo", "-n", 2)
+    assert shown.code == 0
+    assert "asked 7 of 14 questions" in shown.err
+    assert "/7 " in shown.out
+    assert "3. 7 questions" in shown.out

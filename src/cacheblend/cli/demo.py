@@ -49,7 +49,7 @@ def demo(
 
     from cacheblend.cli.models import PATIENT_S, open_engine
     from cacheblend.core.profile import quality_settings
-    from cacheblend.evaluation.demo import by_difference, draw_demo, find_example, run_demo
+    from cacheblend.evaluation.demo import BUDGET_S, by_difference, draw_demo, find_example, run_demo
     from cacheblend.nano import model_path
     from cacheblend.nano.questions import lines as lines_of
 
@@ -68,7 +68,8 @@ def demo(
     if picture is not None:
         from cacheblend.evaluation.demo_plot import draw_demo_plot
 
-        title = f"{count} passages stored once; {len(rows)} questions, each over the passages in another order"
+        asked = len(result["questions"])
+        title = f"{count} passages stored once; {asked} questions, each over the passages in another order"
         draw_demo_plot(result["methods"], picture, title=title, remark=f"The small model that ships: {about}")
     if keep is not None:
         for name, lines in (("passages", map(dumps, result["passages"])), ("questions", lines_of(rows))):
@@ -76,6 +77,11 @@ def demo(
     if json:
         print_json(result)
         return
+    if len(result["questions"]) < len(rows):
+        say(
+            f"asked {len(result['questions'])} of {len(rows)} questions: after {BUDGET_S:g} s the demo begins no more. "
+            "Other programs may be using this machine"
+        )
     example = find_example([rows[number] for number in by_difference(result["evaluation"])])
     _show(result, example, about, keep)
 

@@ -4,6 +4,7 @@ The order of the passages decides whom a pronoun refers to, and so the correct a
 """
 
 import random
+import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -39,6 +40,9 @@ STYLE = Style(passages=8, tokens=232, dense=0.3, hard=0.3, chains=0.6)
 SEED_OFFSET = 2_000_000  # neither the draws of training nor those of `nano.questions`
 ORDERS_TRIED, SCENES_TRIED = 40, 10
 MAX_TOKENS = 8  # of an answer; the longest correct one has six
+BUDGET_S = 90.0
+"""After this no question is begun, but one of each category: 28 take some 25 s on two free cores, minutes beside other
+programs."""
 
 
 def draw_demo(seed: int, per_category: int = 4) -> list[QuestionRow]:
@@ -117,21 +121,31 @@ def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, pro
         progress: see `evaluate`.
 
     Returns:
-        The results, in the form in which they are written to JSON; ``evaluation`` is that of `with_cells`.
+        The results, in the form in which they are written to JSON; ``evaluation`` is that of `with_cells`. Of the rows
+        those that were begun within `BUDGET_S`.
     """
     passages = [Passage(each.text, each.title) for each in sorted(rows[0].passages, key=lambda each: each.title)]
     warmed = engine.warm(passages, progress=partial(progress, "warming"))
     methods, settings = demo_methods(engine.settings.config, ratio), Settings(max_tokens=MAX_TOKENS)
-    found = evaluate(engine, rows, methods, settings=settings, progress=progress)
+    ends = time.monotonic() + BUDGET_S
+    found = evaluate(
+        engine,
+        rows,
+        methods,
+        settings=settings,
+        progress=progress,
+        enough=lambda answered: answered >= len(CATEGORIES) and time.monotonic() > ends,
+    )
+    asked = rows[: len(found.rows)]
     evaluation = with_cells(summarise(found, [ExactMatch()]), found, [ExactMatch()])
-    orders = [[int(passage.title.split()[1]) for passage in row.passages] for row in rows]
+    orders = [[int(passage.title.split()[1]) for passage in row.passages] for row in asked]
     checks = LiveCheck(engine.model, engine.survey).run()
     return {
         "warm": {"passages": warmed.stored, "tokens": warmed.tokens, "seconds": warmed.seconds},
         "passages": [{"title": each.title, "text": each.text} for each in passages],
         "questions": [
             {"order": order, "question": row.question, "category": row.category, "answer": row.answers[0]}
-            for order, row in zip(orders, rows, strict=True)
+            for order, row in zip(orders, asked, strict=True)
         ],
         "methods": method_figures(evaluation),
         "evaluation": evaluation,

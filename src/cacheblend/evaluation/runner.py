@@ -35,7 +35,7 @@ class Evaluation:
         config: model, data, settings, code and libraries; its hash is part of the folder's name.
         methods: the methods compared, in order.
         top_k: the numbers of passages.
-        rows: all rows, in order.
+        rows: all rows that were answered, in order.
         folder: where the rows are written; None if they are only in memory.
         resumed: number of rows that were in the folder already.
         torn: an earlier run was killed while it wrote a row, which has been evaluated again.
@@ -59,6 +59,7 @@ def evaluate(
     out: Path | None = None,
     name: str = "",
     progress: Progress | None = None,
+    enough: Callable[[int], bool] = lambda answered: False,
 ) -> Evaluation:
     """Answers every row with every method.
 
@@ -74,6 +75,7 @@ def evaluate(
         out: parent of the folder of results; None keeps the results in memory.
         name: name of the run, for people.
         progress: see `Progress`.
+        enough: called before each row with the number of rows answered; once it is true the others are left out.
 
     Raises:
         BadRowError: a row that makes no valid prompt; `usable_rows` leaves such rows out.
@@ -98,10 +100,12 @@ def evaluate(
         for index, group in enumerate(groups_that_fit(engine, pending)):
             store_passages(engine, group, progress, first=index == 0)
             for case in group:
+                if enough(len(log.rows)):
+                    break
                 log.add(_run(engine, case, methods, settings, scale))
                 progress("answering", len(log.rows), len(cases))
         labels = tuple(method.label for method in methods)
-        done = [log.rows[case.number] for case in cases]
+        done = [log.rows[case.number] for case in cases if case.number in log.rows]
         return Evaluation(config, labels, settings.top_k, done, log.folder, resumed, log.torn)
 
 
