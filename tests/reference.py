@@ -71,7 +71,6 @@ class Reference:
         attention: candidate -> how much more the question attends to it than a generic row; if the selector needs it.
         question: positions of the question's rows.
         hops: for each hop the rows of each span that asks, those behind it among them.
-        looks: check layer -> candidate -> attention that the question's second look found.
     """
 
     logits: torch.Tensor
@@ -82,7 +81,6 @@ class Reference:
     attention: dict[int, float] = field(default_factory=dict)
     question: list[int] = field(default_factory=list)
     hops: list[list[list[int]]] = field(default_factory=list)
-    looks: dict[int, dict[int, float]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -141,16 +139,10 @@ def blend(
     for _ in range(selector.hops if candidates else 0):
         wanted = hops.follow(wanted, selector.hop_spans, weight, ask)
 
-    def look_again(kv: list[KV]) -> dict[int, float]:
-        seen = set(stored) | set(_anchor_rows(prompt, tuple(anchor))) - set(missing)
-        again = _AskingAgain(stored, [(question, [])], set(range(last + 1)) - seen - set(question), kv)
-        _forward(model, prompt, again)
-        return again.received
-
-    run = _Pass(prompt, selector, stored, candidates, wanted, spans, rounding or Rounding(), look_again)
+    run = _Pass(prompt, selector, stored, candidates, wanted, spans, rounding or Rounding())
     logits = _forward(model, prompt, run)
     recomputed = sorted(run.active & set(candidates))
-    return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question, hops.asked, run.looks)
+    return Reference(logits, run.kv, candidates, recomputed, run.deviations, attention, question, hops.asked)
 
 
 def _forward(model: torch.nn.Module, prompt: Prompt, pass_: "_Pass | _Asking") -> torch.Tensor:
@@ -272,24 +264,6 @@ class _Asking:
                 self.received[position] = max(self.received[position], float(more.max()))
 
 
-class _AskingAgain(_Asking):
-    """The question's rows ask once more behind layers that are fused already, `kv`, in which all rows are visible."""
-
-    def __init__(self, stored: Mapping[int, list[KV]], groups: Sequence[Group], hidden: set[int], kv: list[KV]) -> None:
-        super().__init__(stored, groups, set())
-        self.kv, self.hidden_behind = list(kv), hidden
-
-    def layer(self, keys: torch.Tensor, values: torch.Tensor) -> KV:
-        asks = self.layers >= len(self.kv)
-        self.hidden = self.hidden_behind if asks else set()
-        found = super().layer(keys, values)  # counts the layer
-        return found if asks else self.kv[self.layers - 1]
-
-    def look(self, weights: torch.Tensor) -> None:
-        if self.layers > len(self.kv):
-            super().look(weights)
-
-
 class _Pass:
     """One blended pass; the attention function calls `layer` for each layer in order."""
 
@@ -302,9 +276,8 @@ class _Pass:
         attention: Mapping[int, float],
         spans: list[int],
         rounding: Rounding,
-        look_again: Callable[[list[KV]], dict[int, float]],
     ) -> None:
-        self.rounding, self.look_again = rounding, look_again
+        self.rounding = rounding
         self.selector, self.stored, self.candidates = selector, stored, candidates
         self.attention, self.spans, self.hidden = attention, spans, set[int]()
         self.offset_in_chunk = [offset for segment in prompt.segments for offset in range(len(segment))]
@@ -313,7 +286,6 @@ class _Pass:
         exact = {p for p in stored if p not in candidates} - {rows[-1]}
         self.active = set(rows) - exact
         self.kv: list[KV] = []
-        self.looks: dict[int, dict[int, float]] = {}
         self.deviations: dict[int, dict[int, float]] = {}
         if selector.at_start:
             self._keep(self._choose_at_once())
@@ -322,9 +294,6 @@ class _Pass:
         """Fused K and V [kv_heads, length, head_dim] of the next layer, given the fresh ones of all rows."""
         index = len(self.kv)
         if index in self.selector.check_layers:
-            if self.selector.look_again and self.active & set(self.candidates):
-                self.looks[index] = found = self.look_again(self.kv)
-                self.attention = {p: max(wanted, found[p]) for p, wanted in self.attention.items()}
             self.deviations[index] = self._deviation(index, keys, values)
             self._keep(self._choose(index, self.deviations[index]))
         keys, values = self.rounding.fresh(keys.clone()), self.rounding.fresh(values.clone())

@@ -9,7 +9,6 @@ import pytest
 
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.remote.bucket import BucketObjects
 from cacheblend.store.remote.redis import RedisObjects
 from cacheblend.store.remote.store import RemoteStore
@@ -25,7 +24,6 @@ KINDS = (
     "tiered",
     "tiered without memory",
     "direct",
-    "striped",
     "cascade",
     REDIS,
     S3,
@@ -52,10 +50,6 @@ def open_kind(kind: str, path: Path, max_bytes: int = 1 << 24, ttl: float | None
         url = f"s3://{BUCKET}{path}"
         objects = BucketObjects(url, timeout=60, options=bucket().options)  # the machine may be busy
         return RemoteStore(objects, max_bytes, ttl=ttl)
-    if kind == "striped":
-        folders = [path / name for name in "abc"]
-        options = {"max_bytes": max_bytes, "durable": False, "ttl": ttl}
-        return StripedStore({str(each): DiskStore(each, **options) for each in folders})  # type: ignore[arg-type]
     if kind == "cascade":
         options = {"max_bytes": max_bytes, "durable": False, "ttl": ttl}
         return CascadeStore([DiskStore(path / each, **options) for each in ("near", "far")])  # type: ignore[arg-type]

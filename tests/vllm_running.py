@@ -35,13 +35,6 @@ NANO_VOCAB = 1200
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: make vllm")
 
 
-def blends_beyond_windows() -> bool:
-    """Prompts longer than a sliding window are blended: not on vLLM 0.29, see `compat.longest_prompt`."""
-    from cacheblend.engines.vllm.compat import FAILS_REQUESTS
-
-    return FAILS_REQUESTS
-
-
 SHAPE = {
     "vocab_size": 2048,
     "hidden_size": 256,

@@ -13,7 +13,7 @@ from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, run_of, text
 from cacheblend.store import KVStore
-from cacheblend.store.combined import CascadeStore, StripedStore, TieredStore
+from cacheblend.store.combined import CascadeStore, TieredStore
 from cacheblend.store.disk import DiskStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.remote.bucket import AT_ONCE, BucketObjects
@@ -145,8 +145,7 @@ def test_combined_stores_ask_each_of_their_stores_once(
     far = [CountingRedis(server.url, prefix=f"{request.node.name}{number}") for number in range(2)]
     stores = [RemoteStore(each) for each in far]
     disk = DiskStore(tmp_path / "near", durable=False)
-    back = StripedStore({str(number): each for number, each in enumerate(stores)})
-    with TieredStore(MemoryStore(1 << 24), CascadeStore([disk, back])) as store:
+    with TieredStore(MemoryStore(1 << 24), CascadeStore([disk, *stores])) as store:
         prompt = fill(store)
         names = [name for segment in prompt.segments if segment.found_in for name in segment.found_in.block_names]
         for each in far:

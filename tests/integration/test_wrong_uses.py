@@ -223,7 +223,6 @@ WRONG: list[tuple[str, Callable[[Any], Any], str]] = [
     ("lead='a', unused", lambda w: BlendConfig(lead="a"), "lead .*'a'"),
     ("pool=0", lambda w: BlendConfig(selector="query", pool=0), "pool|span"),
     ("question_words='a'", lambda w: BlendConfig(selector="query", question_words="a"), "words .*'a'"),
-    ("look_again='a'", lambda w: BlendConfig(selector="hybrid", look_again="a"), "look_again .*'a'"),
     ("block_size=0", lambda w: BlendConfig(block_size=0), "block_size .*at least 1, got 0"),
     ("block_size='64'", lambda w: BlendConfig(block_size="64"), "block_size .*got '64'"),
     ("capture=1", lambda w: BlendConfig(capture=1), "capture .*got 1"),

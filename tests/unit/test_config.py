@@ -65,10 +65,6 @@ from cacheblend.core.select.selectors import (
         ({"selector": "hybrid", "head_rows": 1.5}, "at least 0, got 1.5"),
         ({"selector": "query", "hop_rows": 1}, "hop_rows must be a whole number, at least 2 .*, or 0 .*, got 1"),
         ({"selector": "query", "hop_rows": -2}, "got -2"),
-        ({"selector": "query", "look_again": True}, "look_again: the selector 'query' has no question .* use hybrid"),
-        ({"look_again": True}, "look_again: the selector 'hkvd'"),
-        ({"selector": "hybrid", "look_again": 1}, "look_again must be true or false, got 1"),
-        ({"selector": "hybrid", "look_again": "no"}, "look_again must be true or false, got 'no'"),
         ({"selector": "query", "hops": 1, "hop_rows": 0}, "words alone; set question_words above 0, or hop_rows"),
         ({"selector": "query", "pool": 10**30}, "1 to 2147483648 tokens"),
         ({"selector": "hybrid", "check_layers": ()}, "check layers|as many ratios"),
@@ -161,8 +157,6 @@ def test_hops_reach_the_selectors_that_ask() -> None:
     assert config.make_selector() == config.selection.make_selector() == Query(0.15, hops=2, hop_spans=1)
     config = BlendConfig(selector="query", question_words=2.0, hops=1, hop_rows=0)
     assert config.make_selector() == Query(0.15, words=2.0, hops=1, hop_rows=0)
-    config = BlendConfig(selector="hybrid", early_ratio=0.5, look_again=True)
-    assert config.make_selector() == Hybrid((1,), (0.15,), 0.5, look_again=True)
     config = BlendConfig(selector="hybrid", early_ratio=0.5, hops=1)
     assert config.make_selector() == Hybrid((1,), (0.15,), 0.5, hops=1, hop_spans=2)
     assert config.make_selector(0.25) == Hybrid((1,), (0.25,), 0.5, hops=1, hop_spans=2)

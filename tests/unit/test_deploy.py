@@ -12,8 +12,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from fnmatch import fnmatch
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -87,37 +85,6 @@ def test_the_images_command_is_one_of_ours() -> None:
     options = parsed(image_command())
     assert (options["host"], options["port"]) == ("0.0.0.0", 8000)
     check_store_url(options["store"])
-
-
-def test_the_check_of_images_reads_what_docker_reads() -> None:
-    loader = SourceFileLoader("check_image", str(ROOT / ".ci/check-image"))
-    spec = spec_from_loader("check_image", loader)
-    assert spec is not None
-    script = sys.modules["check_image"] = module_from_spec(spec)  # its dataclass asks for it
-    loader.exec_module(script)
-    text = """# a comment
-ARG BASE=debian:bookworm-slim
-FROM ${BASE} AS build
-RUN one \\
-    # in between
-    && two
-RUN --mount=type=bind,from=build,source=/a,target=/b three
-"""
-    assert script.instructions(text) == [
-        ("ARG", {}, "BASE=debian:bookworm-slim"),
-        ("FROM", {}, "${BASE} AS build"),
-        ("RUN", {}, "one  && two"),
-        ("RUN", {"mount": "type=bind,from=build,source=/a,target=/b"}, "three"),
-    ]
-    assert script.sent("src") and script.sent("pyproject.toml")
-    assert not script.sent("tests") and not script.sent("keys.json")
-    _, shown = script.pip_settings()
-    assert all(at.startswith((script.LENT, "/etc/resolv.conf")) for at in shown), (
-        "nothing lies over the image's own files"
-    )
-    assert all(
-        "remount,bind,ro" in script.read_only(DEPLOY, "compose.yaml", each)[1] for each in [DEPLOY / "compose.yaml"]
-    )
 
 
 # ---- Kubernetes ---------------------------------------------------------------------------------------------

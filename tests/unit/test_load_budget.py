@@ -23,7 +23,6 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.store import DiskStore, MemoryStore, TieredStore
 from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.remote import blocks as blocks_module
 from cacheblend.store.remote.store import RemoteStore
 from remote_objects import FarObjects
@@ -198,7 +197,6 @@ def test_stores_of_stores_know_how_far_each_tier_is(tmp_path: Any) -> None:
         tiered = TieredStore(MemoryStore(1 << 20), cascade)
         found = [tiered.round_trip_s(tier) for tier in ("memory", "disk", "far", "far-2", "none of these")]
         assert tiered.tier_names == ("memory", "disk", "far", "far-2") and found == [0.0, 0.0, 0.1, 0.3, 0.0]
-        assert StripedStore({"a": remotes[0], "b": remotes[1]}).round_trip_s("far") == 0.3
 
 
 def test_a_budget_bounds_what_a_far_store_may_take() -> None:

@@ -317,15 +317,15 @@ def test_a_device_in_front_of_a_folder_is_a_cache_of_it(seed: int, tmp_path: Pat
                 DevicePlace(1024, 1),
                 TieredPlace(
                     MemoryPlace(2048, page_locked=True),
-                    CascadePlace((FolderPlace((Path("/a"),)), FolderPlace((Path("/b"),)))),
+                    CascadePlace((FolderPlace(Path("/a")), FolderPlace(Path("/b")))),
                 ),
             ),
         ),
         (
             "file:///a?ram_bytes=1KiB&page_locked=true",
-            TieredPlace(MemoryPlace(1024, page_locked=True), FolderPlace((Path("/a"),))),
+            TieredPlace(MemoryPlace(1024, page_locked=True), FolderPlace(Path("/a"))),
         ),
-        ("cuda://?max_bytes=1KiB, file:///a", TieredPlace(DevicePlace(1024), FolderPlace((Path("/a"),)))),
+        ("cuda://?max_bytes=1KiB, file:///a", TieredPlace(DevicePlace(1024), FolderPlace(Path("/a")))),
     ],
 )
 def test_urls_name_places(url: str, place: object) -> None:
@@ -366,11 +366,11 @@ LOCKED = {"page_locked": True, "is_lock_required": False}
         (None, MemoryPlace(**LOCKED)),
         ("memory://?page_locked=false", MemoryPlace(page_locked=False)),
         ("memory://?page_locked=true", MemoryPlace(page_locked=True)),
-        ("file:///a", FolderPlace((Path("/a"),))),
-        ("file:///a?ram_bytes=1KiB", TieredPlace(MemoryPlace(1024, **LOCKED), FolderPlace((Path("/a"),)))),
+        ("file:///a", FolderPlace(Path("/a"))),
+        ("file:///a?ram_bytes=1KiB", TieredPlace(MemoryPlace(1024, **LOCKED), FolderPlace(Path("/a")))),
         (
             "cuda://?max_bytes=1KiB, memory://?max_bytes=2KiB, file:///a",
-            TieredPlace(DevicePlace(1024), TieredPlace(MemoryPlace(2048, **LOCKED), FolderPlace((Path("/a"),)))),
+            TieredPlace(DevicePlace(1024), TieredPlace(MemoryPlace(2048, **LOCKED), FolderPlace(Path("/a")))),
         ),
     ],
 )

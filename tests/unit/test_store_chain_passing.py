@@ -7,7 +7,6 @@ from typing import Any
 from cacheblend.core.errors import StoreError
 from cacheblend.store import MemoryStore, TieredStore, WriteBehind
 from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.combined.striped import StripedStore
 from store_blocks import holds, make_block, make_chain
 from store_folders import disk, inodes
 
@@ -21,24 +20,6 @@ def test_stores_made_of_others_pass_chains_on(tmp_path: Path) -> None:
         assert [len(inodes(each, chain)) for each in (near, far)] == [1, 1]
         assert store.front.stats().blocks == 4
         assert store.write_all(chain) == [False] * 4
-
-
-def test_a_folder_of_chains_becomes_one_of_two_stripes(tmp_path: Path) -> None:
-    """What the other folder is to hold is missed, and written there; the first one's files stay right."""
-    chain = make_chain(8)
-    with disk(tmp_path / "a") as alone:
-        alone.write_all(chain)
-        assert len(inodes(alone, chain)) == 1
-    with StripedStore({label: disk(tmp_path / label) for label in "ab"}) as store:
-        held = store.held([block.name for block in chain])
-        assert 0 < sum(held) < len(chain)
-        assert store.write_all(chain) == [not each for each in held]
-        assert all(holds(store, block) for block in chain)
-        for block, was_held in zip(chain, held, strict=True):
-            assert store.members[0].delete(block.name)
-            assert holds(store, block) is not was_held
-        assert not list((tmp_path / "a" / "blocks").rglob("*.safetensors"))
-        assert store.stats().damaged == 0 and not store.verify()
 
 
 class _Gated(MemoryStore):

@@ -19,7 +19,6 @@ from cacheblend.core.plan.blocks import Block, ChunkManifest, LayerShape
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.store import KVStore, MemoryStore
 from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.documents import DocumentRecord
 from cacheblend.store.format.document_file import encode_document
 from cacheblend.store.format.manifest_file import encode_manifest
@@ -225,8 +224,6 @@ def test_pins_and_manifests_are_known_by_name(store: KVStore) -> None:
 
 
 def test_prune_keeps_what_is_pinned_and_drops_empty_manifests(store: KVStore) -> None:
-    if isinstance(store, StripedStore):
-        pytest.skip("prunes each of its stores by itself")
     made = [make_block(seed) for seed in range(6)]
     for block in made:
         store.write(block)
@@ -280,10 +277,10 @@ def test_all_that_a_store_holds_stays_within_its_bound(kind: str, seed: int, tmp
     """Tiny chunks, of which manifests are the larger part; some pinned, written again, deleted, or without blocks."""
     rng, in_pages = (
         random.Random(seed),
-        kind in ("disk", "relative", "direct", "tiered", "tiered without memory", "striped", "cascade"),
+        kind in ("disk", "relative", "direct", "tiered", "tiered without memory", "cascade"),
     )
     max_bytes = (1 << 17) if in_pages else (1 << 13) if kind == "s3" else (1 << 14)
-    bound = max_bytes * {"striped": 3, "cascade": 2}.get(kind, 1)
+    bound = max_bytes * (2 if kind == "cascade" else 1)
     made: dict[BlockName, Block] = {}
     pinned: list[BlockName] = []
     with open_kind(kind, tmp_path / "store", max_bytes=max_bytes) as store:
@@ -376,7 +373,7 @@ def test_many_threads(store: KVStore) -> None:
 
 
 def test_of_blocks_found_together_the_first_stay_longest(store: KVStore) -> None:
-    if isinstance(store, StripedStore | CascadeStore):
+    if isinstance(store, CascadeStore):
         pytest.skip("each of its stores evicts by itself")
     made = [make_block(seed) for seed in range(5)]
     for block in made:

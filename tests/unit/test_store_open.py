@@ -89,6 +89,8 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("ftp://localhost", "unknown scheme 'ftp'; use \"memory\""),
         ("gs://bucket/x", "unknown scheme 'gs'"),
+        ("file:///no/a:/no/b", "names several folders; name one: disks side by side become one by LVM"),
+        ("/no/a:~/b", "names several folders"),
         ("kvfoo?max_bytes=1MiB", "write file:///abs/path?max_bytes=1MiB"),
         ("./kvfoo?max_bytes=1MiB&ttl=3d", "write file:///abs/path?max_bytes=1MiB&ttl=3d"),
         ("memory?max_bytes=1MiB", "write memory://?max_bytes=1MiB"),
@@ -137,7 +139,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///tmp/no-such-cacheblend-store?evict=fifo", "no eviction policy is called 'fifo'"),
         ("file:///tmp/no-such-cacheblend-store?max_bytes=0", "max_bytes must be above 0"),
         ("file:///tmp/no-such-cacheblend-store?direct=yes", "direct must be true or false, got 'yes'"),
-        ("file:///tmp/no-such-cacheblend-store:/tmp/no-such-cacheblend-store", "twice"),
+        ("file:///tmp/no-such-cacheblend-store:/tmp/no-such-cacheblend-store", "names several folders"),
         ("redis://user:secret@host:no/0", "store 'redis://host:no/0': the port must be a number from 1 to 65535"),
         ("redis://host:70000/0", "the port must be a number"),
         ("redis://host:6379/one", "the database must be a number, got 'one'"),

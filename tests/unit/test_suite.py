@@ -147,9 +147,7 @@ def test_the_sweep_has_every_selector_at_real_ratios() -> None:
     following = [family for family in by_family if family.startswith("query:") and "hop_rows=" in family]
     assert len(following) == 1 + sum(map(len, ABLATIONS.values()))
     assert all(by_family[family] == list(HOP_RATIOS) for family in following)
-    early = [family for family in by_family if family.startswith("hybrid:early_ratio=")]
-    looking = [family for family in early if "look_again=true" in family]
-    assert {family.replace("look_again=true,", "") for family in looking} == set(early) - set(looking)
+    assert len([family for family in by_family if family.startswith("hybrid:early_ratio=")]) == 3
     assert set(by_family["query"]) > set(four)
     assert len({label.name for label in labels}) == len(labels)
 

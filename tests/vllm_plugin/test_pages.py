@@ -25,7 +25,6 @@ SELECTORS = {
     "gradual": Hkvd((1, 2), (0.4, 0.1)),
     "query": Query(0.3),
     "hops": Query(0.3, words=1.0, hops=2),
-    "a second look": Hybrid((1,), (0.2,), early=0.5, pool=4, look_again=True),
     "hybrid": Hybrid((1, 2), (0.3, 0.1), early=0.6),
     "all": AllRows(),
 }

@@ -252,13 +252,13 @@ def test_two_tensor_parallel_ranks_choose_the_rows_of_one(vllm: Vllm, models: di
 
 
 def test_two_ranks_follow_the_question_as_one_does(vllm: Vllm, models: dict[str, Path], tmp_path: Path) -> None:
-    """Each rank sees the attention of its own heads: hops by rows and words, and second looks, need that of all."""
+    """Each rank sees the attention of its own heads: hops by rows and words need that of all."""
     texts = Texts(12)
     passages = texts.passages(5)
     asked = [texts.prompt(texts.rng.sample(passages, 4)) for _ in range(4)]
     ids, spans = [one.ids for one in asked], [one.spans for one in asked]
     follow: dict[str, Any] = {"selector": "hybrid", "check_layers": [2, 4], "ratios": [0.3, 0.1], "early_ratio": 0.5}
-    follow |= {"hops": 2, "hop_rows": 16, "question_words": 1.0, "look_again": True}
+    follow |= {"hops": 2, "hop_rows": 16, "question_words": 1.0}
     extra = {"store": f"file://{tmp_path}/store"} | follow
     steps = [{"ask": ids, "chunks": spans, "alone": True}, {"ask": ids, "chunks": spans}]
     one = vllm.run(models["llama"], steps, extra, enable_prefix_caching=False)

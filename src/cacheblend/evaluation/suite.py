@@ -201,11 +201,7 @@ def sweep_methods() -> list[Method]:
         *make_methods(("blend",), selectors=["hybrid"], ratios=SWEEP_RATIOS, check_layers=[(2,), (4,)]),
         *make_methods(
             ("blend",),
-            selectors=[
-                named("hybrid", {"early_ratio": early} | looks | FOLLOWING)
-                for looks in ({}, {"look_again": True})
-                for early in (0.18, 0.26, 0.4)
-            ],
+            selectors=[named("hybrid", {"early_ratio": early} | FOLLOWING) for early in (0.18, 0.26, 0.4)],
             ratios=[0.05, 0.08, 0.12],
             check_layers=[(4,)],
         ),

@@ -4,7 +4,7 @@
 """
 
 from cacheblend.store.base import Damage, KVStore, StoreStats
-from cacheblend.store.combined import CascadeStore, StripedStore, ThrottledStore, TieredStore
+from cacheblend.store.combined import CascadeStore, ThrottledStore, TieredStore
 from cacheblend.store.disk import DiskStore
 from cacheblend.store.memory import MemoryStore
 from cacheblend.store.open import check_store_url, lasting_url, open_store
@@ -20,7 +20,6 @@ __all__ = [
     "MemoryStore",
     "RemoteStore",
     "StoreStats",
-    "StripedStore",
     "ThrottledStore",
     "TieredStore",
     "WriteBehind",

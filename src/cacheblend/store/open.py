@@ -67,8 +67,8 @@ def open_store(
             - None, ``"memory"`` or ``"memory://"``: memory.
             - ``"cuda://?max_bytes=8GiB"``: a GPU's memory, ``cuda://1`` that of the second one; alone, or in front of
               other stores as a cache of them.
-            - a folder's path or ``"file:///folder"``: a folder, made if it does not exist. Several folders,
-              ``file:///a:/b``, share blocks and bound. A text that looks like a scheme or like a typo of one
+            - a folder's path or ``"file:///folder"``: a folder, made if it does not exist. A text that looks like a
+              scheme or like a typo of one
               (``"redis"``, ``"memroy"``, ``":memory:"``) is refused, unless a store of that name is there;
               ``"./redis"`` is a folder.
             - ``"redis://host:port/database"`` (``rediss``, ``valkey``): a server.
@@ -321,7 +321,7 @@ def _device(parts: _Parts, options: Mapping[str, str]) -> DevicePlace:
 def _folder(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
     max_bytes = read_bytes(options)
     return FolderPlace(
-        paths=tuple(Path(part) for part in re.split(r":(?=[/~])", parts.path)),
+        path=_one_folder(parts.path),
         max_bytes=DEFAULT_DISK_BYTES if max_bytes is None else max_bytes,
         ttl_s=read_ttl(options),
         eviction=options.get("evict", "lru"),
@@ -329,6 +329,20 @@ def _folder(parts: _Parts, options: Mapping[str, str]) -> StorePlace:
         locks=read_flag(options, "locks", default="true"),
         mode=read_mode(options),
     )
+
+
+def _one_folder(path: str) -> Path:
+    """The folder; several at once, ``/a:/b``, are refused, unless that is a folder's name.
+
+    Raises:
+        InvalidInputError: the message says what to do.
+    """
+    if re.search(r":[/~]", path) and not Path(path).is_dir():
+        raise InvalidInputError(
+            f"store {path!r} names several folders; name one: disks side by side become one by LVM or RAID 0, and "
+            "several stores behind each other are separated by commas, each with its scheme"
+        )
+    return Path(path)
 
 
 def _redis(parts: _Parts, options: Mapping[str, str]) -> StorePlace:

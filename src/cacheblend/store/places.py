@@ -3,7 +3,6 @@
 Making a place touches no file, server or bucket. Knows how stores are made; does not know URLs.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,7 +15,6 @@ import torch
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.store.base import KVStore
 from cacheblend.store.combined.cascade import CascadeStore, close_all
-from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.combined.tiered import TieredStore
 from cacheblend.store.disk.folder import OWNER_ONLY
 from cacheblend.store.disk.store import DEFAULT_DISK_BYTES, DiskStore
@@ -102,14 +100,13 @@ class DevicePlace:
 
 @dataclass(frozen=True)
 class FolderPlace:
-    """A folder, or several that share blocks and bound; see `DiskStore` and `StripedStore`.
+    """A folder; see `DiskStore`.
 
     Raises:
-        InvalidInputError: a folder is named twice or in an unknown user's home, the bound is too small, or the policy
-            is unknown.
+        InvalidInputError: the folder is in an unknown user's home, the bound is 0, or the policy is unknown.
     """
 
-    paths: tuple[Path, ...]  # as given: a striped store's blocks are placed by these names
+    path: Path
     max_bytes: int = DEFAULT_DISK_BYTES
     ttl_s: float | None = None
     eviction: str = "lru"
@@ -119,33 +116,22 @@ class FolderPlace:
 
     def __post_init__(self) -> None:
         eviction_of(self.eviction)
-        for path in self.paths:
-            _expanded(path)
-        path, count = Counter(self.paths).most_common(1)[0]
-        if count > 1:
-            raise InvalidInputError(f"the store names the folder {str(path)!r} twice")
-        if self.max_bytes < len(self.paths):
-            raise InvalidInputError(f"max_bytes must be above 0 for each folder, got {self.max_bytes} in all")
+        _expanded(self.path)
+        if self.max_bytes < 1:
+            raise InvalidInputError(f"max_bytes must be above 0, got {self.max_bytes}")
 
     def open(self, read_only: bool = False) -> KVStore:
         """See `StorePlace`."""
-        parts: dict[str, KVStore] = {}
-        try:
-            for path in self.paths:
-                parts[str(path)] = DiskStore(
-                    _expanded(path),
-                    max_bytes=self.max_bytes // len(self.paths),
-                    read_only=read_only,
-                    direct=self.direct,
-                    eviction=self.eviction,
-                    ttl=self.ttl_s,
-                    locks=self.locks,
-                    mode=self.mode,
-                )
-        except BaseException:
-            close_all(parts.values())
-            raise
-        return StripedStore(parts) if len(parts) > 1 else next(iter(parts.values()))
+        return DiskStore(
+            _expanded(self.path),
+            max_bytes=self.max_bytes,
+            read_only=read_only,
+            direct=self.direct,
+            eviction=self.eviction,
+            ttl=self.ttl_s,
+            locks=self.locks,
+            mode=self.mode,
+        )
 
 
 @dataclass(frozen=True)

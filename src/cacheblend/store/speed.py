@@ -13,7 +13,7 @@ from cacheblend.core.errors import BlockLostError, StoreError
 from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store.base import KVStore
-from cacheblend.store.combined import CascadeStore, StripedStore, TieredStore
+from cacheblend.store.combined import CascadeStore, TieredStore
 from cacheblend.store.disk import DiskStore
 
 FEW, MANY = 1, 8
@@ -21,7 +21,7 @@ FEW, MANY = 1, 8
 
 
 def tiers_of(store: KVStore) -> list[KVStore]:
-    """The tiers that a store is made of, fastest first; a striped store is one tier."""
+    """The tiers that a store is made of, fastest first."""
     if isinstance(store, TieredStore):
         return [store.front, *tiers_of(store.back)]
     return [part for each in store.members for part in tiers_of(each)] if isinstance(store, CascadeStore) else [store]
@@ -90,11 +90,10 @@ def _write(store: KVStore, root: BlockName, layout: KVLayout, number: int, token
 
 def _drop_cached_pages(store: KVStore, name: BlockName) -> None:
     """Asks the kernel to drop the block's file from the page cache."""
-    for disk in store.members if isinstance(store, StripedStore) else [store]:
-        if isinstance(disk, DiskStore):
-            with contextlib.suppress(OSError):
-                fd = os.open(disk.file_of(name), os.O_RDONLY)
-                try:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(fd)
+    if isinstance(store, DiskStore):
+        with contextlib.suppress(OSError):
+            fd = os.open(store.file_of(name), os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)

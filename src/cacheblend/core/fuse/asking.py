@@ -9,9 +9,6 @@ nothing in it points to the bowl's owner. So the best spans ask in turn: their r
 front of the question, which computes nothing, and their own rows attend to what is in front of them, if the selector
 wants that (`hop_rows`). All spans of a hop ask in one pass.
 
-Behind some layers the question may look again: its rows then know what has been recomputed in front of them. What it
-finds in the layers that follow counts where it is more than what was found before.
-
 Knows passes, cues and what a selector declares. Does not know which rows are recomputed in the end.
 """
 
@@ -48,7 +45,7 @@ class Asking:
         selector: how many rows ask, and how many hops there are.
         runner: layer runner for the rows from `plan.prefix_length` on.
         loader: loader of the same plan, with the LOADED rows of all layers.
-        rows: all rows of the runner, of which none is dropped before it looks again; given what was found as their
+        rows: all rows of the runner, of which none is dropped before all has been asked; given what was found as their
             `cues`.
         keep: see `QuestionPass`.
         sentence_end_ids: [n] ids of the tokens that end a sentence; None: unknown.
@@ -76,10 +73,6 @@ class Asking:
         self._hops, self._asked = selector.hops, set[int]()
         self._pass = self._open([AskingRows(self._question, _NONE)])
 
-    def look_again(self, layer: int) -> None:
-        """The question asks once more, from the layer that the prompt has reached; `advance` computes it."""
-        self._pass = self._open([AskingRows(self._question, _NONE)], layer)
-
     @property
     def asking(self) -> npt.NDArray[np.int64]:
         """[n] int64, positions of the rows that the next step computes."""
@@ -103,9 +96,9 @@ class Asking:
             cues.hops = _most(cues.hops, attention)
         return not self._next_hop()
 
-    def _open(self, groups: Sequence[AskingRows], first_layer: int = 0) -> QuestionPass:
+    def _open(self, groups: Sequence[AskingRows]) -> QuestionPass:
         of_prompt = self._plan, self._runner, self._loader
-        return QuestionPass(*of_prompt, groups, self._rows.hidden, first_layer=first_layer, keep=self._keep)
+        return QuestionPass(*of_prompt, groups, self._rows.hidden, keep=self._keep)
 
     def _cues_of_question(self, attention: torch.Tensor) -> Cues:
         prompt, ends, rows = self._plan.prompt, self._ends, self._rows

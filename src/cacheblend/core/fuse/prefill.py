@@ -136,9 +136,9 @@ class BlendedPrefill:
         self._loader = self._open_loader(plan, reused)
         self._rows = rows = ActiveRows(plan, self._runner.embed(), recurrence.cuts(plan))
         self._layer, self._kv = 0, list[LayerKV]()
-        self._asking: Asking | None = None
+        self._question: Asking | None = None  # what the next step computes, if anything is left to ask
         if rows.total and self._selector.question_rows:
-            self._asking = Asking(
+            self._question = Asking(
                 plan,
                 self._selector,
                 self._runner,
@@ -148,7 +148,6 @@ class BlendedPrefill:
                 sentence_end_ids=self._options.sentence_end_ids,
                 over_ranks=self._options.over_ranks,
             )
-        self._question = self._asking  # what the next step computes, if anything is left to ask
 
     @property
     def layer(self) -> int:
@@ -265,13 +264,6 @@ class BlendedPrefill:
         self._computed.row_layers += len(rows)
         self._layer += 1
         self._hand_out(layer, kv)
-        if self._selector.look_again and self._layer in self._selector.check_layers and rows.has_candidates:
-            self._look_again()
-
-    def _look_again(self) -> None:
-        self._question = self._asking
-        if self._question is not None:
-            self._question.look_again(self._layer)
 
     def _check(self, layer: int, kv: LayerCache) -> None:
         """Measures the deviation of every candidate and drops those that are not selected.

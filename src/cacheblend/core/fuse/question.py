@@ -49,9 +49,7 @@ class QuestionPass:
         runner: layer runner for the rows from `plan.prefix_length` on.
         loader: loader of the same plan, with the LOADED rows of all layers; its buffers are not changed.
         groups: the rows that ask; groups may overlap.
-        hidden: input of `first_layer`, [m, width], for the active rows; not changed. All rows of the prompt from the
-            first that asks on are among them.
-        first_layer: where the pass begins; its attention is that of the layers from there on.
+        hidden: input of layer 0, [rows of the runner, width]; not changed.
         keep: keep the loaded layers in the loader for the following prefill; otherwise it reads them again.
 
     Attributes:
@@ -66,7 +64,6 @@ class QuestionPass:
         groups: Sequence[AskingRows],
         hidden: torch.Tensor,
         *,
-        first_layer: int = 0,
         keep: bool = True,
     ) -> None:
         self._runner, self._loader, self._first, self._keep = runner, loader, plan.prefix_length, keep
@@ -82,8 +79,7 @@ class QuestionPass:
         self._members, self._own = rest[: len(groups)], rest[len(groups) :]
         self._received = torch.zeros(len(groups), len(plan), dtype=torch.float32, device=device)
         self._rows = self._positions - self._first
-        not_active = len(plan) - len(hidden)  # all of them in front of those that ask
-        self._hidden, self._layer = hidden[self._positions - not_active], first_layer
+        self._hidden, self._layer = hidden[self._rows], 0
 
     def advance(self) -> bool:
         """Computes one layer; True when all are done."""

@@ -97,8 +97,6 @@ class Hybrid(Selector):
         hops: as for `Query`.
         hop_spans: as for `Query`.
         hop_rows: as for `Query`.
-        look_again: the question asks once more in front of each check layer, with what has been recomputed up to there,
-            over the layers that follow. Rows count as much as in the look that found more in them.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -114,7 +112,6 @@ class Hybrid(Selector):
     hops: int = 0
     hop_spans: int = 2
     hop_rows: int = 64
-    look_again: bool = False
     at_start: ClassVar[bool] = True  # besides the check layers
 
     def __post_init__(self) -> None:
@@ -128,8 +125,6 @@ class Hybrid(Selector):
                 f"the early share {self.early} is below the first check layer's ratio {self.ratios[0]}; "
                 "rows that were dropped cannot be brought back, so raise it or lower the ratios"
             )
-        if not isinstance(self.look_again, bool):
-            raise InvalidInputError(f"look_again must be true or false, got {self.look_again!r}")
         if self.rank not in get_args(Rank):
             raise InvalidInputError(f"rank must be one of {', '.join(get_args(Rank))}, got {self.rank!r}")
 

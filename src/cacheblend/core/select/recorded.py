@@ -68,11 +68,6 @@ class Recorded(Selector):
         """See `Selector`."""
         return self._selector.hop_rows
 
-    @property
-    def look_again(self) -> bool:
-        """See `Selector`."""
-        return self._selector.look_again
-
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`; not recorded."""
         return self._selector.found_spans(candidates, count)

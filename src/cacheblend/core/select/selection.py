@@ -43,7 +43,6 @@ class Selection:
             alone, which computes nothing and needs `question_words`.
         early_ratio: share that hybrid keeps from layer 0 on, raised to the first ratio where that is larger; None:
             three times the last ratio.
-        look_again: hybrid's question asks once more at each check layer, over the layers that follow.
         rank: at check layers hybrid ranks by ``"deviation"``, or by ``"either"`` of deviation and attention.
 
     Raises:
@@ -65,7 +64,6 @@ class Selection:
     hop_spans: int = 2
     hop_rows: int = 64
     early_ratio: float | None = None
-    look_again: bool = False
     rank: Rank = "either"
 
     def __post_init__(self) -> None:
@@ -114,11 +112,6 @@ class Selection:
             "none": NoRows,
             "all": AllRows,
         }
-        if self.look_again and self.selector != "hybrid":
-            raise InvalidInputError(
-                f"look_again: the selector {self.selector!r} has no question that could be asked at a check layer; use "
-                "hybrid"
-            )
         if self.selector not in makers:
             raise InvalidInputError(f"no selector is called {self.selector!r}; there are {', '.join(makers)}")
         return makers[self.selector]()
@@ -128,7 +121,7 @@ class Selection:
         early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
         check_ratio(early)
         early = max(early, ratios[0])
-        return Hybrid(checks, ratios, early, self.rank, self.measure, *self._question_settings, self.look_again)
+        return Hybrid(checks, ratios, early, self.rank, self.measure, *self._question_settings)
 
     @property
     def _question_settings(self) -> tuple[Pool, int, int, int, float, int, int, int]:

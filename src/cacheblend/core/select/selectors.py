@@ -107,11 +107,6 @@ class Selector(Protocol):
         """Most rows of a span whose attention a hop needs (at least 2); 0: it asks by the span's words alone."""
         return 0
 
-    @property
-    def look_again(self) -> bool:
-        """Whether the question asks once more in front of each check layer, over the layers that follow."""
-        return False
-
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """The `count` spans of highest attention, the highest first; only with `hops`. Waits for the device, since the
         host has to know which rows it computes next."""

@@ -37,9 +37,6 @@ __all__ = [
     "VllmConfig",
 ]
 
-FAILS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
-"""A connector may say that a whole request failed (since 0.30), not only which blocks did."""
-
 EVENT_MEDIUM = "CACHEBLEND"
 """The medium of the events about chunks in the store."""
 
@@ -135,15 +132,6 @@ def attend_paged(
 
 
 # ---- requests -----------------------------------------------------------------------------------------------
-
-
-def longest_prompt(config: VllmConfig) -> int | None:
-    """Tokens up to which prompts can be blended; None: any.
-
-    Blocks that a sliding window has passed are not there. Where a connector can only name blocks, it cannot say that
-    such a request failed.
-    """
-    return None if FAILS_REQUESTS else sliding_window(config)
 
 
 def sliding_window(config: VllmConfig) -> int | None:

@@ -190,11 +190,11 @@ def _store_of_ucm(connectors: Any) -> str:
     _check_keys(config, ("storage_backends", "use_direct"), "ucm_connector_config")
     folders, direct = config.get("storage_backends"), config.get("use_direct", False)
     if not isinstance(folders, str) or not folders:
-        raise InvalidInputError(f"storage_backends must be a folder, or several as in /a:/b, got {folders!r}")
+        raise InvalidInputError(f"storage_backends must be a folder, got {folders!r}")
     if not isinstance(direct, bool):
         raise InvalidInputError(f"use_direct must be true or false, got {direct!r}")
     if direct and not folders.startswith("/"):
-        raise InvalidInputError(f"use_direct needs storage_backends with absolute paths, got {folders!r}")
+        raise InvalidInputError(f"use_direct needs storage_backends with an absolute path, got {folders!r}")
     return f"file://{quote(folders, safe='/:')}?direct=true" if direct else folders
 
 

@@ -95,7 +95,6 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
             finder,
             self._block_size,
             bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
-            longest_prompt=compat.longest_prompt(vllm_config),
             windows=windows,
             watch=self._open_watch(finder),
             window=min(limits, default=None),

@@ -89,11 +89,6 @@ class BlendStats(KVConnectorStats):
 
     data: dict[str, Any]
 
-    def __getitem__(self, key: str) -> Any:
-        """The counts: vLLM 0.29's `MultiConnector` reads `stats["data"]` in one process too, where nothing made it a
-        mapping."""
-        return {"data": self.data}[key]
-
     def reset(self) -> None:
         """Clears all counts."""
         self.data = {}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from cacheblend.core.errors import InvalidInputError
 
-TESTED = ("0.29", "0.30", "0.31", "0.32")
+TESTED = ("0.31", "0.32")
 """Minor versions, any patch level of which is accepted. docs/vllm.md says what was run on which."""
 
 logger = logging.getLogger("cacheblend.vllm")

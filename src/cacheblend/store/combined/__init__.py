@@ -2,13 +2,11 @@
 
 tiered       memory as a cache of one store
 cascade      stores in order, nearest first
-striped      stores that share the blocks between them
 throttled    memory as slow as a given device
 """
 
 from cacheblend.store.combined.cascade import CascadeStore
-from cacheblend.store.combined.striped import StripedStore
 from cacheblend.store.combined.throttled import ThrottledStore
 from cacheblend.store.combined.tiered import TieredStore
 
-__all__ = ["CascadeStore", "StripedStore", "ThrottledStore", "TieredStore"]
+__all__ = ["CascadeStore", "ThrottledStore", "TieredStore"]

@@ -1,6 +1,6 @@
-"""What stores made of other stores share: pins, manifests and checks go to the members that keep them.
+"""What stores made of other stores share: pins, manifests and checks go to all of them.
 
-Knows which member answers for a name; does not know how blocks are read or written.
+Does not know how blocks are read or written.
 """
 
 import re
@@ -59,9 +59,8 @@ class TierNames:
 class CombinedStore(KVStore):
     """A store that keeps everything in its members.
 
-    A call about a name goes to the members that answer for it (`_members_of`), any other to all of them. What they
-    return is merged: sets are united, lists joined, truth values or-ed. Where and whether a block is read or written
-    is up to the subclass, and so is `stats`.
+    A call goes to all of them, and what they return is merged: sets are united, lists joined, truth values or-ed. Where
+    and whether a block is read or written is up to the subclass, and so is `stats`.
 
     Attributes:
         members: the stores that keep blocks, pins and manifests, nearest first; closed with this store.
@@ -69,23 +68,11 @@ class CombinedStore(KVStore):
 
     def __init__(self, members: Sequence[KVStore]) -> None:
         self.members = tuple(members)
-        self.documents = CombinedDocuments(self.members, self._members_of)
-
-    def _members_of(self, name: BlockName) -> Sequence[KVStore]:
-        """The members that answer for a name: all, unless the subclass splits names between them."""
-        return self.members
+        self.documents = CombinedDocuments(self.members)
 
     def _ask(self, members: Sequence[KVStore], call: Callable[[KVStore], T]) -> list[T]:
         """The members' answers. A subclass may leave out members that fail."""
         return [call(member) for member in members]
-
-    def _ask_about(self, names: Iterable[BlockName], call: Callable[[KVStore, list[BlockName]], None]) -> None:
-        """Calls each member once, with those of the names that it answers for."""
-        own: dict[KVStore, list[BlockName]] = {}
-        for name in names:
-            for member in self._members_of(name):
-                own.setdefault(member, []).append(name)
-        self._ask(list(own), lambda member: call(member, own[member]))
 
     @property
     def is_reachable(self) -> bool:
@@ -98,17 +85,19 @@ class CombinedStore(KVStore):
 
     def delete(self, name: BlockName) -> bool:
         """See `KVStore.delete`."""
-        return any(self._ask(self._members_of(name), lambda member: member.delete(name)))
+        return any(self._ask(self.members, lambda member: member.delete(name)))
 
     # ---- pins and manifests -----------------------------------------------------------------------------
 
     def pin(self, names: Iterable[BlockName]) -> None:
         """See `KVStore.pin`."""
-        self._ask_about(names, lambda member, own: member.pin(own))
+        pinned = list(names)
+        self._ask(self.members, lambda member: member.pin(pinned))
 
     def unpin(self, names: Iterable[BlockName]) -> None:
         """See `KVStore.unpin`."""
-        self._ask_about(names, lambda member, own: member.unpin(own))
+        unpinned = list(names)
+        self._ask(self.members, lambda member: member.unpin(unpinned))
 
     def pinned(self) -> set[BlockName]:
         """See `KVStore.pinned`."""
@@ -116,7 +105,7 @@ class CombinedStore(KVStore):
 
     def put_manifest(self, manifest: ChunkManifest) -> None:
         """See `KVStore.put_manifest`."""
-        self._ask(self._members_of(manifest.chunk_id), lambda member: member.put_manifest(manifest))
+        self._ask(self.members, lambda member: member.put_manifest(manifest))
 
     def manifests(self) -> list[ChunkManifest]:
         """See `KVStore.manifests`. The nearest member's where several list a chunk."""
@@ -133,11 +122,11 @@ class CombinedStore(KVStore):
 
     def has_manifest(self, chunk_id: BlockName) -> bool:
         """See `KVStore.has_manifest`."""
-        return any(self._ask(self._members_of(chunk_id), lambda member: member.has_manifest(chunk_id)))
+        return any(self._ask(self.members, lambda member: member.has_manifest(chunk_id)))
 
     def delete_manifest(self, chunk_id: BlockName) -> bool:
         """See `KVStore.delete_manifest`."""
-        return any(self._ask(self._members_of(chunk_id), lambda member: member.delete_manifest(chunk_id)))
+        return any(self._ask(self.members, lambda member: member.delete_manifest(chunk_id)))
 
     # ---- the whole store --------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Records of documents in a store made of other stores: each in the members that answer for its name."""
+"""Records of documents in a store made of other stores: each in all of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from cacheblend.core.naming import BlockName
@@ -13,20 +13,19 @@ class CombinedDocuments(DocumentRecords):
 
     Args:
         members: the stores, nearest first.
-        members_of: those that answer for a name.
     """
 
-    def __init__(self, members: Sequence[KVStore], members_of: Callable[[BlockName], Sequence[KVStore]]) -> None:
-        self._members, self._members_of = members, members_of
+    def __init__(self, members: Sequence[KVStore]) -> None:
+        self._members = members
 
     def put(self, record: DocumentRecord) -> None:
-        """See `DocumentRecords`. In all members that answer for it."""
-        for member in self._members_of(record.name):
+        """See `DocumentRecords`. In all members."""
+        for member in self._members:
             member.documents.put(record)
 
     def get(self, root: BlockName, name: BlockName) -> DocumentRecord | DamagedRecord | None:
         """See `DocumentRecords`. The nearest member's, an intact one before a damaged one."""
-        found = [member.documents.get(root, name) for member in self._members_of(name)]
+        found = [member.documents.get(root, name) for member in self._members]
         return _best(each for each in found if each is not None) if any(found) else None
 
     def all(self, root: BlockName) -> list[DocumentRecord | DamagedRecord]:
@@ -43,7 +42,7 @@ class CombinedDocuments(DocumentRecords):
 
     def delete(self, root: BlockName, name: BlockName) -> bool:
         """See `DocumentRecords`."""
-        deleted = [member.documents.delete(root, name) for member in self._members_of(name)]
+        deleted = [member.documents.delete(root, name) for member in self._members]
         return any(deleted)
 
     def roots(self) -> list[BlockName]:

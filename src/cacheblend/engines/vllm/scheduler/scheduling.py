@@ -33,7 +33,6 @@ from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
 from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import read_options
 from cacheblend.engines.vllm.scheduler.tracking import (
-    BEYOND_WINDOW,
     FULL_RECOMPUTE,
     HELD_BY_VLLM,
     LITTLE_STORED,
@@ -71,7 +70,6 @@ class Scheduling:
         finder: of the engine's chunks.
         block_size: of the paged cache, in tokens.
         bytes_per_token: of a chunk's KV while it is captured.
-        longest_prompt: see `compat.longest_prompt`.
         windows: see `compat_prefix.windows_of`.
         watch, window: see `AnswerDraws`.
     """
@@ -84,7 +82,6 @@ class Scheduling:
         block_size: int,
         *,
         bytes_per_token: int = 0,
-        longest_prompt: int | None = None,
         windows: Sequence[int | None] = (None,),
         watch: ShadowWatch | None = None,
         window: int | None = None,
@@ -96,7 +93,7 @@ class Scheduling:
         self._coming, self._adapters = ComingBlocks(), RequestAdapters(config.lookup_timeout_s)
         self._jobs = StepJobs()
         self._resume_at = self._settling_s = 0.0
-        self._may_wait, self._longest_prompt = True, longest_prompt
+        self._may_wait = True
         self.counts = Counts()
         self._checks = AnswerDraws(watch, self.counts, window)
         self._captures = CaptureQueue(
@@ -126,9 +123,8 @@ class Scheduling:
         end = compat.text_tokens(request)
         tracked.token_ids = as_token_ids(request.prompt_token_ids[:end])
         tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids)).until(end)
-        is_long = self._longest_prompt is not None and len(request.prompt_token_ids) > self._longest_prompt
-        if tracked.options.mode == "full" or is_long:
-            return tracked.leave(BEYOND_WINDOW if is_long else "mode full")
+        if tracked.options.mode == "full":
+            return tracked.leave("mode full")
         if time.monotonic() < self._resume_at:
             raise TimeoutError
         tracked.adapter = None if request.lora_request is None else self._adapters.of(request)
