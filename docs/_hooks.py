@@ -18,6 +18,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Files of the root and the pages that show them; the home page stands in for the README."""
+LOG = "docs/log.md"
+"""Read in the repository alone: notes, which do not render as a page."""
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(?=\))")
 logger = logging.getLogger("mkdocs.hooks")
@@ -52,6 +54,6 @@ def _site_link(target: str, uri: str, folder: str) -> str:
         logger.warning("%s links to %s, which is not in the repository", uri, path)
     if path in PAGES:
         return posixpath.relpath(PAGES[path], posixpath.dirname(uri) or ".")
-    if path.startswith("docs/") and (ROOT / path).is_file():
+    if path.startswith("docs/") and path != LOG and (ROOT / path).is_file():
         return posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(uri) or ".")
     return f"{REPOSITORY}/blob/main/{path}"
