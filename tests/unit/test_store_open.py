@@ -166,7 +166,6 @@ def test_what_cannot_be_opened(url: str, message: str, tmp_path: Path, monkeypat
         "memory://?max_bytes=8GiB&ttl=1h&evict=worth",
         "{folder}",
         "file://{folder}?max_bytes=1GiB&ram_bytes=1MiB&direct=true&locks=false",
-        "file://{folder}:{folder}-b",
         "redis://user:secret@no-such-host:6379/3?prefix=x&timeout=0.5&cluster=true",
         "valkey://no-such-host",
         "s3://no-such-bucket/folder?endpoint=https://no-such-host&region=eu-central-1",

@@ -56,7 +56,7 @@ def test_the_connector_names_the_version_that_lacks_what_it_needs(monkeypatch: p
 
     monkeypatch.delitem(sys.modules, "cacheblend.engines.vllm.connector", raising=False)
     vllm_without_internals(monkeypatch, "0.40.0")
-    with pytest.raises(InvalidInputError, match=r"tested with vLLM 0\.29, .* this is vLLM 0\.40\.0, which lacks"):
+    with pytest.raises(InvalidInputError, match=r"tested with vLLM 0\.31, .* this is vLLM 0\.40\.0, which lacks"):
         _ = cacheblend.engines.vllm.CacheBlendConnector
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.32.0")
     with pytest.raises(ImportError), explained_imports():

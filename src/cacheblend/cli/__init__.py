@@ -11,21 +11,19 @@ import typer
 from cacheblend.cli import ask, calibrate, demo, doctor, evaluate, inspect, keys, plan, serve, store, sync, warm
 from cacheblend.cli.bench import app as bench_app
 from cacheblend.cli.errors import empty_value, invalid_text, is_help, is_usage_error, usage_text
+from cacheblend.cli.help import App
 from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.output import error_text, print_error
 from cacheblend.cli.waiting import bound_waiting
 
 ERROR = 2
 
-app = typer.Typer(
+app = App(
     name="cacheblend",
     help="Store a passage's KV cache once, reuse it anywhere in any prompt.",
-    epilog="New here? Try [bold]cacheblend demo[/bold]: it needs no model.",
-    rich_markup_mode="rich",
-    no_args_is_help=True,
+    epilog="New here? Try `cacheblend demo`: it needs no model.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
 FIRST, DAILY, MEASURE = "See whether it fits", "Use it", "Measure it"

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
+from cacheblend.cli.help import App
 from cacheblend.cli.option_groups import with_groups
 
-app = typer.Typer(help="API keys of a server, hashed in a file.", no_args_is_help=True)
+app = App(help="API keys of a server, hashed in a file.")
 
 KeyFile = Annotated[Path, typer.Option("--file", "-f", help="File of the keys.")]
 Name = Annotated[str, typer.Argument(help="Name of the key, for logs.", show_default=False)]

@@ -53,7 +53,7 @@ class SelectionOptions:
         Literal["kv", "k", "v"] | None,
         typer.Option(
             "--measure",
-            help="Deviation over keys and values, or one of them. Default: the model's profile, or kv.",
+            help="kv, k or v: deviation over keys and values, or one of them. Default: the model's profile, or kv.",
             rich_help_panel=BLENDING,
             show_default=False,
         ),

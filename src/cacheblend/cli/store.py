@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cacheblend.cli.help import App
 from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.options import AsJson
 from cacheblend.cli.output import console, print_json, progress, size_text, visible
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from cacheblend.core.plan.blocks import ChunkManifest
     from cacheblend.store import Damage, KVStore, StoreStats
 
-app = typer.Typer(help="List, check and shrink a store.", no_args_is_help=True, rich_markup_mode="rich")
+app = App(help="List, check and shrink a store.")
 
 Url = Annotated[str, typer.Argument(help="A folder, or a store's URL.", show_default=False)]
 Chunks = Annotated[

@@ -1,16 +1,11 @@
 """`cacheblend bench`: parses options; what is measured, and how, is in `cacheblend.bench`."""
 
-import typer
-
 from cacheblend.cli.bench import agents, gpu, prefill, quality, routing, servers, stores
+from cacheblend.cli.help import App
 from cacheblend.cli.option_groups import with_groups
 
-app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
-vllm_app = typer.Typer(
-    help="vLLM with the plug-in, and without; vLLM must be installed beside this package.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = App(help="Measure it on this machine.")
+vllm_app = App(help="vLLM with the plug-in, and without; vLLM must be installed beside this package.")
 
 PREFILL, STORES, SERVERS, QUALITY = "Prefill", "Stores", "Servers", "Answers"
 

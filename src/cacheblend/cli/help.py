@@ -1,0 +1,133 @@
+"""How help looks: names on the left, what they mean on the right, wrapped to the terminal; nothing is cut.
+
+    Model:
+      -m, --model VALUE   Model folder, or nano: the small model that ships. (required)
+
+Bounds and types of values are left out: whoever exceeds them is told. Knows what typer's parameters have had in all of
+its versions, and the formatter that commands are given, as click has it.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+C = TypeVar("C", bound=Callable[..., Any])
+MOST_COLUMNS = 110
+COLUMN = 28
+"""Columns of names; the text of a longer one begins on the next line."""
+
+
+class Command(TyperCommand):
+    """A command whose help is written by `write_help`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes usage, options by panel, epilog."""
+        write_help(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """A group of commands whose help is written by `write_help`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes usage, commands by panel, options, epilog."""
+        write_help(self, ctx, formatter)
+
+
+class App(typer.Typer):
+    """A typer application in which all commands and the group itself have this help."""
+
+    def __init__(self, **settings: Any) -> None:
+        context = {"help_option_names": ["-h", "--help"], "max_content_width": MOST_COLUMNS}
+        super().__init__(cls=Group, no_args_is_help=True, rich_markup_mode=None, context_settings=context, **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[C], C]:
+        """See `typer.Typer.command`."""
+        return super().command(name, **{"cls": Command, **settings})
+
+
+def write_help(command: Any, context: Any, formatter: Any) -> None:
+    """Writes a command's help.
+
+    Args:
+        command: a typer command or group.
+        context: its context.
+        formatter: has ``width``, columns, and ``write``, as click's.
+    """
+    params = command.get_params(context)
+    commands = [command.commands[name] for name in command.list_commands(context)] if isinstance(command, Group) else []
+    arguments = [each for each in params if each.param_type_name == "argument"]
+    options = [each for each in params if each.param_type_name != "argument" and not each.hidden]
+    options.sort(key=lambda each: _panel(each, "") == "")  # those without a panel come last
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for each in arguments:
+        panels.setdefault("Arguments", []).append((_argument(each), _described(each)))
+    for each in commands:
+        panels.setdefault(_panel(each, "Commands"), []).append((str(each.name), _first_paragraph(each.help or "")))
+    for each in options:
+        panels.setdefault(_panel(each, "Options"), []).append((_names(each), _described(each)))
+
+    usage = [context.command_path, *(["COMMAND"] if commands else map(_argument, arguments)), "[OPTIONS]"]
+    parts = [f"Usage: {' '.join(usage)}", *_paragraphs(command.help or "")]
+    parts = ["\n".join(_wrapped(part, formatter.width)) for part in parts]
+    longest = max(len(name) for rows in panels.values() for name, _ in rows)
+    column = min(longest, COLUMN) + 4
+    for title, rows in panels.items():
+        lines = [line for row in rows for line in _row(*row, column, formatter.width)]
+        parts.append("\n".join([f"{title}:", *lines]))
+    parts += [command.epilog] if command.epilog else []
+    formatter.write("\n\n".join(parts) + "\n")
+
+
+def _row(name: str, text: str, column: int, width: int) -> list[str]:
+    """A name and its text, which begins in `column`."""
+    lines = [" " * column + line for line in _wrapped(text, width - column)] or [""]
+    head = f"  {name}"
+    return [head + lines[0][len(head) :], *lines[1:]] if len(head) < column - 1 else [head, *lines]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text.strip())]
+
+
+def _panel(each: Any, otherwise: str) -> str:
+    panel = getattr(each, "rich_help_panel", None)
+    return panel if isinstance(panel, str) else otherwise
+
+
+def _names(option: Any) -> str:
+    names = ", ".join(sorted(option.opts, key=len))
+    if option.secondary_opts:
+        return f"{names} / {', '.join(option.secondary_opts)}"
+    return names if option.is_flag or option.count else f"{names} {option.metavar or 'VALUE'}"
+
+
+def _described(param: Any) -> str:
+    """What it means, and its default where that is a value and no flag that is off."""
+    text = (getattr(param, "help", None) or "").strip()
+    if param.required:
+        return f"{text} (required)"
+    default = param.default[0] if isinstance(param.default, list | tuple) and len(param.default) == 1 else param.default
+    if isinstance(default, bool):
+        switch = param.opts[0] if default else next(iter(param.secondary_opts), None)
+        return f"{text} (default: {switch})" if switch and param.secondary_opts else text
+    is_shown = isinstance(default, str | int | float | Path) and default != "" and param.show_default
+    shown = f"{default:g}" if isinstance(default, float) else default
+    return f"{text} (default: {shown})" if is_shown else text
+
+
+def _first_paragraph(text: str) -> str:
+    return _paragraphs(text)[0]
+
+
+def _argument(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    return name if argument.required else f"[{name}]"
