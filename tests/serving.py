@@ -11,7 +11,7 @@ import uvicorn
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
-from cacheblend.serve.draining import DrainingServer
+from cacheblend.serve.connections import DrainingServer
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import KVStore
 

@@ -321,7 +321,7 @@ def _run(engine: "BlendEngine", settings: "ServeSettings", host: str, sockets: l
 
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.serve.app import create_app
-    from cacheblend.serve.draining import DrainingServer
+    from cacheblend.serve.connections import DrainingServer
 
     _reload_on_hangup(settings)
     application: Any = create_app(engine, settings)

@@ -1,4 +1,5 @@
-"""Connections that only hold a place: half-sent headers, bodies that nobody waits for, answers that nobody reads.
+"""Runs a server: ends connections that only hold a place (half-sent headers, bodies that nobody waits for, answers that
+nobody reads), and stops in order.
 
     open ── headers ──┬── a request runs ──┬── idle ...
     at most headers_s ┘  reading: unread_s └ at most headers_s
@@ -8,18 +9,29 @@ by `BodyLimit`.
 
 Each takes a file descriptor, which the store needs, too. So there is a bound: one more than that ends the connection
 that has waited longest without a request, or is refused where all have one.
+
+At the end requests may finish for a while. Streams that do not end with an error event, and posts that store with 503.
 """
 
 import asyncio
 import json
 import resource
+import socket
 import time
 from collections.abc import Iterable
 from typing import Any
 
+import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from cacheblend.serve.errors import ApiError
+from cacheblend.serve.settings import ServeSettings
+from cacheblend.serve.state import ServerState
+
+MORE_S = 5
+"""Seconds in which the last events are sent, once the time for requests is over."""
+TICKS = 5
+"""Of uvicorn's, ten a second, between two looks at the connections."""
 
 _REFUSED_S = 1.0
 """Seconds for which a refused connection stays, so that its client reads why and is not cut while it sends."""
@@ -144,3 +156,43 @@ def end_overdue(connections: Iterable[object], headers_s: float, unread_s: float
     for each in list(connections):
         if isinstance(each, Watched):
             each.end_if_overdue(headers_s, unread_s)
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that ends its requests before it cuts their connections.
+
+    Args:
+        config: its ``timeout_graceful_shutdown`` is set.
+        state: of the app that it serves: its ``state.server``.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        config.timeout_graceful_shutdown = grace_s(state.settings)
+        super().__init__(config)
+        self._state = state
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        self.config.http_protocol_class = watched(self.config.http_protocol_class, self._state.settings.connections)
+        await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn."""
+        if counter % TICKS == 0:
+            settings = self._state.settings
+            end_overdue(self.server_state.connections, settings.headers_s, settings.body_s)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn. Takes no more requests, and ends those that run after ``drain_s``."""
+        closing = asyncio.to_thread(self._state.scheduler.close, self._state.settings.drain_s)
+        drained = asyncio.create_task(closing)
+        ending = asyncio.get_running_loop().call_later(self._state.settings.drain_s, self._state.end_queues)
+        await super().shutdown(sockets)
+        ending.cancel()
+        await drained
+
+
+def grace_s(settings: ServeSettings) -> int:
+    """Seconds after which connections are cut."""
+    return round(settings.drain_s) + MORE_S

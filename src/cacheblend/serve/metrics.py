@@ -1,24 +1,145 @@
-"""Figures of a running server, for Prometheus. The metrics' names are part of the interface: do not rename them."""
+"""Figures of a running server, its store and its shadow check, for Prometheus, which asks for them.
+
+The names of the metrics are part of the interface: do not rename them.
+"""
 
 import platform
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadowing import ShadowCheck
-from cacheblend.serve.shadow_metrics import ShadowCollector
-from cacheblend.serve.store_metrics import StoreWatch
-from cacheblend.store import KVStore
+from cacheblend.engines.shadow import ShadowFigures
+from cacheblend.engines.shadow.watch import KL_BUCKETS, SeriesFigures
+from cacheblend.store import KVStore, StoreStats
+from cacheblend.store.speed import tiers_of
 
+LABELS = ("model", "tenant", "selector", "settings")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _GAPS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class StoreWatch(Collector):  # type: ignore[misc, unused-ignore]
+    """Bytes, blocks and errors of each tier; asks the store when Prometheus does. Safe to call from several threads.
+
+    Args:
+        store: the server's.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._tiers = dict(zip(store.tier_names, tiers_of(store), strict=True))
+        self._lock = threading.Lock()
+        self._no_answer = dict.fromkeys(self._tiers, 0)
+
+    def stats(self) -> Mapping[str, StoreStats | None]:
+        """By tier; None for one that does not answer, which is counted."""
+        found: dict[str, StoreStats | None] = {}
+        for name, tier in self._tiers.items():
+            try:
+                found[name] = tier.stats() if tier.is_reachable else None
+            except Exception:  # whatever it is, this tier is of no use now
+                found[name] = None
+            if found[name] is None:
+                with self._lock:
+                    self._no_answer[name] += 1
+        return found
+
+    def down(self) -> list[str]:
+        """Tiers that do not answer."""
+        return [name for name, stats in self.stats().items() if stats is None]
+
+    def collect(self) -> Iterable[Metric]:
+        """See prometheus_client."""
+        nbytes = GaugeMetricFamily("cacheblend_store_bytes", "Bytes of stored blocks.", labels=["tier"])
+        blocks = GaugeMetricFamily("cacheblend_store_blocks", "Stored blocks.", labels=["tier"])
+        up = GaugeMetricFamily("cacheblend_store_up", "1 if the tier answers, else 0.", labels=["tier"])
+        what = "What a store failed to do: answer when asked for its state, write a block, keep it undamaged."
+        errors = CounterMetricFamily("cacheblend_store_errors", what, labels=["tier", "what"])
+        for name, stats in self.stats().items():
+            up.add_metric([name], stats is not None)
+            errors.add_metric([name, "answer"], self._no_answer[name])
+            if stats is not None:
+                nbytes.add_metric([name], stats.bytes)
+                blocks.add_metric([name], stats.blocks)
+                errors.add_metric([name, "write"], stats.write_failures)
+                errors.add_metric([name, "damage"], stats.damaged)
+        return [nbytes, blocks, up, errors]
+
+
+class ShadowCollector(Collector):  # type: ignore[misc, unused-ignore]
+    """Figures of the shadow check of one engine.
+
+    Args:
+        figures: gives the present ones.
+        waiting: number of answers that wait to be compared.
+    """
+
+    def __init__(self, figures: Callable[[], ShadowFigures], waiting: Callable[[], int]) -> None:
+        self._figures, self._waiting = figures, waiting
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics."""
+        figures = self._figures()
+        yield from _of_series(figures)
+        model = [figures.model]
+        dropped = CounterMetricFamily(
+            "cacheblend_shadow_dropped", "Answers that were drawn and not compared.", labels=["model", "reason"]
+        )
+        for reason, count in figures.dropped.items():
+            dropped.add_metric([*model, reason], count)
+        changes = CounterMetricFamily(
+            "cacheblend_shadow_changes", "Steps of the recompute ratio.", labels=["model", "direction"]
+        )
+        changes.add_metric([*model, "raised"], figures.raised)
+        changes.add_metric([*model, "lowered"], figures.lowered)
+        waiting = GaugeMetricFamily("cacheblend_shadow_waiting", "Answers that wait to be compared.", labels=["model"])
+        waiting.add_metric(model, self._waiting())
+        ratio = GaugeMetricFamily(
+            "cacheblend_shadow_ratio", "Recompute ratio of requests that name none; 1: full.", labels=["model"]
+        )
+        if figures.ratio is not None:
+            ratio.add_metric(model, figures.ratio)
+        yield from (dropped, changes, waiting, ratio)
+
+
+def _of_series(figures: ShadowFigures) -> Iterator[Metric]:
+    total = CounterMetricFamily("cacheblend_shadow", "Answers compared with full prefill.", labels=LABELS)
+    tokens = CounterMetricFamily(
+        "cacheblend_shadow_tokens", "Answer tokens compared with full prefill.", labels=[*LABELS, "agreed"]
+    )
+    kl = HistogramMetricFamily(
+        "cacheblend_shadow_kl", "KL(full || blended) of the first token, in nats.", labels=LABELS
+    )
+    share = GaugeMetricFamily(
+        "cacheblend_shadow_agreement", "Agreement with full prefill in the window.", labels=[*LABELS, "of"]
+    )
+    bound = GaugeMetricFamily("cacheblend_shadow_agreement_bound", "Its exact lower bound.", labels=[*LABELS, "of"])
+    for series in figures.series:
+        labels = [figures.model, *series.labels]
+        total.add_metric(labels, series.compared)
+        tokens.add_metric([*labels, "yes"], series.agreed)
+        tokens.add_metric([*labels, "no"], series.differed)
+        kl.add_metric(labels, _buckets(series), series.kl_sum)
+        for of, (agreement, least, rows) in series.agreement.items():
+            if rows:
+                share.add_metric([*labels, of], agreement)
+                bound.add_metric([*labels, of], least)
+    yield from (total, tokens, kl, share, bound)
+
+
+def _buckets(series: SeriesFigures) -> list[tuple[str, float]]:
+    """Cumulated counts by upper end."""
+    ends = [*map(str, KL_BUCKETS), "+Inf"]
+    counts = [sum(series.kl_counts[: number + 1]) for number in range(len(ends))]
+    return list(zip(ends, map(float, counts), strict=True))
 
 
 class _GivenUp(Collector):  # type: ignore[misc, unused-ignore]

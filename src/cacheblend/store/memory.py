@@ -6,25 +6,136 @@ ends with the process.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from cacheblend.core.errors import BlockLostError, StoreFullError
-from cacheblend.core.naming import BlockName
-from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
-from cacheblend.store.base import Damage, FindCounter, Progress, StoreStats
-from cacheblend.store.checks import check_block, check_layer, check_max_bytes, head_range
+from cacheblend.core.naming import BlockName, TokenIds, as_token_ids
+from cacheblend.core.plan.blocks import UNKNOWN, Block, BlockEntry, ChunkManifest, KVLayout, RecordMemory
+from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreStats
+from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range
+from cacheblend.store.documents import NAME_OBJECT_BYTES, OBJECT_BYTES, MemoryDocuments
+from cacheblend.store.empty_chunks import EmptyChunks, Listed
 from cacheblend.store.eviction import eviction_of
 from cacheblend.store.expiry import Expiry
-from cacheblend.store.held import Held, heads_key
-from cacheblend.store.memory_listing import MemoryListing
 from cacheblend.store.residence import HERE, Kept, Residence, default_memory_bytes
 
 _TRIES = 4  # to make room where there is less memory than the bound says
 
 
-class MemoryStore(MemoryListing):
+class MemoryManifests:
+    """See `ManifestPlace`. Not safe to call from several threads: the caller holds the store's lock.
+
+    Args:
+        blocks: names of the blocks that the store holds; looked at, never changed.
+
+    Attributes:
+        nbytes: of all manifests.
+    """
+
+    def __init__(self, blocks: Collection[BlockName]) -> None:
+        self._blocks, self._manifests = blocks, dict[BlockName, ChunkManifest]()
+        self.nbytes = 0
+
+    def put(self, manifest: ChunkManifest) -> None:
+        """Lists a chunk, in place of one of the same name."""
+        if manifest.chunk_id in self._manifests:
+            self.remove([manifest.chunk_id])
+        self._manifests[manifest.chunk_id] = manifest
+        self.nbytes += _bytes(manifest)
+
+    def has(self, chunk_id: BlockName) -> bool:
+        """Whether the chunk is listed."""
+        return chunk_id in self._manifests
+
+    def ordered(self) -> list[ChunkManifest]:
+        """All of them, by name."""
+        return [self._manifests[chunk_id] for chunk_id in sorted(self._manifests)]
+
+    def clear(self) -> None:
+        """Takes all chunks off the list."""
+        self._manifests.clear()
+        self.nbytes = 0
+
+    def count(self) -> int:
+        """See `ManifestPlace`."""
+        return len(self._manifests)
+
+    def all(self) -> Iterable[Listed]:
+        """See `ManifestPlace`. A snapshot."""
+        return [(manifest, _bytes(manifest)) for manifest in self._manifests.values()]
+
+    def some(self, chunk_ids: Sequence[BlockName]) -> Iterable[Listed]:
+        """See `ManifestPlace`."""
+        found = [self._manifests[chunk_id] for chunk_id in chunk_ids if chunk_id in self._manifests]
+        return [(manifest, _bytes(manifest)) for manifest in found]
+
+    def held(self, names: Sequence[BlockName]) -> set[BlockName]:
+        """See `ManifestPlace`."""
+        return {name for name in names if name in self._blocks}
+
+    def remove(self, chunk_ids: Sequence[BlockName]) -> None:
+        """See `ManifestPlace`."""
+        for chunk_id in chunk_ids:
+            self.nbytes -= _bytes(self._manifests.pop(chunk_id))
+
+
+def _bytes(manifest: ChunkManifest) -> int:
+    """What a manifest takes in memory, about."""
+    ids = manifest.anchor_ids.nbytes + manifest.token_ids.nbytes
+    return OBJECT_BYTES + ids + NAME_OBJECT_BYTES * len(manifest.block_names) + 4 * len(manifest.label)
+
+
+@dataclass(slots=True)
+class Held:
+    """A block in memory, or some heads of one.
+
+    Attributes:
+        token_ids, parent, layout: the block's; of some heads nobody knows them.
+        records: `records[i]` is None until layer i has been offered; of some heads there may be fewer than layers.
+        nbytes: of the records.
+        missing: records that are still missing; above 0 for some heads, which are never a whole block.
+        used: time of the last use.
+    """
+
+    token_ids: TokenIds
+    parent: BlockName
+    layout: KVLayout
+    records: list[torch.Tensor | None]
+    nbytes: int = 0
+    missing: int = 0
+    used: float = 0.0
+
+    @staticmethod
+    def of_heads(dtype: torch.dtype) -> "Held":
+        """Some heads of a block, none of whose layers has been offered."""
+        return Held(as_token_ids([]), UNKNOWN, KVLayout((), dtype), [], missing=1)
+
+    @staticmethod
+    def of_block(entry: BlockEntry) -> "Held":
+        """A block of which no layer has been offered yet."""
+        layers = len(entry.layout.layers)
+        return Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
+
+    def put(self, layer: int, record: torch.Tensor, nbytes: int) -> None:
+        """Holds a layer's record, which takes so many bytes."""
+        self.records += [None] * (layer + 1 - len(self.records))
+        self.records[layer] = record
+        self.nbytes += nbytes
+
+    def record(self, layer: int) -> torch.Tensor | None:
+        """The record of a layer, None where none was offered."""
+        return self.records[layer] if 0 <= layer < len(self.records) else None
+
+
+def heads_key(name: BlockName, start: int, stop: int) -> BlockName:
+    """Under which heads [start, stop) of a block are held; longer than any block's name, and begins with this one's."""
+    return BlockName(name + start.to_bytes(4, "little") + stop.to_bytes(4, "little"))
+
+
+class MemoryStore(KVStore):
     """Blocks in memory, at most `max_bytes` of records, manifests and documents' records.
 
     Besides whole blocks (`write`) it accepts single layers (`offer`) and some heads of single layers (`offer_heads`),
@@ -52,7 +163,10 @@ class MemoryStore(MemoryListing):
         self.max_bytes = default_memory_bytes() if max_bytes is None else check_max_bytes(max_bytes)
         self.residence, self._lock = residence, threading.RLock()
         self._held: dict[BlockName, Held] = {}
-        super().__init__(self._held.keys(), self._lock)
+        self._pinned = set[BlockName]()
+        self._manifests = MemoryManifests(self._held.keys())
+        self._empty = EmptyChunks(self._manifests)
+        self.documents = self._kept_records = MemoryDocuments(self._make_room, self._lock)
         self._eviction, self._expiry = eviction_of(eviction), Expiry(ttl)
         self._bytes, self._holds_heads = 0, False
         self._finds = FindCounter()
@@ -272,6 +386,47 @@ class MemoryStore(MemoryListing):
         freed = self._drop(name)
         freed += self._empty.evicted([name])
         return freed + (self._empty.sweep() if self._empty.is_due else 0)
+
+    # ---- pins and manifests -----------------------------------------------------------------------------
+
+    def pin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.pin`."""
+        with self._lock:
+            self._pinned.update(names)
+
+    def unpin(self, names: Iterable[BlockName]) -> None:
+        """See `KVStore.unpin`."""
+        with self._lock:
+            self._pinned.difference_update(names)
+
+    def pinned(self) -> set[BlockName]:
+        """See `KVStore.pinned`."""
+        with self._lock:
+            return set(self._pinned)
+
+    def put_manifest(self, manifest: ChunkManifest) -> None:
+        """See `KVStore.put_manifest`. One that it replaces counts until it is gone."""
+        check_manifest(manifest)
+        with self._lock:
+            self._make_room(_bytes(manifest))
+            self._manifests.put(manifest)
+
+    def manifests(self) -> list[ChunkManifest]:
+        """See `KVStore.manifests`."""
+        with self._lock:
+            return self._manifests.ordered()
+
+    def has_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.has_manifest`."""
+        with self._lock:
+            return self._manifests.has(chunk_id)
+
+    def delete_manifest(self, chunk_id: BlockName) -> bool:
+        """See `KVStore.delete_manifest`."""
+        with self._lock:
+            there = self._manifests.has(chunk_id)
+            self._manifests.remove([chunk_id] if there else [])
+            return there
 
     # ---- the whole store --------------------------------------------------------------------------------
 

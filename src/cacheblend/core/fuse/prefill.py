@@ -22,8 +22,8 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeoutError
 from cacheblend.core.failures import LOST_BLOCK, count_failure
-from cacheblend.core.fuse.asking import Asking, OverRanks
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
+from cacheblend.core.fuse.question import Asking, OverRanks
 from cacheblend.core.fuse.recurrent import Recurrence
 from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
 from cacheblend.core.fuse.rows import ActiveRows

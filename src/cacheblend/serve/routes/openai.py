@@ -17,9 +17,8 @@ from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_promp
 from cacheblend.serve.responses import ChatFormat, CompletionFormat, ResponseFormat, streamed_response, whole_response
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from cacheblend.serve.state import ServerState
-from cacheblend.serve.tools.answers import ToolChatFormat
 from cacheblend.serve.tools.formats import Format
-from cacheblend.serve.tools.reading import CallReader
+from cacheblend.serve.tools.reading import CallReader, ToolChatFormat
 from cacheblend.serve.tools.requests import names_of
 
 

@@ -1,19 +1,161 @@
 """OpenAI's Responses, as far as they are text: POST /v1/responses. Nothing is kept of an answer."""
 
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from cacheblend.serve.asking import started, unless_disconnected
+from cacheblend.serve.errors import ApiError, log_internal
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.lengths import texts_of_chat
 from cacheblend.serve.prompts import ParsedPrompt, chat_prompt
-from cacheblend.serve.response_events import ResponseObject, response_events, whole_object
+from cacheblend.serve.responses import report_of, usage_of
+from cacheblend.serve.running import RunningRequest
 from cacheblend.serve.schemas import ChatRequest, ContentPart, Message, ResponsesRequest
 from cacheblend.serve.state import ServerState
 
 _SYSTEM = "system"
+
+
+@dataclass
+class ResponseObject:
+    """A Response while it is made.
+
+    Attributes:
+        asked: the request.
+        model: its name.
+        text: of the answer, so far.
+        generated: tokens of the answer, so far.
+        finish_reason: of the answer; None: it goes on.
+    """
+
+    asked: ResponsesRequest
+    model: str
+    text: str = ""
+    generated: int = 0
+    finish_reason: str | None = None
+    _id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    _message_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
+    _created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def status(self) -> str:
+        """What has become of it."""
+        if self.finish_reason is None:
+            return "in_progress"
+        return "incomplete" if self.finish_reason == "length" else "completed"
+
+    async def pieces(self, running: RunningRequest) -> AsyncIterator[str]:
+        """Pieces of text as they come; adds them. Raises the error that ended the request."""
+        async for event in running.events():
+            self.text += event.text
+            self.generated += event.token_id is not None
+            self.finish_reason = event.finish_reason or self.finish_reason
+            if event.text:
+                yield event.text
+
+    def part(self) -> dict[str, Any]:
+        """The message's only part."""
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def message(self) -> dict[str, Any]:
+        """The only item of its output, without the part while it is made."""
+        content = [] if self.finish_reason is None else [self.part()]
+        return {
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "status": self.status,
+            "content": content,
+        }
+
+    def where(self) -> dict[str, Any]:
+        """The fields by which an event says what it is about."""
+        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+
+    def shown(self, running: RunningRequest, error: ApiError | None = None) -> dict[str, Any]:
+        """The object as it is now; with the error that ended it."""
+        asked, is_done = self.asked, self.finish_reason is not None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": "failed" if error else self.status,
+            "error": {"code": "server_error", "message": error.message} if error else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": self.model,
+            "output": [self.message()] if is_done else [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": None,
+            "store": False,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": _text_of(asked),
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "usage": self._usage(running) if is_done else None,
+            "metadata": {},
+            "cacheblend": report_of(running.report),
+        }
+
+    def _usage(self, running: RunningRequest) -> dict[str, Any]:
+        usage = usage_of(running.ask, running.report, self.generated)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": self.generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _text_of(asked: ResponsesRequest) -> dict[str, Any]:
+    """The field ``text``, as it was asked."""
+    said = asked.text and asked.text.format
+    return {"format": {"type": "text"} if said is None else said.model_dump(by_alias=True, exclude_unset=True)}
+
+
+async def whole_object(running: RunningRequest, shown: ResponseObject) -> dict[str, Any]:
+    """The Response in one piece, as JSON. Raises the error that ended the request."""
+    async for _ in shown.pieces(running):
+        pass
+    return shown.shown(running)
+
+
+async def response_events(running: RunningRequest, shown: ResponseObject) -> AsyncIterator[str]:
+    """The Response as server-sent events; an error becomes ``response.failed``."""
+    number = 0
+
+    def event(kind: str, **fields: Any) -> str:
+        nonlocal number
+        data = {"type": kind, "sequence_number": number, **fields}
+        number += 1
+        return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+    for kind in ("response.created", "response.in_progress"):
+        yield event(kind, response=shown.shown(running))
+    yield event("response.output_item.added", output_index=0, item=shown.message())
+    yield event("response.content_part.added", **shown.where(), part=shown.part())
+    try:
+        async for piece in shown.pieces(running):
+            yield event("response.output_text.delta", **shown.where(), delta=piece, logprobs=[])
+    except Exception as error:  # too late for a status: that has been sent
+        yield event("response.failed", response=shown.shown(running, log_internal(error)))
+        return
+    yield event("response.output_text.done", **shown.where(), text=shown.text, logprobs=[])
+    yield event("response.content_part.done", **shown.where(), part=shown.part())
+    yield event("response.output_item.done", output_index=0, item=shown.message())
+    yield event(f"response.{shown.status}", response=shown.shown(running))
 
 
 def add_routes(app: FastAPI, state: ServerState) -> None:
