@@ -23,13 +23,15 @@ PIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all vllm test-vllm clients lint format docs wheel gpu bench clean
+.PHONY: help demo lab test test-all vllm test-vllm clients lint format docs wheel gpu bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
 
 demo: $(VENV)/.installed ## passages stored once, asked in many orders: answers and times, with and without; draws a picture
 	$(BIN)/cacheblend demo $(ARGS)
+
+lab: $(VENV)/.installed-lab ## what measuring needs; then .venv/bin/python -m lab NAME, as lab/README.md says
 
 test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`, those on a GPU only where there is CUDA
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -66,14 +68,14 @@ wheel: $(VENV)/.installed-wheel ## the wheel, in dist/; checks what it holds and
 	$(BIN)/python .ci/check-wheel dist/*.whl
 
 gpu: ## everything that is measured on a GPU, at most 9 minutes; PART=kernels for one part. Installs nothing
-	PYTHONPATH=src $(PYTHON) -m cacheblend bench cuda $(foreach part,$(PART),--part $(part)) $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m lab cuda $(foreach part,$(PART),--part $(part)) $(ARGS)
 
 bench: $(VENV)/.installed ## time to first token of a 0.5B shape with random weights
 	$(BIN)/cacheblend bench ttft --shape qwen2.5-0.5b --ratio 0.15 --ratio 0.05 $(ARGS)
 
 clean: ## remove the environment and what tools leave behind
 	rm -rf $(VENV) $(VLLM_VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find src tests training -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests lab -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp file for each purpose, made anew only when what it depends on has changed.
 $(VENV)/.created:
@@ -88,6 +90,10 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIN) --group test
+	@touch $@
+
+$(VENV)/.installed-lab: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIN) -e '.[evaluate,serve,redis]' --group lab
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend.cli import main
+from cacheblend import cli
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Result:
 Run = Callable[..., Result]
 
 
-def runner(capsys: pytest.CaptureFixture[str], *always: str) -> Run:
-    """A call of it is a run with these arguments, `always` in front; a traceback fails the test."""
+def runner(capsys: pytest.CaptureFixture[str], *always: str, main: Callable[[list[str]], None] = cli.main) -> Run:
+    """A call of it is a run with these arguments, `always` in front, of `main`; a traceback fails the test."""
 
     def call(*arguments: object) -> Result:
         capsys.readouterr()

@@ -1,11 +1,11 @@
-"""`bench cuda` on a CPU, at tiny size."""
+"""`lab cuda` on a CPU, at tiny size."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from cacheblend.bench.cuda.context import Bench, Weights
+from lab.gpu.context import Bench, Weights
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 

@@ -3,7 +3,7 @@ a lost block, an error in a background thread. Answers are right then, and no as
 
 A test that injects faults declares them: `@pytest.mark.may_fail("RuntimeError")`, or `"*"` where what they lead to is
 drawn. Failures of this process are those of `core.failures`; engines that run in children tell them in a file
-(`write`, `take`), and servers by their counters, when they are stopped (`bench.vllm_server.serving`).
+(`write`, `take`), and servers by their counters, when they are stopped (`lab.servers.vllm_server.serving`).
 """
 
 import json

@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 
-from cacheblend.nano.questions import draw_questions
+from lab.nano.questions import draw_questions
 
 ROW = draw_questions(777, 1)[0]
 PASSAGES = [text.text for text in ROW.passages]

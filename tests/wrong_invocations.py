@@ -2,18 +2,33 @@
 
 What is named in braces is made for each test: `{model}` a tiny model, `{data}` rows with passages, `{store}` a store,
 `{keys}` a file of keys, `{tmp}` an empty folder, `{file}` a text file, `{broken}` damaged JSON, `{list}` JSON that is a
-list, `{busy}` a port that is taken.
+list, `{surrogate}` rows with a lone surrogate, `{busy}` a port that is taken.
 """
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from cacheblend.serve.keys import add_key
+from cacheblend.store import open_store
+from tiny_folder import TinyShape, build_tiny
+
+PASSAGE = "The lighthouse was lit in 1871 and its keepers wrote down the weather."
+SHAPE = TinyShape(layers=2, width=32, mlp_width=48, heads=2, kv_heads=1, vocab_size=300, context_length=256)
 
 ASK = "ask -m {model} -s memory -q Why?"
 WARM = "warm -m {model} -s {tmp}/s -d {data}"
 EVALUATE = "evaluate -m {model} -d {data}"
-INSPECT = "inspect -m {model} -q Why? -p text"
 SERVE = "serve -m {model} --port 0"
 CALIBRATE = "calibrate -m {model} -s {tmp}/s --out {tmp}/cost.json"
 PLAN = "plan -m {model} --prefill-s 1"
 GATE = "doctor --quality -m {model} -d {data} --dry-run"
 TTFT = "bench ttft --shape tiny"
+INSPECT = "inspect -m {model} -q Why? -p text"
 
 WRONG = {
     "unknown": [
@@ -23,13 +38,11 @@ WRONG = {
         "store nonsense",
         "keys nonsense",
         "bench nonsense",
-        "bench vllm nonsense",
         "ask --nonsense",
         "demo extra",
         "doctor --model {model} extra",
         "evaluate --nonsense 3",
         "bench ttft -z",
-        "bench core --out x",
     ],
     "renamed": [
         "evaluate --rows 3",
@@ -38,12 +51,10 @@ WRONG = {
         "doctor --rows 3",
         "warm --rows 3",
         "ask --check-layer 1",
-        "inspect --max-tokens 9",
         "calibrate --rounds 3",
         "plan --machine x.json",
         "bench ttft --json out.json",
         "evaluate --json out.json",
-        "bench plan --json=out.json",
     ],
     "missing": [
         "ask",
@@ -55,7 +66,6 @@ WRONG = {
         "plan -m {model}",
         "evaluate",
         "evaluate -d {data}",
-        "inspect -m {model} -q Why?",
         "serve",
         "doctor",
         "keys add",
@@ -64,14 +74,6 @@ WRONG = {
         "store prune {store}",
         "store pin {store}",
         "bench ttft",
-        "bench memory",
-        "bench load",
-        "bench controller",
-        "bench evict",
-        "bench sync",
-        "bench agent",
-        "bench peers",
-        "bench vllm replay",
         "sync",
         "sync -m {model} -s {tmp}/s",
         "ask -m",
@@ -118,14 +120,9 @@ WRONG = {
         f"{EVALUATE} --limit 0",
         f"{EVALUATE} --top-k 0",
         f"{EVALUATE} --chunk-tokens 0",
-        f"{EVALUATE} --deviation-rows -1",
         f"{EVALUATE} --ratio 7",
         f"{EVALUATE} --check-layers x",
         f"{EVALUATE} --seed -3",
-        "evaluate --suite nano --suite-seed -1",
-        f"{INSPECT} --layers 9",
-        f"{INSPECT} --layers 3-1",
-        f"{INSPECT} --max-prompt-tokens 0",
         f"{GATE} --threshold 1",
         f"{GATE} --threshold nan",
         f"{GATE} --confidence 2",
@@ -147,6 +144,7 @@ WRONG = {
         "demo --questions 0",
         "demo --questions 13",
         "demo --seed x",
+        "demo --seed 10",
         f"{TTFT} --threads 0",
         f"{TTFT} --threads x",
         f"{TTFT} --chunks 0",
@@ -156,41 +154,8 @@ WRONG = {
         f"{TTFT} --ratio nan",
         f"{TTFT} --runs 0",
         f"{TTFT} --seed -1",
-        "bench memory --shape tiny --threads 0",
-        "bench load --shape tiny --threads 0",
-        "bench cuda --dry-run --minutes 0",
-        "bench load --shape tiny --ratio 1.01",
-        "bench controller --shape tiny --chunks 0",
-        "bench controller --shape tiny --runs 0",
-        "bench core --threads 0",
-        "bench plan --chunks 0",
-        "bench plan --runs 0",
-        "bench plan --chunks 60000 --chunk-tokens 60000",
-        "bench match --stored 0",
-        "bench match --stored 1",
-        "bench match --stored 99999999 --chunk-tokens 4096",
-        "bench store --blocks 0",
-        "bench store --blocks -7",
-        "bench evict --trace {tmp} --size 2",
-        "bench evict --trace {tmp} --size nan",
-        "bench codecs --suite-seed 9",
-        "bench codecs --limit 0",
-        "bench random-shapes --gain 0",
-        "bench random-shapes --prompts 0",
-        "bench serve --clients 0",
-        "bench routing --servers 1",
-        "bench serve --shadow 1.5",
         "serve -m {model} --shadow -0.1",
         "serve -m {model} --shadow 0.1 --shadow-floor 0.99999",
-        "bench vllm ttft --batched-tokens 0",
-        "bench vllm ttft --dtype int8",
-        "bench vllm shadow --shadow 1.5",
-        "bench vllm shadow --requests 0",
-        "bench vllm replay --trace {tmp} --rate 0",
-        "bench vllm faults --tried 0",
-        "bench agent --data {tmp} --turns 2",
-        "bench agent --data {tmp} --reorder 1.5",
-        "bench peers --data {tmp} --chunks 0",
         "store prune {store} --max-bytes -1",
         "store prune {store} --max-bytes 1e9",
     ],
@@ -214,8 +179,6 @@ WRONG = {
         f"{EVALUATE} --scorer bleu",
         f"{EVALUATE} --template none",
         f"{EVALUATE} --anchor there",
-        "evaluate --suite micro",
-        "evaluate --suite nano --part swap",
         f"{GATE} --selector best",
         f"{GATE} --format musique",
         f"{SERVE} --anchor system",
@@ -226,10 +189,6 @@ WRONG = {
         f"{TTFT} --store tape",
         f"{TTFT} --sweep time",
         "bench ttft --shape round",
-        "bench random-shapes --shape round",
-        "bench random-shapes --dtype int8",
-        "bench load --shape tiny --kv-shape round",
-        "bench cuda --dry-run --part round",
         "keys add 😀 --file {tmp}/no/keys.json",
         "store unpin {store} ünbekannt",
         "store pin {store} 😀",
@@ -265,7 +224,6 @@ WRONG = {
         f"{EVALUATE} --out {{file}}",
         f"{EVALUATE} --json-file {{tmp}}",
         f"{EVALUATE} --json-file {{tmp}}/no/x.json",
-        f"{INSPECT} --out {{file}}",
         "doctor -m {tmp}/none",
         "doctor --quality -m {model} -d {data} --profile {tmp}/no/p.json",
         "demo --plot {tmp}/x.txt",
@@ -283,31 +241,8 @@ WRONG = {
         "keys add known --file {keys}",
         f"{TTFT} --json-file {{tmp}}/no/r.json",
         f"{TTFT} --data {{tmp}}/none.txt",
-        "bench memory --shape tiny --json-file {tmp}",
-        "bench plan --json-file {tmp}",
-        "bench match --json-file {tmp}",
-        "bench store --folder {tmp}/none",
-        "bench load --shape tiny --folder {file}",
-        "bench cuda --dry-run --folder {file}",
-        "bench evict --trace {tmp}/none",
-        "bench sync --data {tmp}/none",
-        "bench agent --shape tiny --data {tmp}/none",
-        "bench agent --shape tiny --data {broken}",
-        "bench agent --shape tiny --data {data} --model {tmp}/none",
-        "bench peers --shape tiny --data {tmp}/none",
-        "bench peers --shape tiny --data {broken}",
-        "bench peers --model {tmp}/none --data {data}",
         "sync -m {model} -s {tmp}/s --source {tmp}/none",
         "sync -m {model} -s {tmp}/s --source {broken}",
-        "bench evict --trace {tmp} --plot {tmp}/x.txt",
-        "bench serve --model {tmp}/none",
-        "bench serve --trace {tmp}",
-        "bench vllm ttft --model {tmp}/none",
-        "bench vllm shadow --model {tmp}/none",
-        "bench vllm replay --trace {tmp}/none",
-        "bench vllm faults --only nothing",
-        "bench vllm faults --json-file {tmp}",
-        "bench codecs --json-file {tmp}",
         "bench ttft --model {tmp}",
     ],
     "stores": [
@@ -351,10 +286,8 @@ WRONG = {
         "ask -m {model} -q Why? -s mem:",
         "ask -m {model} -q Why? -s ~nobody-of-this-name/x",
         "evaluate -m {model} -d {data} -s tape://x",
-        "inspect -m {model} -q Why? -p text -s memory://x",
         "serve -m {model} --port 0 -s tape://x",
         "calibrate -m {model} -s tape://x --out {tmp}/c.json",
-        "bench plan --store tape://x",
     ],
     "network": [
         "serve -m {model} --port 99999",
@@ -371,19 +304,183 @@ WRONG = {
         "doctor -m {model} --shape tiny",
         "doctor -m {model} -d {data}",
         "doctor --quality --shape tiny -d {data}",
-        "evaluate --suite nano -d {data}",
-        "evaluate --suite nano --methods full",
-        "evaluate --part main -m {model} -d {data}",
         "plan -m {model} --prefill-s 1 --cost-model {file}",
         f"{TTFT} --plot x.png",
         "bench ttft --model {model} --shape tiny",
-        "bench serve --model {model} --shape tiny",
-        "bench routing --model {model} --shape tiny",
         "serve -m {model} --shadow-floor 0.9",
-        "bench serve --shape tiny --plot x.png",
-        "bench vllm latency --model {model} --shape tiny",
         f"{ASK} --selector head -r 0.5,0.2 --check-layers 0,1",
         f"{ASK} -r 0.2,0.5 --check-layers 0,1",
         f"{ASK} --selector threshold",
     ],
 }
+
+WRONG_LAB = {
+    "unknown": [
+        "nonsense",
+        "vllm nonsense",
+        "ttft --nonsense",
+        "train --nonsense",
+        "core --out x",
+    ],
+    "renamed": [
+        "inspect --max-tokens 9",
+        "plan --json=out.json",
+    ],
+    "missing": [
+        "inspect -m {model} -q Why?",
+        "train",
+        "paper",
+        "paper -m {model}",
+        "paper -d {data}",
+        "evaluate",
+        "memory",
+        "load",
+        "controller",
+        "evict",
+        "sync",
+        "agent",
+        "peers",
+        "vllm replay",
+    ],
+    "numbers": [
+        f"{EVALUATE} --deviation-rows -1",
+        "suite nano --suite-seed -1",
+        f"{INSPECT} --layers 9",
+        f"{INSPECT} --layers 3-1",
+        f"{INSPECT} --max-prompt-tokens 0",
+        "memory --shape tiny --threads 0",
+        "load --shape tiny --threads 0",
+        "cuda --dry-run --minutes 0",
+        "load --shape tiny --ratio 1.01",
+        "controller --shape tiny --chunks 0",
+        "controller --shape tiny --runs 0",
+        "core --threads 0",
+        "plan --chunks 0",
+        "plan --runs 0",
+        "plan --chunks 60000 --chunk-tokens 60000",
+        "match --stored 0",
+        "match --stored 1",
+        "match --stored 99999999 --chunk-tokens 4096",
+        "store --blocks 0",
+        "store --blocks -7",
+        "evict --trace {tmp} --size 2",
+        "evict --trace {tmp} --size nan",
+        "train --out {tmp}/x --shorten 0",
+        "train --out {tmp}/x --seed -1",
+        "codecs --suite-seed 9",
+        "codecs --limit 0",
+        "random-shapes --gain 0",
+        "random-shapes --prompts 0",
+        "serve --clients 0",
+        "routing --servers 1",
+        "serve --shadow 1.5",
+        "vllm ttft --batched-tokens 0",
+        "vllm ttft --dtype int8",
+        "vllm shadow --shadow 1.5",
+        "vllm shadow --requests 0",
+        "vllm replay --trace {tmp} --rate 0",
+        "vllm faults --tried 0",
+        "agent --data {tmp} --turns 2",
+        "agent --data {tmp} --reorder 1.5",
+        "peers --data {tmp} --chunks 0",
+    ],
+    "names": [
+        "suite micro",
+        "suite nano --part swap",
+        "random-shapes --shape round",
+        "random-shapes --dtype int8",
+        "load --shape tiny --kv-shape round",
+        "cuda --dry-run --part round",
+    ],
+    "files": [
+        f"{INSPECT} --out {{file}}",
+        "memory --shape tiny --json-file {tmp}",
+        "plan --json-file {tmp}",
+        "match --json-file {tmp}",
+        "store --folder {tmp}/none",
+        "load --shape tiny --folder {file}",
+        "cuda --dry-run --folder {file}",
+        "evict --trace {tmp}/none",
+        "sync --data {tmp}/none",
+        "agent --shape tiny --data {tmp}/none",
+        "agent --shape tiny --data {broken}",
+        "agent --shape tiny --data {data} --model {tmp}/none",
+        "peers --shape tiny --data {tmp}/none",
+        "peers --shape tiny --data {broken}",
+        "peers --model {tmp}/none --data {data}",
+        "evict --trace {tmp} --plot {tmp}/x.txt",
+        "serve --model {tmp}/none",
+        "serve --trace {tmp}",
+        "vllm ttft --model {tmp}/none",
+        "vllm shadow --model {tmp}/none",
+        "vllm replay --trace {tmp}/none",
+        "vllm faults --only nothing",
+        "vllm faults --json-file {tmp}",
+        "codecs --json-file {tmp}",
+    ],
+    "stores": [
+        "inspect -m {model} -q Why? -p text -s memory://x",
+        "plan --store tape://x",
+    ],
+    "contradictions": [
+        "suite nano -d {data}",
+        "suite nano --methods full",
+        "paper -m {model} -d {data} --ratio 0.1,0.2",
+        "paper -m {model} -d {data} -d {data}",
+        "serve --model {model} --shape tiny",
+        "routing --model {model} --shape tiny",
+        "serve --shape tiny --plot x.png",
+        "vllm latency --model {model} --shape tiny",
+    ],
+}
+"""Of `python -m lab`."""
+
+
+JUNK = ["", "0", "-1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "x", "é", "😀", "\udcff", "\x1b[2J"]
+JUNK += ["[/b]", "/", ".", "~", "@", ",", "1,", "a=b", "s3://", "file:///nonexistent/x", "--", "-", "None", "{}", "%s"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    root = tmp_path_factory.mktemp("wrong")
+    build_tiny(root / "tiny-llama", [PASSAGE], SHAPE)
+    made = {"model": root / "tiny-llama", "store": root / "store"}
+    made |= {name: root / f"{name}.json" for name in ("data", "keys", "file", "broken", "list", "surrogate")}
+    made["data"].write_text(f'[{{"ctxs": [{{"title": "", "text": "{PASSAGE}"}}], "question": "When?"}}]')
+    made["file"].write_text("text")
+    made["broken"].write_text('{"format": 1, "keys": [')
+    made["list"].write_text("[1]")
+    made["surrogate"].write_text('[{"question": "Why?", "passages": [{"text": "a"}, {"text": "b \\ud800"}]}]')
+    add_key(made["keys"], "known")
+    open_store(made["store"]).close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield {name: str(path) for name, path in made.items()} | {"busy": str(taken.getsockname()[1])}
+
+
+def filled(arguments: list[str], places: dict[str, str], tmp: Path) -> list[str]:
+    names = places | {"tmp": str(tmp)}
+    return [re.sub(r"\{(\w+)\}", lambda found: names[found[1]], argument) for argument in arguments]
+
+
+def check(code: int, out: str, err: str) -> None:
+    assert code == 2, (out, err)
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ") and len(lines[0]) > 20
+    assert "Traceback" not in err
+
+
+def commands_of(app: typer.Typer) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Every command by its names, and its options that take a value."""
+    found = []
+
+    def visit(command: object, names: tuple[str, ...]) -> None:
+        for name, below in getattr(command, "commands", {}).items():
+            visit(below, (*names, name))
+        if not hasattr(command, "commands"):
+            takes = [p.opts[0] for p in command.params if p.opts[0].startswith("--") and not p.is_flag]  # type: ignore[attr-defined]
+            found.append((names, takes))
+
+    visit(typer.main.get_command(app), ())
+    return found

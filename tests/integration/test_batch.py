@@ -12,7 +12,7 @@ from cacheblend.core.errors import CacheBlendError, InvalidInputError, PromptToo
 from cacheblend.engines.hf import BatchError, BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.prompts import PromptLike
 from cacheblend.nano import model_path
-from cacheblend.nano.questions import Prompts, draw_questions
+from lab.nano.questions import Prompts, draw_questions
 
 ROWS = draw_questions(7, 9, ["direct"], Prompts(passages=(2, 4), tokens=(24, 60)))
 PROMPTS: list[PromptLike] = [

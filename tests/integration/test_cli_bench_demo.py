@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cacheblend.bench.ttft_report import table
-from cacheblend.nano.scenes import Style
+from cacheblend.bench.report import table
 from command_line import Run, runner
+from lab.nano.data import record, write
+from lab.nano.scenes import Style
 
 
 @pytest.fixture
@@ -91,12 +92,15 @@ def test_the_bench_table_fits_80_columns(seconds: float) -> None:
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A demo of few and short passages, in a folder of its own."""
-    monkeypatch.setattr("cacheblend.evaluation.demo.STYLE", Style(3, 60, dense=1.0, hard=0.4, chains=0.9))
-    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "demo.jsonl"
+    write(file, [record(1, 1, 0, Style(3, 60, dense=1.0, hard=0.4, chains=0.9))])
+    monkeypatch.setattr("cacheblend.evaluation.demo.DATA", file)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_demo(run: Run, tmp_path: Path) -> None:
+def test_demo(run: Run) -> None:
     pytest.importorskip("matplotlib")
     shown = run("demo", "--questions", 1, "--keep", "kept", "--plot", "a.svg")
     assert shown.code == 0
@@ -120,13 +124,13 @@ def test_demo(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_demo")
-def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_demo_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run("demo", "-n", 1, "--ratio", 0.4, "--json")
     found = result.json
     assert "pip install 'cacheblend[plot]'" in result.err
     assert found["plot"] is None
-    assert not list(tmp_path.iterdir())
+    assert not list(Path().iterdir())
     assert all(invariant["holds"] for invariant in found["invariants"])
     assert [method["kind"] for method in found["methods"]][:3] == ["full", "prefix", "reuse"]
     hkvd = found["methods"][-1]

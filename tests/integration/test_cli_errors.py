@@ -70,8 +70,6 @@ BAD = [
     (["bench", "ttft"], "model"),
     (["bench", "ttft", "--shape", "tiny", "--json-file", "{tmp}/no/r.json"], "no folder"),
     (["bench", "ttft", "--shape", "tiny", "--json-file", "{tmp}"], "it is a folder"),
-    (["bench", "memory", "--shape", "tiny", "--json-file", "{tmp}"], "it is a folder"),
-    (["bench", "plan", "--json-file", "{tmp}"], "it is a folder"),
     (["bench", "ttft", "--shape", "tiny", "--plot", "x.png"], "give --sweep"),
     (["bench", "ttft", "--shape", "tiny", "--sweep", "ratio", "--plot", "{tmp}/x.txt"], "'x.txt'"),
     (["bench", "ttft", "--shape", "tiny", "--sweep", "time"], "'time'"),
@@ -98,11 +96,11 @@ def test_a_users_error_is_one_line(
 
 
 def test_the_systems_errors_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/x/[/b]")
 
-    monkeypatch.setattr("cacheblend.bench.plan.run", full)
-    result = run("bench", "plan")
+    monkeypatch.setattr("cacheblend.bench.ttft.run", full)
+    result = run(*TINY)
     assert result.code == 2
     assert result.err == "error: /x/[/b]: No space left on device\n"
     assert error_text(OSError(5, "Input/output error")) == "Input/output error"

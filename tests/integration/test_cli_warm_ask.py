@@ -58,7 +58,7 @@ def test_version(run: Run) -> None:
     assert run("--version").out.startswith("cacheblend 0.")
 
 
-@pytest.mark.parametrize("arguments", [[], ["store"], ["bench"], ["bench", "vllm"], ["keys"]])
+@pytest.mark.parametrize("arguments", [[], ["store"], ["bench"], ["keys"]])
 def test_a_group_without_a_command_shows_its_help_and_is_no_success(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

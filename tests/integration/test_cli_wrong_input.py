@@ -1,33 +1,25 @@
 """Wrong invocations of every command: exit code 2, one line on stderr, nothing on stdout, no traceback.
 
-What is named in braces is as in `wrong_invocations`, and `{surrogate}` are rows with a lone surrogate.
+What is named in braces is as in `wrong_invocations`.
 """
 
 import json
 import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.cli import app, main
-from cacheblend.serve.keys import add_key
-from cacheblend.store import open_store
 from campaign import share
 from command_line import Run, runner
-from tiny_folder import TinyShape, build_tiny
-from wrong_invocations import ASK, EVALUATE, TTFT, WRONG
+from wrong_invocations import ASK, EVALUATE, JUNK, TTFT, WRONG, check, commands_of, filled, places
 
-PASSAGE = "The lighthouse was lit in 1871 and its keepers wrote down the weather."
-SHAPE = TinyShape(layers=2, width=32, mlp_width=48, heads=2, kv_heads=1, vocab_size=300, context_length=256)
+__all__ = ["places"]  # a fixture
 
 EMPTY = [
     ["ask", "-m", "", "-s", "memory", "-q", "?"],
@@ -57,23 +49,6 @@ EMPTY = [
 CASES = [(line.split(" "), kind) for kind, lines in WRONG.items() for line in lines] + [(each, "odd") for each in EMPTY]
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    root = tmp_path_factory.mktemp("wrong")
-    build_tiny(root / "tiny-llama", [PASSAGE], SHAPE)
-    made = {"model": root / "tiny-llama", "store": root / "store"}
-    made |= {name: root / f"{name}.json" for name in ("data", "keys", "file", "broken", "list", "surrogate")}
-    made["data"].write_text(f'[{{"ctxs": [{{"title": "", "text": "{PASSAGE}"}}], "question": "When?"}}]')
-    made["file"].write_text("text")
-    made["broken"].write_text('{"format": 1, "keys": [')
-    made["list"].write_text("[1]")
-    made["surrogate"].write_text('[{"question": "Why?", "passages": [{"text": "a"}, {"text": "b \\ud800"}]}]')
-    add_key(made["keys"], "known")
-    open_store(made["store"]).close()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        yield {name: str(path) for name, path in made.items()} | {"busy": str(taken.getsockname()[1])}
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs the command line in this process, in an empty folder."""
@@ -83,24 +58,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     return runner(capsys)
 
 
-def filled(arguments: list[str], places: dict[str, str], tmp: Path) -> list[str]:
-    names = places | {"tmp": str(tmp)}
-    return [re.sub(r"\{(\w+)\}", lambda found: names[found[1]], argument) for argument in arguments]
-
-
-def check(code: int, out: str, err: str) -> None:
-    assert code == 2, (out, err)
-    assert out == ""
-    lines = err.splitlines()
-    assert len(lines) == 1, err
-    assert lines[0].startswith("error: ") and len(lines[0]) > 20
-    assert "Traceback" not in err
-
-
 def test_there_are_enough_of_them_and_every_command_is_among_them() -> None:
     assert len(CASES) >= 120
     assert len({tuple(arguments) for arguments, _ in CASES}) == len(CASES)
-    assert {names for names, _ in commands()} <= {
+    assert {names for names, _ in commands_of(app)} <= {
         tuple(arguments[:length]) for arguments, _ in CASES for length in (1, 2, 3)
     }
 
@@ -133,17 +94,6 @@ def test_a_bucket_without_credentials_names_the_keys(run: Run, monkeypatch: pyte
     result = run("store", "ls", "s3://bucket/kv?timeout=0.3")
     check(result.code, result.out, result.err)
     assert "AWS_ACCESS_KEY_ID" in result.err and "169.254" not in result.err
-
-
-@pytest.mark.parametrize("line", ["ttft", "latency", "replay --trace {tmp}"])
-def test_without_vllm_its_benchmarks_end_before_they_make_weights(
-    run: Run, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    monkeypatch.setattr("cacheblend.bench.vllm_server.find_spec", lambda name: None)
-    monkeypatch.setattr("cacheblend.bench.vllm_server.build_shape", lambda *_, **__: pytest.fail("made weights"))
-    result = run("bench", "vllm", *filled(line.split(" "), places, tmp_path))
-    check(result.code, result.out, result.err)
-    assert "make vllm" in result.err
 
 
 def test_a_port_of_zero_is_told_as_the_one_that_was_taken(
@@ -229,30 +179,11 @@ def test_help_speaks_of_its_own_command(run: Run, command: str, wrong: str) -> N
 # ---- at random ----------------------------------------------------------------------------------------------
 
 
-JUNK = ["", "0", "-1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "x", "é", "😀", "\udcff", "\x1b[2J"]
-JUNK += ["[/b]", "/", ".", "~", "@", ",", "1,", "a=b", "s3://", "file:///nonexistent/x", "--", "-", "None", "{}", "%s"]
-
-
-def commands() -> list[tuple[tuple[str, ...], list[str]]]:
-    """Every command by its names, and its options that take a value."""
-    found = []
-
-    def visit(command: object, names: tuple[str, ...]) -> None:
-        for name, below in getattr(command, "commands", {}).items():
-            visit(below, (*names, name))
-        if not hasattr(command, "commands"):
-            takes = [p.opts[0] for p in command.params if p.opts[0].startswith("--") and not p.is_flag]  # type: ignore[attr-defined]
-            found.append((names, takes))
-
-    visit(typer.main.get_command(app), ())
-    return found
-
-
 @settings(max_examples=share(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_junk_in_any_option_is_no_traceback(capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:
     """A command never gets as far as its work: an option that does not exist follows the junk."""
-    names, options = data.draw(st.sampled_from(commands()))
+    names, options = data.draw(st.sampled_from(commands_of(app)))
     value = data.draw(st.one_of(st.sampled_from(JUNK), st.text(max_size=20)))
     option = data.draw(st.sampled_from([*options, "--nonsense"]))
     with pytest.raises(SystemExit) as left:

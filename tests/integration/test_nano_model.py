@@ -11,8 +11,8 @@ from cacheblend.data import QuestionRow
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.evaluation.templates import Template
 from cacheblend.nano import model_path
-from cacheblend.nano.questions import Prompts, draw_questions
-from cacheblend.nano.tokenizer import MAX_POSITIONS, build_tokenizer
+from lab.nano.questions import Prompts, draw_questions
+from lab.nano.tokenizer import MAX_POSITIONS, build_tokenizer
 
 SHORT = Prompts(passages=(4, 6), tokens=(64, 96))
 ROWS = 12

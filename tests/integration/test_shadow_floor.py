@@ -18,12 +18,12 @@ from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.watching import watch
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
-from cacheblend.evaluation.suite import SETTINGS
 from cacheblend.nano import model_path
-from cacheblend.nano.questions import Prompts, draw_questions
 from cacheblend.serve.app import create_app
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
+from lab.nano.questions import Prompts, draw_questions
+from lab.suite.suite import SETTINGS
 
 FLOOR = 0.7
 RATIO = read_profile(model_path() / PROFILE_NAME).selection.recompute_ratio

@@ -1,8 +1,7 @@
-"""`cacheblend sync` and `bench sync`, as a user runs them: reports, refusals, a process that is killed."""
+"""`cacheblend sync`, as a user runs it: reports, refusals, a process that is killed."""
 
 import io
 import json
-import random
 import subprocess
 import sys
 import time
@@ -10,20 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend.nano import model_path
 from cacheblend.store import DiskStore
 from command_line import Run, runner
+from random_words import text_of
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return runner(capsys, "sync", "--model", "nano")
-
-
-def text_of(seed: int, count: int) -> str:
-    rng = random.Random(seed)
-    words = ["lamp", "ferry", "keeper", "tower", "salt", "rope", "winter", "bell", "harbour", "stone", "letter"]
-    return " ".join(f"The {rng.choice(words)} of the {rng.choice(words)} is {rng.randrange(99)}." for _ in range(count))
 
 
 @pytest.mark.parametrize("is_relative", [False, True])
@@ -96,15 +89,3 @@ def test_a_killed_sync_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     assert done["documents"] == 60 and done["missing_documents"] == 0
     assert 0 < done["computed_chunks"] <= done["chunks"] - held
     assert run("--store", store, "--source", source, "--json").json["kept"] == 60
-
-
-def test_bench_sync_counts_what_is_computed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    data = tmp_path / "passages.txt"
-    data.write_text("\n\n".join(text_of(seed, 12) for seed in range(80)))
-    bench = runner(capsys, "bench", "sync", "--model", str(model_path()), "--data", str(data), "--json")
-    found = bench("--documents", 9, "--tokens", 400, "--chunk-tokens", 64, "--json-file", tmp_path / "out.json").json
-    assert 0 < found["figures"]["sync_recomputed"] < 0.6
-    assert found["without_edits"]["computed_tokens"] == 0 and len(found["by_edit"]) == 9
-    assert json.loads((tmp_path / "out.json").read_text())["figures"] == found["figures"]
-    assert "9 are needed" not in bench("--documents", 2, "--tokens", 50).out
-    assert "documents of 400 tokens, 900 are needed" in bench("--documents", 900, "--tokens", 400).json["error"]

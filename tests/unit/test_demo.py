@@ -13,14 +13,14 @@ from cacheblend.evaluation.demo import (
     CATEGORIES,
     by_difference,
     demo_methods,
-    draw_demo,
+    demo_questions,
     find_example,
     method_figures,
 )
 from cacheblend.evaluation.records import Cell, RowResult
 from cacheblend.evaluation.scorers import ExactMatch
 from cacheblend.nano import lexicon
-from cacheblend.nano.tokenizer import MAX_POSITIONS, build_tokenizer
+from lab.nano.tokenizer import MAX_POSITIONS, build_tokenizer
 
 METHODS = (
     Label("full recompute", "full", "full"),
@@ -34,14 +34,19 @@ METHODS = (
 
 @pytest.fixture(scope="module")
 def demo() -> list[QuestionRow]:
-    return draw_demo(seed=0)
+    return demo_questions(seed=0)
 
 
 def test_a_seed_determines_the_demo(demo: list[QuestionRow]) -> None:
-    assert draw_demo(0) == demo
-    assert set(draw_demo(1)[0].passages).isdisjoint(demo[0].passages)
-    with pytest.raises(InvalidInputError, match="at least 1"):
-        draw_demo(0, per_category=0)
+    assert demo_questions(0) == demo
+    assert set(demo_questions(1)[0].passages).isdisjoint(demo[0].passages)
+    assert demo_questions(0, 2) == demo[: 2 * len(CATEGORIES)] == demo_questions(0, 12)[: 2 * len(CATEGORIES)]
+    for count in (0, 13, -1):
+        with pytest.raises(InvalidInputError, match=f"1 to 12 questions of each category, not {count}"):
+            demo_questions(0, per_category=count)
+    for seed in (-1, 10):
+        with pytest.raises(InvalidInputError, match=f"seeds 0 to 9, not {seed}"):
+            demo_questions(seed)
 
 
 def test_every_question_has_the_same_passages_in_another_order(demo: list[QuestionRow]) -> None:
@@ -73,14 +78,14 @@ def test_the_right_answer_depends_on_the_order(demo: list[QuestionRow]) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_prompts_fit_the_model(seed: int) -> None:
     tokenizer = build_tokenizer()
-    for row in draw_demo(seed, 1):
+    for row in demo_questions(seed, 1):
         text = "\n\n".join(passage.text for passage in row.passages) + f"\n\n{row.question}"
         assert 1700 < len(tokenizer.encode(text).ids) < MAX_POSITIONS - 16
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_example_shows_the_antecedent(seed: int) -> None:
-    demo = draw_demo(seed)
+    demo = demo_questions(seed)
     example = find_example(demo)
     titles = [text.title for text in example["row"].passages]
     (above, antecedent), (below, stated) = example["antecedent"], example["stated"]

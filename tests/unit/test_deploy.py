@@ -20,9 +20,9 @@ import torch
 import typer
 import yaml
 
-from cacheblend.bench.shapes import SHAPES, shape_config
 from cacheblend.cli import app
 from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.hf.shapes import SHAPES, shape_config
 from cacheblend.engines.vllm import reasons
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.reasons import DECISIONS

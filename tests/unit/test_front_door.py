@@ -56,7 +56,16 @@ def test_a_wheel_of_the_package_alone_passes(tmp_path):
     assert load_check_wheel().complaints(wheel) == []
 
 
-@pytest.mark.parametrize("name", ["training/train.py", "cacheblend/nano/training.py", "tests/reference.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lab/nano/training/train.py",
+        "cacheblend/nano/training.py",
+        "lab/cli/paper.py",
+        "cacheblend/faults/a.py",
+        "tests/reference.py",
+    ],
+)
 def test_a_wheel_with_anything_else_fails(tmp_path, name):
     wheel = make_wheel(tmp_path, "cacheblend/__init__.py", "cacheblend/py.typed", name)
     assert any(line.startswith(name) for line in load_check_wheel().complaints(wheel))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cacheblend.bench.shapes import build_shape
 from cacheblend.engines.hf.layers import HfLayerRunner, OfRows
+from cacheblend.engines.hf.shapes import build_shape
 from cacheblend.engines.hf.view import LayerCall, ModelView
 
 

@@ -9,8 +9,9 @@ import random
 import pytest
 
 from cacheblend.nano.examples import EXAMPLES, Answer, answer_of, notes
+from cacheblend.nano.language import Sentence, spell
 from cacheblend.nano.reading import read_scene
-from cacheblend.nano.scenes import Sentence, spell
+from lab.nano.scenes import questions_of
 
 NOTES = notes()
 
@@ -26,7 +27,7 @@ def test_in_any_order_it_is_right_what_the_generators_own_reading_says(seed: int
     texts = [NOTES[number] for number in rng.sample(range(len(NOTES)), rng.randint(1, len(NOTES)))]
     scene = read_scene([sentences(text) for text in texts])
     asked = 0
-    for category, found in scene.questions(rng).items():
+    for category, found in questions_of(scene, rng).items():
         for question in found:
             answer = answer_of(spell(question.words), texts)
             assert answer is not None and answer.text == spell(question.answer), category
@@ -44,7 +45,7 @@ def test_in_any_order_it_is_right_what_the_generators_own_reading_says(seed: int
 )
 def test_the_sentences_that_an_answer_needs_are_as_many_as_its_hops(category: str, hops: int) -> None:
     scene = read_scene([sentences(text) for text in NOTES])
-    for question in scene.questions(random.Random(0), (category,))[category]:
+    for question in questions_of(scene, random.Random(0), (category,))[category]:
         answer = answer_of(spell(question.words), NOTES)
         assert answer is not None and len(answer.places) == hops
         assert list(answer.places) == sorted(answer.places)

@@ -6,8 +6,9 @@ import pytest
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import lexicon
+from cacheblend.nano.language import Scene, Sentence
 from cacheblend.nano.reading import UNASKED, read_scene
-from cacheblend.nano.scenes import CATEGORIES, Scene, Sentence, Style, draw_scene
+from lab.nano.scenes import CATEGORIES, Style, draw_scene, questions_of
 
 HARD = Style(passages=6, tokens=90, dense=0.5, hard=0.5, chains=0.9)
 
@@ -89,7 +90,7 @@ def test_an_order_decides_who_is_meant() -> None:
     assert owners(ahead)["boot"] == ("unknown", "unanswerable")
     assert owners(ahead)["bell"] == ("unknown", UNASKED)  # mentioned, but not asked for
     assert owners(ahead)["axe"] == ("unknown", UNASKED)
-    asked = ahead.questions(random.Random(1))
+    asked = questions_of(ahead, random.Random(1))
     assert asked["chain"] == asked["chain2"] == []
     assert "bell" not in ahead.unmentioned
     assert "flag" in ahead.unmentioned

@@ -137,7 +137,7 @@ def test_the_trace_of_real_requests() -> None:
     trace = Path(__file__).parents[3] / "shared" / "data" / "ragpulse"
     if not trace.is_dir():
         pytest.skip("needs the RAGPulse trace in ../shared/data/ragpulse")
-    from cacheblend.bench.eviction import run
+    from lab.speed.eviction import run
 
     rates = run(trace, (0.05, 0.2, 1.0))["hit_rate"]
     assert all(worth > lru for lru, worth in zip(rates["lru"][:2], rates["worth"][:2], strict=True))

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from cacheblend.bench.faults.engine import Engine, Request
 from cacheblend.core.errors import StoreFullError
 from cacheblend.engines import keeper
 from cacheblend.store import DiskStore
+from lab.faults.engine import Engine, Request
 from poison import KV, Hostile, Tally, Written, compare, names_in
 
 SALTS = [None, "t", "u"]

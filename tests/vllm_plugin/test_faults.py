@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from cacheblend.bench.faults.injection import PLACES
-from cacheblend.bench.vllm_faults import Settings, run
+from lab.faults.injection import PLACES
+from lab.faults.run import Settings, run
 from vllm_running import needs_vllm
 
 pytestmark = needs_vllm

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend.bench.vllm_server import NAME, Server, ServerSettings, serving
+from lab.servers.vllm_server import NAME, Server, ServerSettings, serving
 from vllm_adapters import make_adapter
 from vllm_running import Texts, needs_vllm
 

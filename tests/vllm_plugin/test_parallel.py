@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from cacheblend.bench.vllm_server import ServerSettings, serving
 from cacheblend.nano import model_path
+from lab.servers.vllm_server import ServerSettings, serving
 from vllm_running import Texts, Vllm, needs_vllm
 
 pytestmark = needs_vllm

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend.bench.faults.engine import environment
-from cacheblend.bench.faults.prompts import make_model
+from lab.faults.engine import environment
+from lab.faults.prompts import make_model
 from poison import HISTORIES, TOLERANCE, Tally
 from tiny_folder import train_tokenizer
 from vllm_running import needs_vllm

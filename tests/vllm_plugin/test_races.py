@@ -2,7 +2,7 @@
 
 import json
 
-from cacheblend.bench.vllm_faults import Settings, run
+from lab.faults.run import Settings, run
 from vllm_running import needs_vllm
 
 

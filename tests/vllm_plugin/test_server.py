@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from cacheblend.bench.vllm_server import NAME, Server, ServerSettings, serving
 from cacheblend.nano import model_path
+from lab.servers.vllm_server import NAME, Server, ServerSettings, serving
 from vllm_running import NANO_VOCAB, Asked, Texts, needs_vllm
 
 pytestmark = needs_vllm

@@ -26,16 +26,16 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from cacheblend.bench.processes import free_port, wait_until
-from cacheblend.bench.vllm_server import (
+from cacheblend.nano import model_path
+from cacheblend.store import open_store
+from lab.servers.processes import free_port, wait_until
+from lab.servers.vllm_server import (
     NAME,
     Server,
     ServerSettings,
     command_of,
     environment,
 )
-from cacheblend.nano import model_path
-from cacheblend.store import open_store
 from redis_server import needs_redis, redis_server
 from vllm_running import Texts, Vllm, needs_vllm
 

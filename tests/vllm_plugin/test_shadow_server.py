@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from cacheblend.bench.vllm_server import Server, ServerSettings, serving
 from cacheblend.nano import model_path
+from lab.servers.vllm_server import Server, ServerSettings, serving
 from vllm_running import Texts, needs_vllm
 
 pytestmark = needs_vllm

@@ -21,7 +21,6 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend.bench.passages import read_chunks
-from cacheblend.bench.shapes import build_shape, check_choice
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
@@ -33,6 +32,7 @@ from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
+from cacheblend.engines.hf.shapes import build_shape, check_choice
 from cacheblend.store import KVStore, MemoryStore, open_store
 
 ARMS = ("full", "prefix", "reuse", "blend", "miss")

@@ -20,10 +20,10 @@ HKVD = "Share of loaded tokens that the blends by HKVD recompute."
 # In full prefill the model has 27 of the 28 answers of seed 1 right, as of most seeds, and 21 of those of seed 0.
 # Whoever sees the demo first should see what blending changes, not what the model cannot do.
 FIRST_SEED = 1
-ASKED, SEED = "Questions of each category.", "Seed of passages, orders and questions."
+ASKED, SEED = "Questions of each category.", "Which passages, orders and questions, 0 to 9."
 DRAWN = "File of the picture: .png, .svg or .pdf."
 KEPT = "Keep model, passages, questions and store in this new folder."
-KEPT_FILES = ("model", "store", "passages.jsonl", "questions.jsonl", "inspection", "evaluations")
+KEPT_FILES = ("model", "store", "passages.jsonl", "questions.jsonl", "evaluations")
 DTYPE = "float32"  # the weights are bf16, in which many CPUs compute slowly
 LIMITS = """ships with cacheblend and knows this kind of text only, in which few tokens carry what one passage needs \
 from another. A few questions are no measurement: the demo shows the mechanism. `cacheblend evaluate` measures it on \
@@ -36,7 +36,7 @@ MARK = {True: ("✓", "green"), False: ("✗", "red")}
 def demo(
     ratio: Annotated[float, typer.Option("--ratio", "-r", min=0, max=1, help=HKVD, rich_help_panel=BLENDING)] = 0.15,
     questions: Annotated[int, typer.Option("--questions", "-n", min=1, max=12, help=ASKED, rich_help_panel=OUTPUT)] = 4,
-    seed: Annotated[int, typer.Option("--seed", help=SEED, rich_help_panel=OUTPUT)] = FIRST_SEED,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=9, help=SEED, rich_help_panel=OUTPUT)] = FIRST_SEED,
     plot: Annotated[Path, typer.Option("--plot", help=DRAWN, rich_help_panel=OUTPUT)] = Path("cacheblend-demo.png"),
     keep: Annotated[Path | None, typer.Option("--keep", help=KEPT, rich_help_panel=OUTPUT)] = None,
     json: AsJson = False,
@@ -49,11 +49,11 @@ def demo(
 
     from cacheblend.cli.models import PATIENT_S, open_engine
     from cacheblend.core.profile import quality_settings
-    from cacheblend.evaluation.demo import BUDGET_S, by_difference, draw_demo, find_example, run_demo
+    from cacheblend.data.questions import question_lines
+    from cacheblend.evaluation.demo import BUDGET_S, by_difference, demo_questions, find_example, run_demo
     from cacheblend.nano import model_path
-    from cacheblend.nano.questions import lines as lines_of
 
-    rows = draw_demo(seed, questions)
+    rows = demo_questions(seed, questions)
     with tempfile.TemporaryDirectory(prefix="cacheblend-demo-") as folder:
         model, store = keep / "model" if keep else model_path(), str((keep or Path(folder)) / "store")
         with open_engine(
@@ -72,7 +72,7 @@ def demo(
         title = f"{count} passages stored once; {asked} questions, each over the passages in another order"
         draw_demo_plot(result["methods"], picture, title=title, remark=f"The small model that ships: {about}")
     if keep is not None:
-        for name, lines in (("passages", map(dumps, result["passages"])), ("questions", lines_of(rows))):
+        for name, lines in (("passages", map(dumps, result["passages"])), ("questions", question_lines(rows))):
             (keep / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     if json:
         print_json(result)
@@ -129,11 +129,11 @@ def _show(result: dict[str, Any], example: dict[str, Any], about: str, keep: Pat
         out.print(f"\nAll results in one picture: {result['plot']}", soft_wrap=True)
     commands = ["demo --keep DIR"]
     if keep is not None:
-        model, store, passages, questions, *to = (shlex.quote(f"{keep}/{name}") for name in KEPT_FILES)
+        model, store, passages, questions, to = (shlex.quote(f"{keep}/{name}") for name in KEPT_FILES)
         opened = f"--model {model} --dtype {DTYPE}"
         asked = f"--store {store} --data {passages} --question {shlex.quote(example['row'].question)}"
-        commands = [f"store ls {store}", f"ask {opened} {asked} --compare", f"inspect {opened} {asked} --out {to[0]}"]
-        commands.append(f"evaluate {opened} --data {questions} --selector profile --selector hkvd --out {to[1]}")
+        commands = [f"store ls {store}", f"ask {opened} {asked} --compare"]
+        commands.append(f"evaluate {opened} --data {questions} --selector profile --selector hkvd --out {to}")
     out.print("\nTry:", *(f"  cacheblend {command}" for command in commands), sep="\n", soft_wrap=True)
 
 

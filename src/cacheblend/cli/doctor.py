@@ -167,7 +167,7 @@ def _diagnose(model: ModelOrShape, device: DeviceOptions, say: Callable[[str], N
         )
     import torch
 
-    from cacheblend.bench.shapes import build_shape
+    from cacheblend.engines.hf.shapes import build_shape
 
     assert model.shape is not None  # one of the two is given
     wanted = torch.bfloat16 if dtype == "auto" else dtype

@@ -4,6 +4,7 @@ Knows typer's errors by what they carry (`format_message`, `param`, `option_name
 typer's versions; and the options and commands that were renamed.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,23 @@ RENAMED_OPTIONS = {
 }
 MAY_BE_EMPTY = ("--salt", "--system")
 RENAMED_COMMANDS = {"profile": "calibrate"}
+MOVED = {
+    "cacheblend inspect": "inspect",
+    "cacheblend paper": "paper",
+    "cacheblend suite": "suite nano",
+    "cacheblend evaluate --paper": "paper",
+    "cacheblend evaluate --suite": "suite",
+    "cacheblend evaluate --suite-seed": "suite nano --suite-seed",
+    "cacheblend evaluate --part": "suite nano --part",
+    "cacheblend evaluate --deviation-rows": "evaluate --deviation-rows",
+} | {
+    f"cacheblend bench {name}": name
+    for name in (
+        *("agent", "codecs", "controller", "core", "cuda", "evict", "load", "match", "memory", "peers", "plan"),
+        *("random-shapes", "routing", "serve", "store", "sync", "vllm"),
+    )
+}
+"""Commands and options that measure for this project's own figures, and where they are: in the lab, in a checkout."""
 
 
 def is_usage_error(error: BaseException) -> bool:
@@ -50,9 +68,11 @@ def usage_text(error: Any, arguments: Sequence[str]) -> str:
     value = _value_of_json(arguments)
     if value is not None and (option == "--json" or "extra argument" in text):
         return f"--json takes no value, got {value!r}: it prints to stdout; --json-file {value} writes a file{see}"
-    for old, new in RENAMED_COMMANDS.items():
-        if f"'{old}'" in text:
-            return f"there is no command {old!r}: it is called {new}"
+    if unknown := re.match(r"No such command '([^']*)'", text):
+        if moved := _moved(context, unknown[1]):
+            return moved
+        if new := RENAMED_COMMANDS.get(unknown[1]):
+            return f"there is no command {unknown[1]!r}: it is called {new}"
     return f"{text}{see}"
 
 
@@ -93,8 +113,16 @@ def _value_of_json(arguments: Sequence[str]) -> str | None:
     return None
 
 
+def _moved(context: Any, name: str) -> str | None:
+    """Where a command or an option went; None if it never was one."""
+    old = f"{context.command_path} {name}" if context is not None else name
+    return f"`{old}` is now `python -m lab {MOVED[old]}`, in a checkout after `make lab`" if old in MOVED else None
+
+
 def _unknown_option(option: str, error: Any, see: str) -> str:
     known = {name for each in error.ctx.command.params for name in each.opts} if error.ctx is not None else set()
+    if moved := _moved(error.ctx, option):
+        return moved
     new = RENAMED_OPTIONS.get(option)
     if new in known:
         return f"there is no option {option}: it is called {new}"

@@ -14,16 +14,6 @@ from cacheblend.cli.values import names, numbers
 METHODS, SCORES = "Methods", "Scores"
 
 OptionalModel = Annotated[Path | None, MODEL_OPTION]
-DeviationRows = Annotated[
-    int,
-    typer.Option(
-        "--deviation-rows",
-        min=0,
-        help="Also measure on so many rows how far reuse and blend are from full recompute, by layer: KV, and the "
-        "question's attention. Takes longer than answering.",
-        rich_help_panel=SCORES,
-    ),
-]
 Scorers = Annotated[
     list[str] | None,
     typer.Option(
@@ -43,52 +33,9 @@ TopK = Annotated[
         show_default=False,
     ),
 ]
-Paper = Annotated[
-    bool,
-    typer.Option(
-        "--paper",
-        help="The CacheBlend paper's evaluation on your data, in one report: several --data; --ratio and --top-k are "
-        "the points of two sweeps; 50 rows of each file unless --limit says otherwise.",
-        rich_help_panel=METHODS,
-    ),
-]
 Out = Annotated[
     Path, typer.Option("--out", "-o", help="Folder in which the folder of results is made.", rich_help_panel=OUTPUT)
 ]
-
-
-@dataclass(frozen=True)
-class SuiteChoice:
-    """Questions on the model that ships, in place of a file."""
-
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            "--suite",
-            help="In place of --data: nano, questions of every category on the model that ships, against its bars.",
-            rich_help_panel=PROMPT,
-            show_default=False,
-        ),
-    ] = None
-    suite_seed: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--suite-seed",
-            min=0,
-            help="Only these draws of the suite; several times. Default: 1, 2 and 3.",
-            rich_help_panel=PROMPT,
-            show_default=False,
-        ),
-    ] = None
-    part: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--part",
-            help="Only these parts of the suite: main, sweep or gate; several times. Default: all.",
-            rich_help_panel=PROMPT,
-            show_default=False,
-        ),
-    ] = None
 
 
 @dataclass(frozen=True)

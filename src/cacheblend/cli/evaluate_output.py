@@ -3,13 +3,14 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cacheblend.cli.output import AdvanceStage, console, print_json, stages, write_json
 
 if TYPE_CHECKING:
+    from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine
-    from cacheblend.evaluation import Evaluation
+    from cacheblend.evaluation import Evaluation, Method, Settings
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,30 @@ class Destination:
         return self.json or self.json_file is not None
 
 
+class Further(Protocol):
+    """What is measured beside the answers of an evaluation."""
+
+    def check(self, methods: "list[Method]") -> None:
+        """Raises `InvalidInputError` for methods of which it measures nothing; before the model is opened."""
+
+    def measure(
+        self,
+        engine: "BlendEngine",
+        rows: "list[QuestionRow]",
+        methods: "list[Method]",
+        settings: "Settings",
+        found: "Evaluation",
+        summary: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The summary with what it measured."""
+
+    def draw(self, summary: dict[str, Any], folder: Path, data: str) -> list[Path]:
+        """Draws it into the folder; the pictures."""
+
+    def show(self, summary: dict[str, Any]) -> None:
+        """Prints its tables on stdout and its notes on stderr, behind those of the answers."""
+
+
 def write_results(
     engine: "BlendEngine",
     found: "Evaluation",
@@ -46,6 +71,7 @@ def write_results(
     names: tuple[str, ...],
     data: str,
     to: Destination,
+    further: Further | None = None,
 ) -> None:
     """Tables on stdout, figures and plots in the folder; or JSON alone where it goes to stdout.
 
@@ -56,16 +82,21 @@ def write_results(
         names: of the scorers.
         data: what was asked, for people.
         to: where results go.
+        further: what was measured beside the answers, if anything was.
     """
     from cacheblend.evaluation import make_scorers, with_cells
 
     assert engine.builder is not None  # a model folder is opened with its tokenizer
     summary, plots = keep_summary(summary, data, to.folder)
+    if further is not None:
+        plots += further.draw(summary, to.folder, data)
     if to.wants_json:
         to.write(with_cells(summary, found, make_scorers(names, engine.builder.encode)))
     if to.json:
         return
     show_summary(summary)
+    if further is not None:
+        further.show(summary)
     say(f"figures{' and plots' if plots else ''} are in {to.folder}")
 
 
@@ -107,10 +138,9 @@ def progress_bars(*, quiet: bool) -> AbstractContextManager[AdvanceStage]:
 def _draw(summary: dict[str, Any], folder: Path, data: str) -> list[Path]:
     from importlib.util import find_spec
 
-    from cacheblend.evaluation.deviation_plot import draw_deviation
     from cacheblend.evaluation.plots import INSTALL, draw
 
     if find_spec("matplotlib") is None:
         say(f"no plots are drawn, that needs matplotlib: {INSTALL}")
         return []
-    return draw(summary, folder, data=data) + draw_deviation(summary, folder, data=data)
+    return draw(summary, folder, data=data)

@@ -44,9 +44,6 @@ Plot = Annotated[
     typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf). Needs matplotlib.", rich_help_panel=OUTPUT),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seed of everything that is drawn at random.")]
-Trace = Annotated[
-    Path | None, typer.Option("--trace", help="Folder of a RAGPulse trace: replay its requests.", show_default=False)
-]
 Shadow = Annotated[
     float,
     typer.Option("--shadow", min=0, max=1, help="Share of blended answers to compute again in full, and compare."),

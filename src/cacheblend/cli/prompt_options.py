@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine, SamplingParams
 
-DATA_HELP = "Questions with passages: JSON or JSONL, formats as for --format. Several times for evaluate --paper."
+DATA_HELP = "Questions with passages: JSON or JSONL, formats as for --format."
 Limit = Annotated[
     int | None,
     typer.Option("--limit", min=1, help="Use only the first so many rows or passages.", rich_help_panel=PROMPT),
@@ -176,9 +176,7 @@ class QuestionOptions:
         from cacheblend.core.errors import InvalidInputError
 
         if self.data and len(self.data) > 1:
-            raise InvalidInputError(
-                f"--data is given {len(self.data)} times; several files are compared with evaluate --paper"
-            )
+            raise InvalidInputError(f"--data is given {len(self.data)} times; give one")
         return self.data[0] if self.data else None
 
     def read(self, file: Path) -> "tuple[list[QuestionRow], list[str]]":

@@ -1,10 +1,8 @@
-"""From the options of questions to rows and settings, for the commands that evaluate; and what a user has set."""
+"""From the options of questions to rows and settings, for the commands that evaluate."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
 
 from cacheblend.cli.prompt_options import QuestionOptions
 
@@ -12,12 +10,6 @@ if TYPE_CHECKING:
     from cacheblend.data import QuestionRow
     from cacheblend.engines.hf import BlendEngine
     from cacheblend.evaluation import Settings
-
-
-def given_options(ctx: typer.Context) -> list[str]:
-    """Options that were set on the command line, by their first names."""
-    sources = [(option.opts[0], ctx.get_parameter_source(option.name or "")) for option in ctx.command.params]
-    return [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
 
 
 def needed_model(model: Path | None) -> Path:

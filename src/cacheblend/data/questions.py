@@ -9,7 +9,8 @@
 A file holds a JSON list of rows, or one row per line (JSONL).
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,17 @@ def _id(item: dict[str, Any], field: str, where: str, number: str) -> str:
         raise InvalidInputError(f"{where}, field {field!r}: expected a text or a whole number, found {kind(value)}")
     check_encodable(str(value), f"{where}, field {field!r}: the text")
     return str(value)
+
+
+def question_lines(rows: Sequence[QuestionRow]) -> Iterator[str]:
+    """Rows in this project's own format, one JSON object per line."""
+    for row in rows:
+        yield json.dumps(
+            {
+                "id": row.id,
+                "category": row.category,
+                "question": row.question,
+                "answers": list(row.answers),
+                "passages": [{"title": passage.title, "text": passage.text} for passage in row.passages],
+            }
+        )

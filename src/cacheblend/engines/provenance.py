@@ -14,6 +14,7 @@ import torch
 
 from cacheblend.engines import processor
 
+PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = ("cacheblend", "torch", "transformers", "safetensors", "tokenizers")
 
 
@@ -38,13 +39,13 @@ def machine_line() -> str:
 
 
 @cache
-def code_digest(parts: Sequence[str]) -> str:
-    """Hash of this package's source, for an installed package as well as a checkout.
+def code_digest(parts: Sequence[str], package: Path = PACKAGE) -> str:
+    """Hash of a package's source, for an installed package as well as a checkout.
 
     Args:
         parts: files and folders inside the package; of a folder, all Python files.
+        package: its folder; this one's by default.
     """
-    package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for part in parts:
         path = package / part

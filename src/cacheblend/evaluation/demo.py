@@ -3,11 +3,12 @@
 The order of the passages decides whom a pronoun refers to, and so the correct answers. Knows nothing of the terminal.
 """
 
-import random
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from cacheblend.core.config import BlendConfig
@@ -22,8 +23,6 @@ from cacheblend.evaluation.runner import Progress, evaluate
 from cacheblend.evaluation.scorers import ExactMatch
 from cacheblend.evaluation.summary import summarise, with_cells
 from cacheblend.nano import lexicon
-from cacheblend.nano.reading import read_scene
-from cacheblend.nano.scenes import Scene, Style, draw_scene, spell
 
 CATEGORIES = {
     "direct": ("stated in one sentence", "stated"),
@@ -36,51 +35,38 @@ CATEGORIES = {
 }
 """The categories of questions, and where the answer is found: in a table, and as a heading."""
 
-STYLE = Style(passages=8, tokens=232, dense=0.3, hard=0.3, chains=0.6)
-SEED_OFFSET = 2_000_000  # neither the draws of training nor those of `nano.questions`
-ORDERS_TRIED, SCENES_TRIED = 40, 10
+DATA = Path(str(files("cacheblend.nano"))) / "demo.jsonl"
+"""A line for each seed: its passages, and questions in rounds of all categories; drawn by the lab's `nano.data`."""
 MAX_TOKENS = 8  # of an answer; the longest correct one has six
 BUDGET_S = 90.0
 """After this no question is begun, but one of each category: 28 take some 25 s on two free cores, minutes beside other
 programs."""
 
 
-def draw_demo(seed: int, per_category: int = 4) -> list[QuestionRow]:
-    """Draws questions over the same passages, each over an order of its own; the `CATEGORIES` take turns.
+def demo_questions(seed: int, per_category: int = 4) -> list[QuestionRow]:
+    """Questions over the same passages, each over an order of its own; the `CATEGORIES` take turns.
 
     Raises:
-        InvalidInputError: `per_category` below 1.
+        InvalidInputError: no such seed, or `per_category` below 1 or above what there is.
     """
-    if per_category < 1:
-        raise InvalidInputError(f"a demo needs at least 1 question of each category, got {per_category}")
-    rng = random.Random(SEED_OFFSET + seed)
-    for tried in count():  # a few scenes have no chain or no comparison, or too few of them to ask no question twice
-        scene, rows = draw_scene(rng, STYLE), list[QuestionRow]()
-        for category in list(CATEGORIES) * per_category:
-            row = _draw_row(scene, rng, category, rows)
-            if row is None:
-                break
-            rows.append(row)
-        else:
-            if tried >= SCENES_TRIED or len({row.question for row in rows}) == len(rows):
-                return rows
-    raise AssertionError("not reached")
-
-
-def _draw_row(scene: Scene, rng: random.Random, category: str, rows: Sequence[QuestionRow]) -> QuestionRow | None:
-    """A question of a category over a random order, if possible one that is not in `rows` yet."""
-    texts = [Text(text, f"passage {number}") for number, text in enumerate(scene.texts(), start=1)]
-    repeated = None
-    for _ in range(ORDERS_TRIED):
-        order = rng.sample(range(len(texts)), len(texts))
-        read = read_scene([scene.passages[index] for index in order])
-        for question in read.questions(rng, (category,))[category]:
-            passages, number = tuple(texts[index] for index in order), str(len(rows))
-            row = QuestionRow(spell(question.words), passages, (spell(question.answer),), category, number)
-            if all(row.question != other.question for other in rows):
-                return row
-            repeated = repeated or row
-    return repeated
+    drawn = {each["seed"]: each for each in map(json.loads, DATA.read_text(encoding="utf-8").splitlines())}
+    if seed not in drawn:
+        raise InvalidInputError(f"the demo has questions of the seeds {min(drawn)} to {max(drawn)}, not {seed}")
+    texts = [Text(text, f"passage {number}") for number, text in enumerate(drawn[seed]["passages"], start=1)]
+    asked = drawn[seed]["questions"]
+    most = len(asked) // len(CATEGORIES)
+    if not 1 <= per_category <= most:
+        raise InvalidInputError(f"a demo asks 1 to {most} questions of each category, not {per_category}")
+    return [
+        QuestionRow(
+            each["question"],
+            tuple(texts[place - 1] for place in each["order"]),
+            (each["answer"],),
+            each["category"],
+            str(number),
+        )
+        for number, each in enumerate(asked[: per_category * len(CATEGORIES)])
+    ]
 
 
 def find_example(rows: Sequence[QuestionRow]) -> dict[str, Any]:
@@ -116,7 +102,7 @@ def run_demo(engine: BlendEngine, rows: Sequence[QuestionRow], ratio: float, pro
 
     Args:
         engine: engine with the shipped model; it must not capture missed chunks.
-        rows: see `draw_demo`.
+        rows: see `demo_questions`.
         ratio: recompute ratio of the blends by HKVD.
         progress: see `evaluate`.
 

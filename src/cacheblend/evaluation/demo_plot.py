@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.evaluation.demo import CATEGORIES
-from cacheblend.evaluation.inspection.figure_style import STYLE, new_figure
+from cacheblend.evaluation.figure_style import STYLE, new_figure
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = {"full": "#3b3b3b", "prefix": "#8c8c8c", "reuse": "#d55e00", "blend": "#0072b2"}

@@ -12,7 +12,7 @@ Figure = dict[str, Any]
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    """Quality tables of every scorer with scores, over all rows and by category; then cost, agreement, deviation."""
+    """Quality tables of every scorer with scores, over all rows and by category; then cost, agreement."""
     scored = [
         name for name in summary["scorers"] if any(method["scores"][name]["all"] for method in summary["methods"])
     ]
@@ -22,13 +22,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         if summary["categories"]:
             out.append(_by_category(summary, name))
     compared = any(method["agreement"]["same_answer"]["all"] for method in _others(summary))
-    measured = any(method.get("deviation") for method in summary["methods"])
-    return [
-        *out,
-        _cost(summary),
-        *([_agreement(summary)] if compared else []),
-        *([_deviation(summary)] if measured else []),
-    ]
+    return [*out, _cost(summary), *([_agreement(summary)] if compared else [])]
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
@@ -53,12 +47,12 @@ def notes(summary: dict[str, Any]) -> list[str]:
             lines.append(
                 f"{_name(method)}: {method['with_misses']} rows missed passages in the store; enlarge the store"
             )
-    return lines + _deviation_notes(summary)
+    return lines
 
 
 def _quality(summary: dict[str, Any], scorer: str) -> Table:
     level = summary["bootstrap"]["level"]
-    out = _table(f"{TITLES.get(scorer, scorer)}, %, {summary['model']}; intervals: {level:.0%}")
+    out = empty_table(f"{TITLES.get(scorer, scorer)}, %, {summary['model']}; intervals: {level:.0%}")
     out.add_column("method", no_wrap=True)
     for column in ("rows", "mean", "minus full"):
         out.add_column(column, justify="right", no_wrap=True)
@@ -70,12 +64,12 @@ def _quality(summary: dict[str, Any], scorer: str) -> Table:
         difference = "" if method["kind"] == "full" else _interval(figure["difference"], sign="+")
         return [str(figure["n"]), _interval(figure), difference]
 
-    _fill(out, summary, cells)
+    fill_table(out, summary, cells)
     return out
 
 
 def _by_category(summary: dict[str, Any], scorer: str) -> Table:
-    out = _table(f"{TITLES.get(scorer, scorer)} by category, %")
+    out = empty_table(f"{TITLES.get(scorer, scorer)} by category, %")
     out.add_column("method", no_wrap=True)
     for name in summary["categories"]:
         out.add_column(Text(name), justify="right", overflow="fold", min_width=5)
@@ -84,30 +78,30 @@ def _by_category(summary: dict[str, Any], scorer: str) -> Table:
         figures = (method["scores"][scorer]["by_category"].get(name) for name in summary["categories"])
         return ["" if figure is None else f"{100 * figure['mean']:.1f}" for figure in figures]
 
-    _fill(out, summary, cells)
+    fill_table(out, summary, cells)
     return out
 
 
 def _cost(summary: dict[str, Any]) -> Table:
-    out = _table(f"Cost, {summary['model']}, {summary['rows']} rows")
+    out = empty_table(f"Cost, {summary['model']}, {summary['rows']} rows")
     out.add_column("method", no_wrap=True)
     for column in ("TTFT, s", "gain", "compute, %"):
         out.add_column(column, justify="right", no_wrap=True)
 
     def cells(method: Figure) -> list[str]:
         return [
-            _number(method["ttft_s"]["median"], ".3f"),
-            _number(method["speedup"], ".2f"),
-            _number(method["total_compute"], ".1f", 100),
+            number_text(method["ttft_s"]["median"], ".3f"),
+            number_text(method["speedup"], ".2f"),
+            number_text(method["total_compute"], ".1f", 100),
         ]
 
-    _fill(out, summary, cells)
+    fill_table(out, summary, cells)
     out.caption = "TTFT: median; gain: median over rows of full / method; compute: % of a full prefill"
     return out
 
 
 def _agreement(summary: dict[str, Any]) -> Table:
-    out = _table(f"Agreement with full recompute, %, {summary['rows']} rows")
+    out = empty_table(f"Agreement with full recompute, %, {summary['rows']} rows")
     out.add_column("method", no_wrap=True)
     for column in ("1st token", "KL", "tokens", "answer"):
         out.add_column(column, justify="right", no_wrap=True)
@@ -116,9 +110,9 @@ def _agreement(summary: dict[str, Any]) -> Table:
         close = method["agreement"]
         shares = [close[name]["all"] for name in ("equal_tokens", "same_answer")]
         means = ["" if share is None else f"{100 * share['mean']:.1f}" for share in shares]
-        return [_interval(close["top_1"]["all"]), _number(close["kl"]["mean"], ".2g"), *means]
+        return [_interval(close["top_1"]["all"]), number_text(close["kl"]["mean"], ".2g"), *means]
 
-    _fill(out, summary | {"methods": _others(summary)}, cells)
+    fill_table(out, summary | {"methods": _others(summary)}, cells)
     out.caption = (
         "1st token, answer: % of rows where it is the same; tokens: % of a greedy answer before "
         "the first difference; KL: of the first token, mean, nats"
@@ -126,54 +120,11 @@ def _agreement(summary: dict[str, Any]) -> Table:
     return out
 
 
-def _deviation(summary: dict[str, Any]) -> Table:
-    counts = sorted({method["deviation"]["rows"] for method in summary["methods"] if method.get("deviation")})
-    out = _table(f"Deviation from full recompute, {' or '.join(map(str, counts))} rows")
-    out.add_column("method", no_wrap=True)
-    for column in ("KV", "at most", "attention", "at most"):
-        out.add_column(column, justify="right", no_wrap=True)
-
-    def cells(method: Figure) -> list[str]:
-        figures = [method["deviation"][measure] for measure in ("kv", "attention")]
-        return [text for of in figures for text in (_number(of["over_layers"]["mean"], ".3f"), _largest(of["mean"]))]
-
-    _fill(out, summary | {"methods": [method for method in summary["methods"] if method.get("deviation")]}, cells)
-    out.caption = (
-        "KV of the loaded tokens; the question's attention to its context; both relative to full recompute: "
-        "mean over layers, and the largest value with its layer; 0 is exact"
-    )
-    return out
-
-
-def _largest(layers: list[float | None]) -> str:
-    """The largest value of a list over layers, with its layer."""
-    known = [(value, layer) for layer, value in enumerate(layers) if value is not None]
-    if not known:
-        return ""
-    value, layer = max(known, key=lambda at: at[0])
-    return f"{value:.3f}, {layer:>2}"
-
-
-def _deviation_notes(summary: dict[str, Any]) -> list[str]:
-    lines = []
-    for at in summary.get("deviation", {"prompts": []})["prompts"]:
-        of = "" if at["top_k"] is None else f" with {at['top_k']} passages"
-        taken = at["rows"] + at["nothing_loaded"]
-        if taken < summary["deviation"]["asked"]:
-            lines.append(f"deviation: {summary['deviation']['asked']} rows were requested, {taken}{of} are available")
-        if at["nothing_loaded"]:
-            lines.append(
-                f"deviation: in {at['nothing_loaded']} of {taken} rows{of} nothing is loaded at a new position, so "
-                "there is nothing to measure"
-            )
-    return lines
-
-
 def _others(summary: dict[str, Any]) -> list[Figure]:
     return [method for method in summary["methods"] if method["kind"] != "full"]
 
 
-def _fill(out: Table, summary: dict[str, Any], cells: Callable[[Figure], list[str]]) -> None:
+def fill_table(out: Table, summary: dict[str, Any], cells: Callable[[Figure], list[str]]) -> None:
     """Adds one line per method; a section for each number of passages."""
     several = len({method["top_k"] for method in summary["methods"]}) > 1
     last: Any = object()
@@ -185,7 +136,8 @@ def _fill(out: Table, summary: dict[str, Any], cells: Callable[[Figure], list[st
         out.add_row(Text(method["method"]), *cells(method), style="bold" if method["kind"] == "full" else "")
 
 
-def _table(title: str) -> Table:
+def empty_table(title: str) -> Table:
+    """A table in the form of a report's."""
     return Table(
         title=Text(title, "table.title"),
         title_justify="left",
@@ -207,5 +159,6 @@ def _interval(figure: Figure | None, sign: str = "") -> str:
     return f"{100 * figure['mean']:{sign}.1f} [{100 * figure['low']:{sign}.1f}, {100 * figure['high']:{sign}.1f}]"
 
 
-def _number(value: float | None, form: str, factor: float = 1) -> str:
+def number_text(value: float | None, form: str, factor: float = 1) -> str:
+    """A number in a format, times a factor; None is empty."""
     return "" if value is None else f"{factor * value:{form}}"

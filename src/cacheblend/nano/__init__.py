@@ -1,7 +1,7 @@
-"""A small model that ships, and the generator of the passages and questions that it was trained on.
+"""A small model that ships, and its language: words, sentences, what they say; passages and questions of the demo.
 
 It shows on any laptop what blending does to answers: many answers need more than one passage. The model card is
-`model/README.md`; `training/` in the repository trains it.
+`model/README.md`; the lab, `lab/nano` in the repository, draws the texts and trains it.
 """
 
 from importlib.resources import files

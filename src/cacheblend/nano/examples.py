@@ -1,21 +1,24 @@
 """Examples for the server's page: six notes, and questions about them in chosen orders; and what is right in any order.
 
 The questions and orders were chosen from many, so that full reuse of the notes' KV answers some of them wrong and
-blending answers them right. They illustrate; `cacheblend evaluate --suite nano` measures.
+blending answers them right. They illustrate; `python -m lab suite nano` measures.
 """
 
-import random
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import lexicon
+from cacheblend.nano.language import Scene, Sentence
 from cacheblend.nano.reading import UNASKED, read_scene
-from cacheblend.nano.scenes import Scene, Sentence, Style, draw_scene
 
-SEED, STYLE = 3_000_003, Style(passages=6, tokens=250, dense=0.3, hard=0.0, chains=1.0)
+NOTES = Path(str(files("cacheblend.nano"))) / "notes.json"
+"""The texts of the notes, drawn by the lab's `nano.data`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class _Line(NamedTuple):
 
 def notes() -> tuple[str, ...]:
     """The texts of the notes; each is a passage."""
-    return tuple(draw_scene(random.Random(SEED), STYLE).texts())
+    return tuple(json.loads(NOTES.read_text(encoding="utf-8")))
 
 
 def answer_of(question: str, texts: Sequence[str]) -> Answer | None:

@@ -1,7 +1,7 @@
 """Resolves pronouns and owners from the words of passages alone, in any order of the passages.
 
-`scenes` knows the facts of the scenes that it draws. With the same passages in another order, pronouns refer to other
-people, so the facts are different: this module derives them.
+The generator (the lab's `nano.scenes`) knows the facts of what it draws. With the same passages in another order,
+pronouns refer to other people, so the facts are different: this module derives them.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.nano import lexicon
+from cacheblend.nano.language import CHAINED_TO, Fact, Scene, Sentence, spell
 from cacheblend.nano.lexicon import Kind
-from cacheblend.nano.scenes import CHAINED_TO, Fact, Scene, Sentence, spell
 
 UNASKED = "unasked"
 """Category of a thing whose sentence refers to another thing with an owner that is unknown or stated later.
-`draw_scene` draws no such sentence. The thing counts as mentioned, but has no owner and is not asked for."""
+The generator draws no such sentence. The thing counts as mentioned, but has no owner and is not asked for."""
 
 _FILLERS = frozenset(map(tuple, lexicon.FILLERS))
 Known = dict[int, tuple[str, str]]
@@ -24,14 +24,14 @@ Known = dict[int, tuple[str, str]]
 def read_scene(passages: Sequence[Sequence[Sentence]]) -> Scene:
     """The scene formed by these passages in this order.
 
-    In the order of `draw_scene` the result equals the drawn scene, except that `unmentioned` holds all things without
+    In the order of the generator the result equals the drawn scene, except that `unmentioned` holds all things without
     a sentence of their own instead of four.
 
     Args:
         passages: their sentences; only the words are read.
 
     Raises:
-        InvalidInputError: a sentence that `draw_scene` cannot draw.
+        InvalidInputError: a sentence that is not of this language.
     """
     return _Reader().read(passages)
 
@@ -67,7 +67,7 @@ class _Reader:
         else:
             known = self._taken(words)
         if known is None:
-            raise InvalidInputError(f"{spell(words)!r} is no sentence that draw_scene draws")
+            raise InvalidInputError(f"{spell(words)!r} is no sentence of the model's language")
         return known
 
     def _deed(self, words: Sequence[str]) -> Known | None:

@@ -1,0 +1,201 @@
+"""Campaigns of faults in vLLM with the plug-in: answers wrong, engines ended, requests hung, plain requests polluted.
+
+Runs the programs of `lab.faults` in child processes, one engine each. Imports no vLLM.
+"""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from cacheblend.bench.stamp import stamp
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.failures import count_failure
+from lab.faults import faulting, pollution
+from lab.faults.measured import MEASURES
+from lab.faults.prompts import make_model
+from lab.faults.watching import Watched, watch
+from lab.servers.vllm_server import check_installed, version_of_vllm
+
+CAMPAIGNS = (*MEASURES, "pollution", "faults")
+QUIET = ("lookups", "equal", "pollution")
+"""Those that inject nothing: no blend may fail in them."""
+
+STAGES = {name: name for name in CAMPAIGNS}
+
+Advance = Callable[[str, int, int], None]
+"""Called with (campaign, done, in all)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is tried.
+
+    Attributes:
+        tried: faults at least; plain requests compared with a vLLM without the plug-in are twice as many at least.
+        seed: of everything drawn.
+        only: campaigns.
+        engines: settings of `pollution` and `faulting` by name; empty: all of them.
+    """
+
+    tried: int = 520
+    seed: int = 0
+    only: tuple[str, ...] = CAMPAIGNS
+    engines: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = (*pollution.SETTINGS, *faulting.SETTINGS)
+        for given, names, what in ((self.only, CAMPAIGNS, "campaign"), (self.engines, known, "engine")):
+            for name in given:
+                if name not in names:
+                    raise InvalidInputError(f"there is no {what} {name!r}; there are {', '.join(names)}")
+        if self.tried < 1:
+            raise InvalidInputError(f"at least one fault must be tried, got {self.tried}")
+
+    def chosen(self, settings: Sequence[str]) -> list[str]:
+        """Those of these engines that are wanted."""
+        return [name for name in settings if not self.engines or name in self.engines]
+
+
+def run(settings: Settings, advance: Advance | None = None) -> dict[str, Any]:
+    """Runs the chosen campaigns.
+
+    Args:
+        settings: what is tried.
+        advance: see `Advance`.
+
+    Returns:
+        `figures`; `failed_blends` where nothing was injected; `campaigns` with what each found, the version of vLLM,
+        machine and commit.
+
+    Raises:
+        InvalidInputError: an engine does not start, or a measurement fails; the message has its last words.
+    """
+    check_installed()
+    tell = advance or _silent
+    with tempfile.TemporaryDirectory(prefix="cacheblend-faults-") as name:
+        folder = Path(name)
+        model = make_model(folder / "model")
+        found: dict[str, dict[str, Any]] = {}
+        measures = [name for name in MEASURES if name in settings.only]
+        if measures:
+            found |= _measured(model, folder, settings, measures, tell)
+        if "pollution" in settings.only:
+            found["pollution"] = _pollution(model, folder, settings, tell)
+        if "faults" in settings.only:
+            found["faults"] = _faults(model, folder, settings, tell)
+    failed = sum((Counter(found.get(name, {}).get("failed", {})) for name in QUIET), Counter[str]())
+    for reason, count in failed.items():
+        count_failure(reason, count)
+    return {
+        "figures": _figures(found),
+        "failed_blends": failed.total(),
+        "vllm": version_of_vllm(),
+        "campaigns": found,
+        **stamp(),
+    }
+
+
+def _figures(found: dict[str, dict[str, Any]]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name, key in (("stall", "stall_ms"), ("lookups", "lookups_per_request"), ("equal", "equal_prompts")):
+        if name in found:
+            figures[key] = found[name][key]
+    tries = [found[name] for name in ("pollution", "faults") if name in found]
+    if tries:
+        figures |= {key: sum(each.get(key, 0) for each in tries) for key in ("wrong", "ended", "hung", "left")}
+    if "faults" in found:
+        figures["tried"] = found["faults"]["tried"]
+    if "pollution" in found:
+        figures |= {"polluted": found["pollution"]["polluted"], "pollution_tried": found["pollution"]["tried"]}
+    return figures
+
+
+# ---- campaigns ----------------------------------------------------------------------------------------------
+
+
+def _measured(
+    model: Path, folder: Path, settings: Settings, measures: Sequence[str], tell: Advance
+) -> dict[str, dict[str, Any]]:
+    job = {"campaign": "measures", "measures": measures, "model": str(model), "folder": str(folder / "measured")}
+
+    def on_line(lines: int) -> None:
+        tell(measures[lines - 1], 1, 1)
+
+    watched = watch(folder, {**job, "seed": settings.seed}, "measures", restarts=0, on_line=on_line)
+    if not watched.is_complete:
+        raise InvalidInputError(f"a measurement did not end:\n{watched.words}")
+    for line in watched.lines:
+        failed = line.pop("failed")
+        for name, result in line.items():
+            result["failed"] = failed if name in QUIET else {}
+    return {name: result for line in watched.lines for name, result in line.items()}
+
+
+def _pollution(model: Path, folder: Path, settings: Settings, tell: Advance) -> dict[str, Any]:
+    names = settings.chosen(list(pollution.SETTINGS))
+    chosen = [pollution.SETTINGS[name] for name in names]
+    count = _scenes_needed(chosen, settings)
+    job = {"model": str(model), "seed": settings.seed, "count": count}
+    asked = {**job, "campaign": "right answers", "folder": "", "settings": names}
+    right = watch(folder, asked, "right answers", restarts=0)
+    if not right.is_complete:
+        raise InvalidInputError(f"vLLM without the plug-in did not answer:\n{right.words}")
+    (folder / "right.json").write_text(json.dumps(right.lines[0]["answers"]))
+    found: dict[str, Watched] = {}
+    for place, name in enumerate(names):
+        child = {**job, "campaign": "pollution", "setting": name, "right": str(folder / "right.json")}
+        child["folder"] = str(folder / f"store-{place}")
+        told = partial(_tell, tell, "pollution", sum(len(each.lines) for each in found.values()), count * len(names))
+        found[name] = watch(folder, child, name, on_line=told)
+    result = _summary(found, ("tried", "polluted", "wrong", "blended", "beside"), injects=False)
+    return {**result, "failed": dict(sum((each.failed for each in found.values()), Counter[str]()))}
+
+
+def _scenes_needed(chosen: Sequence[pollution.Setting], settings: Settings) -> int:
+    """Scenes of each engine, so that enough plain answers are compared in all."""
+    wanted = 2 * settings.tried
+    most = 1 + wanted // len(chosen)  # each scene compares some
+    compared = zip(
+        *([s.compared for s in pollution.scenes_of(each, settings.seed, most)] for each in chosen), strict=True
+    )
+    totals = accumulate(sum(each) for each in compared)
+    return next(count for count, total in enumerate(totals, 1) if total >= wanted)
+
+
+def _faults(model: Path, folder: Path, settings: Settings, tell: Advance) -> dict[str, Any]:
+    names = settings.chosen(list(faulting.SETTINGS))
+    shares = sum(faulting.SETTINGS[name].share for name in names)
+    found: dict[str, Watched] = {}
+    for place, name in enumerate(names):
+        setting = faulting.SETTINGS[name]
+        count = -int(-settings.tried * setting.share / shares // 1)
+        child: dict[str, Any] = {"campaign": "faults", "model": str(model), "folder": str(folder / f"faults-{place}")}
+        child |= {"setting": name, "seed": settings.seed, "count": count, "ranks": setting.ranks}
+        told = partial(_tell, tell, "faults", sum(each.total("met") for each in found.values()), settings.tried)
+        found[name] = watch(folder, child, name, on_line=told)
+    result = _summary(found, ("met", "wrong", "left"))
+    lost = sum(each.ended + each.hung for each in found.values())  # these trials wrote nothing
+    return {"tried": result.pop("met") + lost, **result}
+
+
+def _silent(campaign: str, done: int, total: int) -> None:
+    """Tells nobody."""
+
+
+def _tell(tell: Advance, campaign: str, before: int, total: int, done: int) -> None:
+    tell(campaign, min(total, before + done), total)
+
+
+def _summary(found: dict[str, Watched], keys: Sequence[str], *, injects: bool = True) -> dict[str, Any]:
+    counts = {name: {key: each.total(key) for key in keys} for name, each in found.items()}
+    for name, each in found.items():
+        counts[name] |= {"ended": each.ended, "hung": each.hung + each.total("hung")}
+    totals = {key: sum(each[key] for each in counts.values()) for key in (*keys, "ended", "hung")}
+    engines = {name: {**counts[name], **each.described(injects=injects)} for name, each in found.items()}
+    return {**totals, "engines": engines}

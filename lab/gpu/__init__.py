@@ -1,0 +1,1 @@
+"""What blending brings on a GPU, in one run: `lab cuda`."""

@@ -1,0 +1,290 @@
+"""Time to first token on a GPU: full prefill by transformers, and blends from its memory, the host's, and a disk.
+
+Lengths are measured in the order of their importance, so that a run that is short of time has the first ones. Every
+round asks a new prompt of each arm in turn; a point that runs out of time keeps the rounds that it has.
+"""
+
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend.bench.ttft import Arm, TtftSettings, draw_prompt, open_chunks, summary, timed
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.engines.hf.baselines import full_recompute, fused
+from lab.gpu.context import Bench, Found, free
+from lab.gpu.stores import COMPILED, ON_DISK, STORES, Engines, open_engines
+from lab.speed.disk_reads import drop_pages, is_cached
+
+RATIOS = (0.15, 0.05, 1.0)
+"""From page-locked memory; from the other stores only the first two."""
+
+_TRACEBACK_LINES = 12  # that are kept of each error
+_LEAST = 0.5  # of the seconds that a point takes about: it is begun if they are left, with fewer rounds
+
+
+@dataclass(frozen=True)
+class Point:
+    """One length of one shape.
+
+    Attributes:
+        shape: of `SHAPES`.
+        key: of its figures; "" if it has none.
+        chunks, chunk_tokens: of the prompt.
+        runs: measured rounds.
+        seconds: that it takes about, on a device as fast as expected.
+    """
+
+    shape: str
+    key: str
+    chunks: int
+    chunk_tokens: int = 512
+    runs: int = 5
+    seconds: float = 15.0
+
+    @property
+    def tokens(self) -> int:
+        """Of its chunks."""
+        return self.chunks * self.chunk_tokens
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.shape}, {self.tokens} tokens"
+
+    @property
+    def settings(self) -> TtftSettings:
+        """Of the prompts."""
+        return TtftSettings(shape=self.shape, chunks=self.chunks, chunk_tokens=self.chunk_tokens, runs=self.runs)
+
+
+POINTS = (
+    Point("llama-3.1-8b", "16k", 32, seconds=35),
+    Point("llama-3.1-8b", "4k", 8, seconds=15),
+    Point("llama-3.1-8b", "32k", 64, runs=3, seconds=60),
+)
+LARGE = (
+    Point("qwen3-32b", "", 32, runs=3, seconds=80),
+    Point("qwen3-32b", "", 8, runs=3, seconds=25),
+    Point("qwen3-32b", "", 64, runs=2, seconds=140),
+)
+COMPILED_POINTS = (
+    Point("llama-3.1-8b", "", 32, seconds=60),
+    Point("llama-3.1-8b", "", 8, seconds=10),
+)
+DRY = (Point("tiny", "16k", 3, 32, 1, 1.0), Point("tiny", "4k", 2, 32, 1, 1.0))
+LARGE_DRY = (Point("tiny", "", 1, 32, 1, 1.0),)
+
+
+@dataclass
+class TimedArm(Arm):
+    """An arm, and what surrounds a run of it without being timed."""
+
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self.name if self.ratio is None else f"r = {self.ratio:g}, {self.store}"
+
+
+def measure(bench: Bench) -> Found:
+    """See `parts.PARTS`."""
+    return _measure(DRY if bench.dry_run else POINTS, "ttft", bench)
+
+
+def measure_large(bench: Bench) -> Found:
+    """See `parts.PARTS`."""
+    return _measure(LARGE_DRY if bench.dry_run else LARGE, "large", bench)
+
+
+def measure_compiled(bench: Bench) -> Found:
+    """See `parts.PARTS`."""
+    return _measure(LARGE_DRY if bench.dry_run else COMPILED_POINTS, "compiled", bench, compiled=True)
+
+
+@torch.no_grad()
+def _measure(points: tuple[Point, ...], part: str, bench: Bench, *, compiled: bool = False) -> Found:
+    """Points of one shape; `compiled`: compiled layers beside plain ones, instead of stores and full prefill."""
+    shape = points[0].shape
+    found: Found = {"figures": {}, "points": []}
+    if not bench.has_time(f"{part} {shape}", _LEAST * min(point.seconds for point in points)):
+        return found
+    bench.progress(f"{part}: weights of {shape}")
+    try:
+        model = bench.weights.of(shape)
+    except torch.OutOfMemoryError:
+        bench.skipped[f"{part} {shape}"] = "its weights do not fit on this device"
+        return found
+    taken = expected = 0.0
+    with open_engines(model, bench.device, compiled=compiled) as engines:
+        for point in points:
+            name, slower = f"{part} {point.name}", taken / expected if expected else 1.0
+            if not bench.has_time(name, _LEAST * slower * point.seconds):
+                continue
+            begun = time.monotonic()
+            arms = _measure_point(point, name, engines, found, bench)
+            if any(arm.seconds for arm in arms):
+                _add(point, arms, engines, found)
+            engines.clear()
+            free(bench.device)
+            taken, expected = taken + time.monotonic() - begun, expected + point.seconds
+            bench.keep(found)
+            if not arms and "error" in found:  # nothing runs any more on a device that has failed
+                break
+    return found
+
+
+def _measure_point(point: Point, name: str, engines: Engines, found: Found, bench: Bench) -> list[TimedArm]:
+    """Its arms, with the times of as many rounds as there was time for."""
+    bench.progress(f"ttft: {point.name}")
+    settings, draw = point.settings, random.Random(point.chunks)
+    chunks = open_chunks(settings, engines.first, draw)
+    arms = _arms(engines)
+    for store, engine in engines.by_store.items():
+        try:
+            engine.warm(chunks)
+        except Exception as error:
+            _drop([arm for arm in arms if (arm.store or "").startswith(store)], arms, name, error, found, bench)
+    longest = 0.0
+    for run in range(point.runs + 1):
+        if run > 1 and bench.left_s < longest:
+            bench.skipped[f"{name}, rounds"] = f"time was up after {run - 1} of {point.runs}"
+            break
+        begun = time.monotonic()
+        prompt = draw_prompt(settings, chunks, engines.first.survey.vocab_size, draw)
+        for arm in list(arms):
+            try:
+                _time(arm, prompt, engines.model, point.tokens, counts=run > 0)
+            except Exception as error:
+                _drop([arm], arms, name, error, found, bench)
+        longest = max(longest if run > 1 else 0.0, time.monotonic() - begun)  # kernels are compiled in the first
+    return arms
+
+
+class _NotLoadedError(Exception):
+    """A store did not hold what it was given, so that its arm would measure something else."""
+
+
+def _time(arm: TimedArm, prompt: Prompt, model: PreTrainedModel, tokens: int, *, counts: bool) -> None:
+    with arm.around():
+        seconds, report = timed(arm, prompt, model)
+    if report is not None and report.loaded_tokens < tokens:
+        raise _NotLoadedError(f"its store had {report.loaded_tokens} of {tokens} tokens")
+    if counts:
+        arm.seconds.append(seconds)
+        arm.reports += [report] if report else []
+
+
+def _drop(
+    dropped: list[TimedArm], arms: list[TimedArm], name: str, error: Exception, found: Found, bench: Bench
+) -> None:
+    """Goes on without these arms; their earlier rounds do not count, as something was wrong with them."""
+    reason = str(error).splitlines()[0] if str(error) else ""
+    lines = "".join(traceback.format_exception(error)).strip().splitlines()[-_TRACEBACK_LINES:]
+    for arm in list(dropped):
+        arms.remove(arm)
+        bench.skipped[f"{name}, {arm.label}"] = f"{type(error).__name__.strip('_')}: {reason}"
+        if not isinstance(error, torch.OutOfMemoryError | _NotLoadedError | _StillCachedError):
+            found["error"] = "\n".join([*found.get("error", "").splitlines(), f"{name}, {arm.label}:", *lines])
+    error.__traceback__ = None  # its frames hold tensors
+    free(bench.device)
+
+
+# ---- arms ---------------------------------------------------------------------------------------------------
+
+
+def _arms(engines: Engines) -> list[TimedArm]:
+    """Full prefill by each attention, then blends, those from page-locked memory first; or the layers of both kinds."""
+    model, first = engines.model, engines.first
+    if COMPILED in engines.by_store:
+        return [_blend(engines, store, ratio) for ratio in RATIOS[:2] for store in (STORES[0], COMPILED)]
+    arms = [
+        TimedArm(f"full, {how}", partial(full_recompute, first), around=partial(_attending, model, how))
+        for how in ("sdpa", *(["flash_attention_2"] if find_spec("flash_attn") is not None else []))
+    ]
+    arms += [_blend(engines, STORES[0], ratio) for ratio in RATIOS]
+    for store in STORES[1:]:
+        for ratio in RATIOS[:2]:
+            arms.append(_blend(engines, store, ratio))
+            if store == ON_DISK:
+                arms[-1].store = f"{store}, cold"
+                arms[-1].around = partial(_cold, engines)
+                arms.append(_blend(engines, store, ratio))
+    return arms
+
+
+def _blend(engines: Engines, store: str, ratio: float) -> TimedArm:
+    engine = engines.by_store[store]
+    chosen = engine.config.make_selector(ratio)
+    return TimedArm("blend", partial(fused, engine, selector=chosen), ratio=ratio, store=store)
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, how: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(how)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+class _StillCachedError(Exception):
+    """The file system keeps pages that were dropped, so that nothing is cold."""
+
+
+@contextmanager
+def _cold(engines: Engines) -> Iterator[None]:
+    files = engines.files()
+    for file in files:
+        drop_pages(file)
+    if any(is_cached(file) for file in files[:8]):
+        raise _StillCachedError("the file system keeps its pages in memory: put TMPDIR on a disk")
+    yield
+
+
+# ---- results ------------------------------------------------------------------------------------------------
+
+
+def _add(point: Point, arms: list[TimedArm], engines: Engines, found: Found) -> None:
+    measured = [arm for arm in arms if arm.seconds]
+    full = [arm for arm in measured if arm.name.startswith("full")]
+    if full:
+        min(full, key=lambda arm: statistics.median(arm.seconds)).name = "full"
+    row_layers = engines.row_layers(point.settings.prompt_tokens)
+    summaries = [
+        summary(arm, list(measured)) | {"row_layer_limit": _limit(arm, row_layers), "runs": len(arm.seconds)}
+        for arm in measured
+    ]
+    is_checked = all(is_cached(file) is not None for file in engines.files()[:1])
+    facts = {"shape": point.shape, "tokens": point.tokens, "cold_is_checked": is_checked}
+    found["points"].append(facts | {"arms": summaries})
+    found["figures"] |= _figures(point, summaries)
+
+
+def _limit(arm: Arm, row_layers: int) -> float | None:
+    """How much faster a blend would be if time were proportional to rows times layers."""
+    return row_layers / arm.reports[-1].row_layers if arm.reports else None
+
+
+def _figures(point: Point, arms: list[dict[str, Any]]) -> dict[str, float]:
+    """Those of a point with a key, from page-locked memory."""
+    blends = {arm["ratio"]: arm for arm in arms if arm["store"] == STORES[0] and arm["speedup_vs_full"] is not None}
+    figures = {}
+    if point.key and 0.15 in blends:
+        figures[f"ttft_speedup_{point.key}"] = float(blends[0.15]["speedup_vs_full"])
+        if point.key == "16k":
+            figures["of_limit_16k"] = figures["ttft_speedup_16k"] / blends[0.15]["row_layer_limit"]
+    if point.key == "16k" and 0.05 in blends:
+        figures["ttft_speedup_16k_r05"] = float(blends[0.05]["speedup_vs_full"])
+    return figures

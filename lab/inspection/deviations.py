@@ -1,0 +1,215 @@
+"""Deviation of methods from full recompute inside the model: KV and attention by layer, over rows of an evaluation.
+
+`inspection` measures each prompt; this module adds rows, methods, means and intervals. It is slow: every prefill runs
+twice, the second time with explicit attention weights for every row.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cacheblend.core.errors import InvalidInputError, PromptTooLongError
+from cacheblend.core.plan.prompt import Prompt
+from cacheblend.core.select.selectors import Selector
+from cacheblend.data import QuestionRow
+from cacheblend.engines.hf import BlendEngine, Passage
+from cacheblend.evaluation.bootstrap import Values, bootstrap_means
+from cacheblend.evaluation.methods import Fused, Method
+from cacheblend.evaluation.run_config import Settings
+from lab.inspection import (
+    Observation,
+    attention_deviation_by_layer,
+    kv_deviation_by_layer,
+    observe_full,
+    observe_fused,
+)
+from lab.inspection.deviation import kv_norm_by_layer, relative_deviation
+from lab.inspection.deviation_file import DeviationFile
+
+Progress = Callable[[int, int], None]
+"""Called with (prompts measured, total prompts)."""
+MEASURES = ("kv", "attention")
+
+
+@dataclass(frozen=True)
+class Deviations:
+    """The result of `measure_deviations`.
+
+    Attributes:
+        asked: number of rows requested.
+        prompts: by `top_k`, for each prompt: name of the method -> [2, layers], see `prompt_deviations`; empty if
+            nothing of the prompt is loaded at a new position.
+    """
+
+    asked: int
+    prompts: dict[int | None, list[dict[str, Values]]]
+
+
+def fused_methods(methods: Sequence[Method]) -> list[Fused]:
+    """The methods that load KV at new positions: full reuse and the blends.
+
+    Raises:
+        InvalidInputError: there is no such method.
+    """
+    found = [method for method in methods if isinstance(method, Fused)]
+    if not found:
+        names = ", ".join(method.label.name for method in methods) or "none"
+        raise InvalidInputError(
+            f"deviation is measured for reuse and blend, and the methods are {names}; add one of the two"
+        )
+    return found
+
+
+def measure_deviations(
+    engine: BlendEngine,
+    rows: Sequence[QuestionRow],
+    methods: Sequence[Method],
+    count: int,
+    *,
+    settings: Settings | None = None,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Deviations:
+    """Compares every fused method with full recompute on the first rows whose prompts fit the model's context.
+
+    Missing passages of these rows are stored first; nothing else is stored. Time per prompt: two plain prefills for
+    full recompute, and up to as many for each method. Memory: as `inspect_prompt`.
+
+    Args:
+        engine: model and store.
+        rows: as for `evaluate`.
+        methods: methods that are not fused are ignored.
+        count: number of rows at each `top_k`; fewer if not so many fit.
+        settings: shared by all methods.
+        folder: existing folder of the run; prompts already measured there are not measured again.
+        progress: see `Progress`.
+
+    Raises:
+        InvalidInputError: no fused method, a count below 1, or a damaged file of deviations in the folder.
+        StoreError: the store is full or cannot be written to.
+    """
+    if count < 1:
+        raise InvalidInputError(f"deviation is measured on at least 1 row, got {count}")
+    selectors = {method.label.name: method.selector for method in fused_methods(methods)}
+    settings = settings or Settings()
+    prompts = [
+        (number, k, prompt)
+        for k in settings.top_k
+        for number, prompt in islice(_prompts(engine, rows, settings, k), count)
+    ]
+    kept = DeviationFile(folder, selectors)
+    found: dict[int | None, list[dict[str, Values]]] = {k: [] for k in settings.top_k}
+    for done, (number, k, prompt) in enumerate(prompts, start=1):
+        if (number, k) not in kept.found:
+            kept.add(number, k, prompt_deviations(engine, prompt, selectors))
+        found[k].append(kept.found[number, k])
+        if progress is not None:
+            progress(done, len(prompts))
+    return Deviations(count, found)
+
+
+def prompt_deviations(engine: BlendEngine, prompt: Prompt, selectors: Mapping[str, Selector]) -> dict[str, Values]:
+    """One prompt with several selectors, each compared with full recompute. Its chunks are stored first.
+
+    Args:
+        engine: model and store.
+        prompt: checked by `engine.prompt`.
+        selectors: the selectors by name.
+
+    Returns:
+        [2, layers] for each name: relative KV deviation, mean over the tokens loaded at a new position
+        (`relative_deviation`), and forward attention deviation (`attention_deviation_by_layer`). Empty if nothing of
+        the prompt is loaded at a new position.
+    """
+    engine.warm(prompt.chunks, system=prompt)
+    loaded = engine.planner.plan(prompt, engine.store).candidate_rows
+    if not len(loaded):
+        return {}
+    full = observe_full(engine, prompt)
+    norm = kv_norm_by_layer(full.kv, loaded)
+
+    def deviations_from_full(seen: Observation) -> Values:
+        kv = relative_deviation(kv_deviation_by_layer(full.kv, seen.kv)[:, loaded], norm).mean(axis=1)
+        return np.stack([kv, attention_deviation_by_layer(full.forward, seen.forward)])
+
+    return {name: deviations_from_full(observe_fused(engine, prompt, of)) for name, of in selectors.items()}
+
+
+def with_deviations(summary: dict[str, Any], found: Deviations) -> dict[str, Any]:
+    """Adds deviations to a summary of `summarise`, with intervals as in the summary.
+
+    Returns:
+        A copy with ``deviation`` in each method (see `by_layer`; None if not measured), and at the top level
+        ``{"asked", "prompts": [{"top_k", "rows", "nothing_loaded"}]}``, where ``rows`` counts the measured rows.
+    """
+    figures = {k: by_layer(prompts, **summary["bootstrap"]) for k, prompts in found.prompts.items()}
+    counts = [
+        {"top_k": k, "rows": sum(map(bool, prompts)), "nothing_loaded": sum(not prompt for prompt in prompts)}
+        for k, prompts in found.prompts.items()
+    ]
+    methods = [method | {"deviation": figures[method["top_k"]].get(method["method"])} for method in summary["methods"]]
+    return summary | {"methods": methods, "deviation": {"asked": found.asked, "prompts": counts}}
+
+
+def by_layer(
+    prompts: Sequence[Mapping[str, Values]], *, resamples: int = 2000, level: float = 0.95, seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Means over prompts with bootstrap intervals; every draw of prompts applies to all methods and layers.
+
+    Args:
+        prompts: results of `prompt_deviations`; empty ones are ignored.
+        resamples, level, seed: see `bootstrap_means`.
+
+    Returns:
+        For each method ``{"rows", "kv", "attention"}``; the last two are ``{"mean", "low", "high", "over_layers"}``:
+        lists over layers, with None where no prompt has a value, and the same three for the mean over layers.
+    """
+    there = [prompt for prompt in prompts if prompt]
+    if not there:
+        return {}
+    names = list(there[0])
+    values = np.stack([np.stack([prompt[name] for name in names]) for prompt in there])  # prompts, methods, 2, layers
+    values = np.concatenate([values, _mean(values)[..., None]], axis=-1)
+    means = bootstrap_means(values.reshape(len(there), -1), resamples=resamples, level=level, seed=seed)
+    ends = np.stack([means.mean, means.low, means.high]).reshape(3, *values.shape[1:])
+    return {
+        name: {"rows": len(there)} | {measure: _figure(ends[:, method, at]) for at, measure in enumerate(MEASURES)}
+        for method, name in enumerate(names)
+    }
+
+
+# ---- inside -------------------------------------------------------------------------------------------------
+
+
+def _prompts(
+    engine: BlendEngine, rows: Sequence[QuestionRow], settings: Settings, top_k: int | None
+) -> Iterator[tuple[int, Prompt]]:
+    """The prompts of `evaluate` that fit the context, with the numbers of their rows."""
+    for number, row in enumerate(rows):
+        passages = [Passage(text.text, text.title) for text in row.passages[:top_k]]
+        try:
+            yield number, settings.template.layout.prompt(engine, passages, row.question)
+        except PromptTooLongError:
+            continue  # counted by `evaluate`
+
+
+def _mean(values: Values) -> Values:
+    """Mean over the last axis, ignoring NaN; NaN if all values are NaN."""
+    there = ~np.isnan(values)
+    count = there.sum(axis=-1)
+    mean: Values = np.divide(
+        np.where(there, values, 0.0).sum(axis=-1), count, out=np.full(count.shape, np.nan), where=count > 0
+    )
+    return mean
+
+
+def _figure(ends: Values) -> dict[str, Any]:
+    """From [3 (mean, low, high), layers + 1], where the last column is the mean over layers."""
+    plain = [[None if np.isnan(value) else float(value) for value in line] for line in ends]
+    keys = ("mean", "low", "high")
+    layers = {key: line[:-1] for key, line in zip(keys, plain, strict=True)}
+    return layers | {"over_layers": {key: line[-1] for key, line in zip(keys, plain, strict=True)}}

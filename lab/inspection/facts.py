@@ -1,0 +1,107 @@
+"""An inspection as JSON: a summary by layer, and all values by token."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lab.inspection.inspection import CurvePoint, Inspection, MethodView
+
+DIGITS = 5  # significant digits
+
+
+def summary(of: Inspection, layers: Sequence[int] | None = None) -> dict[str, Any]:
+    """The figures shown on the terminal. Undefined values are None.
+
+    Args:
+        of: the inspection.
+        layers: layers to include; None takes all.
+    """
+    return {
+        "model": of.model,
+        "selector": of.selector,
+        "prompt_tokens": len(of.tokens),
+        "loaded_tokens": len(of.candidates),
+        "recomputed_tokens": len(of.recomputed),
+        "compute": _plain({name: method.compute for name, method in _methods(of).items()}),
+        "first_token": {
+            name: _plain(method.agreement.to_dict()) for name, method in _methods(of).items() if method is not of.full
+        },
+        "layers": _by_layer(of, layers),
+        "attention_deviation_by_ratio": {
+            name: [_point(point) for point in points] for name, points in of.curves.items()
+        },
+    }
+
+
+def numbers(of: Inspection) -> dict[str, Any]:
+    """All values; arrays as nested lists with the shapes documented in `Inspection`.
+
+    ``kv_deviation`` is squared; its root divided by the layer's ``kv_norm`` is the relative deviation in the figures.
+    """
+    return {
+        **summary(of),
+        "tokens": of.tokens,
+        "sources": of.sources,
+        "parts": [{"label": part.label, "is_chunk": part.is_chunk, "runs": list(part.runs)} for part in of.parts],
+        "recomputed": of.recomputed.tolist(),
+        "kv_norm": _plain(of.kv_norm),
+        "kv_deviation": {
+            name: _plain(method.kv_deviation) for name, method in _methods(of).items() if method is not of.full
+        },
+        "rank_correlation": _plain(of.correlation),
+        "attention": {name: _plain(method.attention) for name, method in _methods(of).items()},
+    }
+
+
+def _by_layer(of: Inspection, layers: Sequence[int] | None) -> list[dict[str, Any]]:
+    means = {name: of.mean_deviation(method) for name, method in _methods(of).items()}
+    cross = {name: of.cross_chunk(method) for name, method in _methods(of).items()}
+    top, following = of.top_share(), of.next_correlation()
+    return [
+        {
+            "layer": layer,
+            "mean_deviation": _plain({name: means[name][layer] for name in ("reuse", "blend")}),
+            "top_share": _plain(top[layer]),
+            "correlation_with_next": _plain(following[layer]),
+            "attention_deviation": _plain(
+                {name: _methods(of)[name].attention_deviation[layer] for name in ("reuse", "blend")}
+            ),
+            "cross_chunk_attention": _plain({name: values[layer] for name, values in cross.items()}),
+        }
+        for layer in (range(of.num_layers) if layers is None else layers)
+    ]
+
+
+def _point(point: CurvePoint) -> dict[str, Any]:
+    deviation = point.attention_deviation
+    mean = float(np.nanmean(deviation)) if np.isfinite(deviation).any() else math.nan
+    return {
+        "ratio": point.ratio,
+        "compute": _plain(point.compute),
+        "mean": _plain(mean),
+        "by_layer": _plain(deviation),
+    }
+
+
+def _methods(of: Inspection) -> dict[str, MethodView]:
+    return {"full": of.full, "reuse": of.reuse, "blend": of.blend}
+
+
+def _plain(value: Any) -> Any:
+    """Converts to JSON types: arrays to lists, rounded, with None for NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return _rounded(value)
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value
+
+
+def _rounded(values: npt.NDArray[np.floating]) -> Any:
+    if values.ndim > 1:
+        return [_rounded(part) for part in values]
+    return [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]

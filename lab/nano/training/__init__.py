@@ -1,0 +1,1 @@
+"""How the model that ships is trained: `python -m lab train`."""

@@ -1,0 +1,185 @@
+"""What all parts of the evaluation share: the engine, the rows, what is compared, where results are kept."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cacheblend.core.errors import CacheBlendError, InvalidInputError
+from cacheblend.core.select.checks import check_ratio
+from cacheblend.data import QuestionRow
+from cacheblend.engines import provenance
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.evaluation import Settings
+from cacheblend.evaluation.records import LineLog, folder_name, write_whole
+from cacheblend.evaluation.run_config import describe
+from cacheblend.evaluation.runner import Case
+from cacheblend.evaluation.scorers import Scorer
+from lab import checkout
+
+CODE = (
+    *(f"paper/{name}.py" for name in ("compared", "side_by_side", "batch", "rate", "device")),
+    "servers/clients.py",
+)
+"""The source files that affect measurements which are no rows of an evaluation."""
+Progress = Callable[[str, int, int], None]
+"""Called with (name of the part, done, in all)."""
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """The points of the sweeps. Those that the data or the model's context cannot have are left out, with a reason.
+
+    Attributes:
+        ratios: recompute ratios.
+        chunk_numbers: numbers of passages.
+        chunk_lengths: tokens of a passage.
+        batch_sizes: requests side by side.
+        load: request rates: so many of equal distance, from a third of full recompute's throughput at saturation to a
+            tenth above the largest of all methods.
+        load_requests: fewest requests at each rate; rows are asked again until there are as many.
+        clients: most requests in prefill or decoding while requests arrive.
+        slowness: emulated devices, by the time that loading a prompt takes over that of its full prefill.
+        share: of the rows, for all sweeps but that of the ratio.
+    """
+
+    ratios: tuple[float, ...] = (0.05, 0.1, 0.15, 0.3, 0.5)
+    chunk_numbers: tuple[int, ...] = (2, 4, 6, 8, 12, 16, 24, 32)
+    chunk_lengths: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    load: int = 5
+    load_requests: int = 24
+    clients: int = 8
+    slowness: tuple[float, ...] = (0.3, 1.0, 3.0)
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        for ratio in self.ratios:
+            check_ratio(ratio)
+        whole = (*self.chunk_numbers, *self.chunk_lengths, *self.batch_sizes, self.load, self.load_requests)
+        if any(value < 1 for value in whole):
+            raise InvalidInputError(f"the points of the sweeps must be at least 1, got {min(whole)}")
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Questions of one file.
+
+    Attributes:
+        name: unique among the data sets.
+        rows: that can be used.
+        bad: the reasons for rows that cannot.
+    """
+
+    name: str
+    rows: Sequence[QuestionRow]
+    bad: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a part works with.
+
+    Attributes:
+        engine: holds the passages in its store; it captures nothing.
+        data: at least one set.
+        settings: layout of the prompts, most tokens of an answer.
+        scorers: the first one is drawn.
+        sweeps: the points.
+        folder: for results; each part makes folders of its own in it.
+        progress: see `Progress`.
+    """
+
+    engine: BlendEngine
+    data: Sequence[DataSet]
+    settings: Settings
+    scorers: Sequence[Scorer]
+    sweeps: Sweeps
+    folder: Path
+    progress: Progress = field(default=lambda part, done, total: None)
+
+    @property
+    def rows(self) -> list[QuestionRow]:
+        """All rows; the category of a row is its data set."""
+        return [replace(row, category=of.name) for of in self.data for row in of.rows]
+
+    @property
+    def some_rows(self) -> list[QuestionRow]:
+        """The first rows of each data set, by the share of the sweeps."""
+        counts = {of.name: max(1, round(self.sweeps.share * len(of.rows))) for of in self.data}
+        return [replace(row, category=of.name) for of in self.data for row in of.rows[: counts[of.name]]]
+
+    def answering(self, part: str, stage: str, done: int, total: int) -> None:
+        """Progress of an evaluation within a part; storing passages is not shown."""
+        if stage == "answering":
+            self.progress(part, done, total)
+
+    def kept(self, name: str, facts: Mapping[str, Any], cases: Sequence[Case]) -> "Kept":
+        """The finished measurements of a part that are no rows of an evaluation; see `Kept`.
+
+        Args:
+            name: of the part.
+            facts: all that its measurements depend on, beside engine, prompts and settings.
+            cases: that it asks.
+        """
+        prompts = [prompt for case in cases for prompt in case.prompts.values()]
+        config = describe(self.engine, [case.row for case in cases], [], self.settings, prompts)
+        config |= {"part": name, "paper": checkout.code_digest(CODE), **facts}
+        return Kept(self.folder / folder_name(name, config), json.loads(json.dumps(config)))
+
+
+class Kept(LineLog[dict[str, Any]]):
+    """Measurements by key, each written as soon as it is finished, with the machine. Close it, or use `with`."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        super().__init__(folder, config, lambda line: {name: line[name] for name in ("key", "value", "machine")})
+
+    def get(self, key: str, measure: Callable[[], Any]) -> Any:
+        """The measurement of this key; measured if it is not there yet. Plain JSON."""
+        if not self.has(key):
+            self.items.append({"key": key, "value": measure(), "machine": provenance.machine_line()})
+            self.append(self.items[-1])
+        return self.value(key)
+
+    def has(self, key: str) -> bool:
+        """Whether it has been measured."""
+        return any(item["key"] == key for item in self.items)
+
+    def value(self, key: str) -> Any:
+        """The measurement of a key that has been measured."""
+        return next(item["value"] for item in self.items if item["key"] == key)
+
+    @property
+    def machines(self) -> list[str]:
+        """The machines that measured."""
+        return list(dict.fromkeys(item["machine"] for item in self.items))
+
+
+class LeftOutError(CacheBlendError):
+    """A part that this data or this model cannot have, or in which a blend failed; the message says why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A figure of the report.
+
+    Attributes:
+        name: of its picture and its part of the JSON.
+        title: in a few words.
+        measure: measures what is not there yet. Returns ``points``, ``notes`` (lines for people), ``machines``;
+            raises `LeftOutError`.
+        draw: draws what `measure` returned.
+        columns: of its table beside those that all have: heading, and the cell of a point.
+    """
+
+    name: str
+    title: str
+    measure: Callable[[Context], dict[str, Any]]
+    draw: Callable[[dict[str, Any], str, Path], None]
+    columns: Mapping[str, Callable[[dict[str, Any]], str]]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file atomically."""
+    write_whole(path, json.dumps(value, ensure_ascii=False, indent=2) + "\n")

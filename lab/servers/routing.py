@@ -1,0 +1,241 @@
+"""What it gains to send a request where its chunks are hot: servers on one Redis, each with memory in front of it.
+
+round robin   requests go to the servers in turn
+affinity      to the server that was sent most of the request's chunks before: what a router knows that hashes a key of
+              the collection, or keeps what engines' events say
+
+Chunks come in topics; a request has those of one topic, in a new order. A server's memory holds a share of all chunks.
+With round robin each server sees all topics, and reads the rest from Redis; with affinity each sees its own.
+"""
+
+import os
+import random
+import shutil
+import socket
+import statistics
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from cacheblend.bench.stamp import stamp
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.hf.shapes import check_choice
+from lab.servers.clients import saturate
+from lab.servers.embedded_server import Asked, Client, serving
+from lab.servers.processes import free_port, running
+from lab.servers.prompts import Prompts, PromptShape
+from lab.servers.vllm_server import shape_folder
+
+ROUND_ROBIN, AFFINITY = "round robin", "affinity"
+POLICIES = (ROUND_ROBIN, AFFINITY)
+FILL, WARM, MEASURE = "filling Redis", "filling memory", "requests"
+STAGES = (FILL, WARM, MEASURE)
+TURN = 8
+"""Requests of a policy before it is the other's turn."""
+Progress = Callable[[str, int, int], None]
+"""Called with (one of `STAGES`, done, in all)."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What is measured.
+
+    Attributes:
+        model: a model folder; or `shape`: random weights of a known shape.
+        topics: number of them; each has the chunks of one prompt.
+        prompt: shape of a prompt.
+        servers: number of them.
+        memory_share: share of all chunks' KV that a server's memory holds.
+        ratio: recompute ratio.
+        requests: measured requests of each policy, after one of each topic and server to warm up.
+        clients: requests under way at once.
+        answer_tokens: tokens of an answer.
+        seed: of everything drawn.
+
+    Raises:
+        InvalidInputError: neither or both of model and shape.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    topics: int = 12
+    prompt: PromptShape = field(default_factory=PromptShape)
+    servers: int = 2
+    memory_share: float = 0.6
+    ratio: float = 0.15
+    requests: int = 100
+    clients: int = 2
+    answer_tokens: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self.model, self.shape)
+
+
+class Router:
+    """Chooses a server for each request; safe to call from several threads.
+
+    Args:
+        servers: number of them.
+        policy: one of `POLICIES`.
+    """
+
+    def __init__(self, servers: int, policy: str) -> None:
+        self._servers, self._policy = servers, policy
+        self._lock = threading.Lock()
+        self._sent: dict[int, int] = {}
+        self._count = 0
+
+    def choose(self, chunks: Sequence[int]) -> int:
+        """The server for a request with these chunks; of several with as many of them, the one with fewest of all."""
+        with self._lock:
+            self._count += 1
+            if self._policy == ROUND_ROBIN:
+                return self._count % self._servers
+            has = Counter(self._sent[chunk] for chunk in chunks if chunk in self._sent)
+            load = Counter(self._sent.values())
+            chosen = max(range(self._servers), key=lambda server: (has[server], -load[server]))
+            self._sent |= dict.fromkeys(chunks, chosen)
+            return chosen
+
+
+def run(what: Routing, progress: Progress | None = None) -> dict[str, Any]:
+    """Fills a Redis, then measures both policies in turns, each with servers of its own.
+
+    Returns:
+        ``figures``: ``affinity_memory`` and ``round_robin_memory``, shares of the loaded tokens that came from a
+        server's memory; ``ttft_gain`` and ``throughput_gain``, affinity by round robin.
+
+    Raises:
+        InvalidInputError: redis-server or redis-py is missing, a server does not start, or the model cannot be read.
+    """
+    advance = progress or (lambda stage, done, total: None)
+    with ExitStack() as stack:
+        redis = stack.enter_context(_redis())
+        folder = Path(what.model) if what.model else stack.enter_context(shape_folder(what.shape or "", what.seed))
+        config = AutoConfig.from_pretrained(folder)
+        topics = [Prompts(what.prompt, what.seed + number, int(config.vocab_size)) for number in range(what.topics)]
+        a_token = expected_layout(config).block_bytes(256) / 256
+        stored = int(a_token * what.topics * what.prompt.chunks * what.prompt.chunk_tokens)
+        store = f"memory://?max_bytes={int(what.memory_share * stored)}, {redis}"
+        with serving(folder, what.ratio, what.clients, store=store) as client:
+            for number, topic in enumerate(topics, 1):
+                client.store(topic.chunks)
+                advance(FILL, number, what.topics)
+        result = _measure(folder, store, topics, what, advance)
+    first, other = result[ROUND_ROBIN], result[AFFINITY]
+    return {
+        "figures": {
+            "round_robin_memory": first["memory_share"],
+            "affinity_memory": other["memory_share"],
+            "ttft_gain": first["median_ttft_s"] / other["median_ttft_s"],
+            "throughput_gain": other["requests_per_s"] / first["requests_per_s"],
+        },
+        **result,
+        "stored_bytes": stored,
+        "model": what.model or what.shape,
+        "settings": {**vars(what), "prompt": vars(what.prompt)},
+        **stamp(),
+    }
+
+
+class _Arm:
+    """A policy with servers of its own, and what came of its requests."""
+
+    def __init__(self, stack: ExitStack, folder: Path, store: str, policy: str, what: Routing) -> None:
+        self._clients = [
+            stack.enter_context(serving(folder, what.ratio, what.clients, store=store)) for _ in range(what.servers)
+        ]
+        self._router, self._what = Router(what.servers, policy), what
+        self.hits: list[dict[str, int]] = []
+        self.ttft_s: list[float] = []
+        self.seconds = 0.0
+
+    def ask(self, topics: Sequence[Prompts], numbers: Sequence[int], clients: int) -> None:
+        """Asks of these topics, and keeps what came of it."""
+
+        def one(number: int) -> float:
+            each = self._what.prompt.chunks
+            server = self._router.choose(range(number * each, (number + 1) * each))
+            client: Client = self._clients[server]
+            got = client.ask(Asked(*topics[number].draw()), self._what.answer_tokens, "blend")
+            self.hits.append(got.report["hit_tokens"])
+            return got.ttft_s
+
+        found = saturate(one, numbers, clients, lambda count: None)
+        self.ttft_s += found["ttft_s"]
+        self.seconds += found["seconds"]
+
+    def forget(self) -> None:
+        """Drops what came of requests so far: they were to fill memory."""
+        self.hits, self.ttft_s, self.seconds = [], [], 0.0
+
+    def result(self) -> dict[str, Any]:
+        """Its figures, and single times."""
+        names = sorted({name for each in self.hits for name in each})
+        loaded = {name: sum(each.get(name, 0) for each in self.hits) for name in names}
+        return {
+            "memory_share": loaded.get("memory", 0) / max(1, sum(loaded.values())),
+            "median_ttft_s": statistics.median(self.ttft_s),
+            "requests_per_s": len(self.ttft_s) / self.seconds,
+            "loaded_tokens": loaded,
+            "ttft_s": self.ttft_s,
+        }
+
+
+def _measure(folder: Path, store: str, topics: Sequence[Prompts], what: Routing, advance: Progress) -> dict[str, Any]:
+    """Saturates the servers of both policies in turns of some requests, so that a busy machine slows both."""
+    rng = random.Random(what.seed)
+    with ExitStack() as stack:
+        arms = {policy: _Arm(stack, folder, store, policy, what) for policy in POLICIES}
+        first = [topic for topic in range(what.topics) for _ in range(what.servers)]
+        rng.shuffle(first)
+        for arm in arms.values():
+            arm.ask(topics, first, 1)
+            arm.forget()
+        advance(WARM, 1, 1)
+        asked = [rng.randrange(what.topics) for _ in range(what.requests)]
+        for number, at in enumerate(range(0, what.requests, TURN)):
+            for policy in POLICIES if number % 2 else POLICIES[::-1]:
+                arms[policy].ask(topics, asked[at : at + TURN], what.clients)
+            advance(MEASURE, min(at + TURN, what.requests), what.requests)
+        return {policy: arm.result() for policy, arm in arms.items()}
+
+
+@contextmanager
+def _redis() -> Iterator[str]:
+    """The URL of a Redis of this benchmark's own, in memory, on a free port."""
+    if shutil.which("redis-server") is None or find_spec("redis") is None:
+        raise InvalidInputError("bench routing needs redis-server, and redis-py: pip install 'cacheblend[redis]'")
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+        with running(command, os.environ, lambda: _listens(port)):
+            yield f"redis://127.0.0.1:{port}/0"
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line for each policy, and the gains."""
+    lines = [
+        f"{policy}: {100 * result[policy]['memory_share']:.0f} % of the loaded tokens from memory, first token "
+        f"{1e3 * result[policy]['median_ttft_s']:.0f} ms, {result[policy]['requests_per_s']:.2f} requests/s"
+        for policy in POLICIES
+    ]
+    figures = result["figures"]
+    return "\n".join(
+        [*lines, f"first token {figures['ttft_gain']:.2f} times as soon, throughput {figures['throughput_gain']:.2f}"]
+    )

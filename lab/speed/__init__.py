@@ -1,0 +1,1 @@
+"""Prefills and stores on one machine, and what compression does to answers."""

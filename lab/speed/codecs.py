@@ -1,0 +1,165 @@
+"""What compressing stored KV does to answers.
+
+The quality suite's rows of one seed on the model that ships, blended as its profile says, once for each codec: how
+often the first token and the whole answer equal those of uncompressed KV, how far the distribution of the first token
+moves, and the share of right answers. Full reuse is measured as well: it recomputes nothing that compression harmed.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cacheblend.bench.stamp import stamp
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.plan.codec import CODECS
+from cacheblend.core.select.selectors import NoRows
+from cacheblend.data import QuestionRow
+from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf.baselines import agreement, finish, full_recompute, fused
+from cacheblend.evaluation.scorers import ExactMatch, best
+from cacheblend.nano import model_path
+from lab.nano.questions import draw_questions
+from lab.suite.suite import SETTINGS, Suite
+
+SUITE = Suite()
+STORE_BYTES = 1 << 28
+Progress = Callable[[int, int], None]
+
+
+def run(seed: int = SUITE.seeds[0], limit: int | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Asks the rows with every codec; `figures` beside all shares.
+
+    Args:
+        seed: of the suite.
+        limit: rows of the seed, the first ones; None for all.
+        progress: called with (rows done, rows in all).
+
+    Raises:
+        InvalidInputError: the suite has no such seed.
+    """
+    if seed not in SUITE.seeds:
+        raise InvalidInputError(f"the suite has no seed {seed}; there are {', '.join(map(str, SUITE.seeds))}")
+    asked = draw_questions(seed, SUITE.per_category)[:limit]
+    with ExitStack() as stack:
+        plain = stack.enter_context(BlendEngine.from_pretrained(model_path(), store="memory"))
+        engines = {"raw": plain}
+        for codec in CODECS:
+            if codec != "raw":
+                config = replace(plain.config, codec=codec)
+                engine = BlendEngine(
+                    plain.model, plain.tokenizer, store=plain.store, config=config, fingerprint=plain.fingerprint
+                )
+                engines[codec] = stack.enter_context(engine)
+        lines = measure(engines, asked, progress)
+        selector = plain.settings.selector()
+    shares = summary(lines)
+    return {
+        "figures": {
+            f"{share['codec']}_top_1": share["top_1"]
+            for share in shares
+            if share["how"] == "blend" and share["codec"] != "raw"
+        },
+        "full_right": 100 * statistics.mean(line["right"] for line in lines if line["how"] == "full"),
+        "arms": shares,
+        "selector": repr(selector),
+        "data": f"the suite nano, main, seed {seed}: {len(asked)} rows",
+        "categories": dict(Counter(row.category for row in asked)),
+        **stamp(),
+    }
+
+
+def measure(
+    engines: dict[str, BlendEngine], rows: Sequence[QuestionRow], progress: Progress | None = None
+) -> list[dict[str, Any]]:
+    """An entry for each row and each way to answer it.
+
+    Args:
+        engines: by codec, on one store; ``raw`` is one of them.
+        rows: to ask.
+        progress: called with (rows done, rows in all).
+    """
+    plain = engines["raw"]
+    selectors = {"blend": plain.settings.selector(), "reuse": NoRows()}
+    layout, params = SETTINGS.template.layout, SamplingParams(max_new_tokens=SETTINGS.max_tokens)
+    found = []
+    for number, row in enumerate(rows):
+        passages = [Passage(text.text, text.title) for text in row.passages]
+        prompt = plain.prompt(layout.prompt(plain, passages, row.question))
+        for how, selector in selectors.items():
+            wanted = None
+            for codec, engine in engines.items():
+                engine.warm(prompt.chunks)
+                first = fused(engine, prompt, selector)
+                logits = first.logits
+                answer, ids = finish(engine, prompt, first, params)
+                wanted = wanted or (logits, ids)
+                close = agreement(logits, wanted[0])
+                found.append(
+                    {
+                        "row": number,
+                        "category": row.category,
+                        "how": how,
+                        "codec": codec,
+                        "top_1": close.top_1,
+                        "kl": close.kl,
+                        "same_answer": ids == wanted[1],
+                        "right": best(ExactMatch(), answer, row.answers),
+                    }
+                )
+        full = finish(plain, prompt, full_recompute(plain, prompt), params)[0]
+        found.append({"row": number, "how": "full", "codec": "raw", "right": best(ExactMatch(), full, row.answers)})
+        plain.store.prune(STORE_BYTES)
+        if progress is not None:
+            progress(number + 1, len(rows))
+    return found
+
+
+def summary(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Shares by way (blend, reuse) and codec, in %; KL in nats."""
+    found = []
+    for how in ("blend", "reuse"):
+        for codec in CODECS:
+            of = [line for line in lines if (line["how"], line["codec"]) == (how, codec)]
+            found.append(
+                {
+                    "how": how,
+                    "codec": codec,
+                    "questions": len(of),
+                    "top_1": 100 * statistics.mean(line["top_1"] for line in of),
+                    "kl": statistics.mean(line["kl"] for line in of),
+                    "same_answer": 100 * statistics.mean(line["same_answer"] for line in of),
+                    "right": 100 * statistics.mean(line["right"] for line in of),
+                }
+            )
+    return found
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The shares for people."""
+    rows = result["arms"]
+    out = Table(
+        title=f"{rows[0]['questions']} questions; full recompute is right in {result['full_right']:.1f} %",
+        title_justify="left",
+        caption="1st, answer: % the same as with uncompressed KV; KL of the first token, nats; right: % exact match",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+    )
+    for column in ("", "codec", "1st", "KL", "answer", "right"):
+        out.add_column(column, justify="left" if column in ("", "codec") else "right", no_wrap=True)
+    for row in rows:
+        out.add_row(
+            row["how"],
+            row["codec"],
+            f"{row['top_1']:.1f}",
+            f"{row['kl']:.2g}",
+            f"{row['same_answer']:.1f}",
+            f"{row['right']:.1f}",
+        )
+    return out

@@ -1,0 +1,114 @@
+"""The figures that blending is held to, in one run: speedups, overheads, planning time, peak memory; each has a bar.
+
+Takes about half an hour on two cores.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from cacheblend.bench import ttft
+from lab.speed import memory, plan
+
+Progress = Callable[[int, int], None]
+LENGTHS = (8, 16, 32)
+"""Chunks of 512 tokens; the speedup must hold at each."""
+PARTS = 3 + len(LENGTHS)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value and its bar.
+
+    Attributes:
+        what: is measured.
+        value, bar: in the same unit.
+        at_least: the value must be at least the bar; otherwise at most.
+    """
+
+    what: str
+    value: float
+    bar: float
+    at_least: bool
+
+    @property
+    def reached(self) -> bool:
+        """Whether the value keeps to its bar."""
+        return self.value >= self.bar if self.at_least else self.value <= self.bar
+
+
+def run(settings: ttft.TtftSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Measures everything; `figures` beside the raw results.
+
+    Args:
+        settings: model or shape, runs, threads, seed.
+        progress: called with (parts done, parts in all).
+
+    Raises:
+        InvalidInputError: the model cannot be opened.
+    """
+    raw: dict[str, Any] = {}
+
+    def done() -> None:
+        if progress is not None:
+            progress(len(raw) - ("plan-disk" in raw), PARTS)
+
+    every = replace(settings, ratios=(0.15, 0.05, 1.0), arms=("full", "prefix", "reuse", "blend", "miss"))
+    raw["8x512"] = ttft.run(replace(every, stores=("memory", "disk")))
+    done()
+    for chunks in LENGTHS:
+        few = min(settings.runs, 3 if chunks < max(LENGTHS) else 2)
+        raw[f"length-{chunks}x512"] = ttft.run(replace(settings, chunks=chunks, arms=("full", "blend"), runs=few))
+        done()
+    raw["plan"] = plan.run()
+    with tempfile.TemporaryDirectory() as folder:
+        raw["plan-disk"] = plan.run(store=folder)
+    done()
+    raw["memory"] = memory.run(settings)
+    done()
+    found = [
+        {"what": figure.what, "value": figure.value, "bar": figure.bar, "at_least": figure.at_least}
+        | {"reached": figure.reached}
+        for figure in figures(raw)
+    ]
+    return {"figures": found, "raw": raw}
+
+
+def figures(raw: dict[str, Any]) -> list[Figure]:
+    """The figures of raw results."""
+    main = raw["8x512"]
+    full = _median(_arm(main, "full", store=None))
+    blend = _arm(main, "blend", 0.15)
+    gains = {n: _arm(raw[f"length-{n}x512"], "blend", 0.15)["speedup_vs_full"] for n in LENGTHS}
+    return [
+        Figure("full / blend, r = 0.15", full / _median(blend), 5.0, True),
+        Figure("full / blend, r = 0.05", full / _median(_arm(main, "blend", 0.05)), 9.0, True),
+        Figure("gain at 16 x 512 / gain at 8 x 512", gains[16] / gains[8], 0.95, True),
+        Figure("gain at 32 x 512 / gain at 8 x 512", gains[32] / gains[8], 0.95, True),
+        Figure("blend / full, r = 1", _median(_arm(main, "blend", 1.0)) / full, 1.05, False),
+        Figure("all miss / full", _median(_arm(main, "miss", store=None)) / full, 1.05, False),
+        Figure("disk / memory, r = 0.15", _median(_arm(main, "blend", 0.15, "disk")) / _median(blend), 1.1, False),
+        Figure("names and plan, 32k tokens, 64 chunks, ms", 1e3 * raw["plan"]["plan_s"]["median"], 20.0, False),
+        Figure("the same, disk, ms", 1e3 * raw["plan-disk"]["plan_s"]["median"], 20.0, False),
+        Figure("(peak of blend - peak of full) / KV cache", raw["memory"]["excess_over_kv"], 1.5, False),
+    ]
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A line for each figure: its value, its bar, whether it is reached."""
+    out = Table("figure", "value", "bar", "reached")
+    for figure in result["figures"]:
+        bar = f"{'>=' if figure['at_least'] else '<='} {figure['bar']:g}"
+        out.add_row(figure["what"], f"{figure['value']:.3f}", bar, "yes" if figure["reached"] else "NO")
+    return out
+
+
+def _arm(result: dict[str, Any], name: str, ratio: float | None = None, store: str | None = "memory") -> dict[str, Any]:
+    return next(a for a in result["arms"] if (a["arm"], a["ratio"], a["store"]) == (name, ratio, store))
+
+
+def _median(entry: dict[str, Any]) -> float:
+    return float(entry["ttft_s"]["median"])

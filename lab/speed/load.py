@@ -1,0 +1,221 @@
+"""What loading costs: hidden by computing or not; disk and Redis against plain reads; bytes by codec.
+
+pipeline   TTFT with a throttled store that takes as long as computing: with layers prefetched, and one by one
+disk       a request's blocks by layer against one plain read of as many bytes (`disk_reading`); KV of the model, or of
+           another shape: the result depends on the size of a record only
+redis      the same against pipelined GETs of the same values
+codecs     bytes of a stored block, header included, relative to bf16
+"""
+
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend.bench.stamp import stamp
+from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.naming import root_name
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.core.plan.codec import CODECS
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.configs import expected_layout
+from cacheblend.engines.hf.shapes import shape_config
+from cacheblend.store import KVStore, open_store
+from cacheblend.store.combined.throttled import ThrottledStore
+from cacheblend.store.format.block_file import encode_block
+from lab.speed import disk_reads as disk_reading
+from lab.speed.disk_reads import BLOCK, fill, random_block, read_by_layer
+
+Progress = Callable[[str], None]
+_GROW_ROWS = 64 << 30
+DISK_FIGURES = ("disk_read_share", "cold_read_share", "direct_read_share")
+"""Names of the figures of `disk_reading.WAYS`."""
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """What is measured.
+
+    Attributes:
+        prompt: model or shape, chunks, ratio, runs, seed.
+        folder: on the disk to measure; None: the temporary folder.
+        redis: URL of a server; None leaves Redis out.
+        kv_shape: shape of the records that are read from disk and Redis; None: the model's.
+    """
+
+    prompt: TtftSettings
+    folder: Path | None = None
+    redis: str | None = None
+    kv_shape: str | None = None
+
+
+@torch.no_grad()
+def run(settings: LoadSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Runs all parts; returns `figures` and the raw numbers.
+
+    Raises:
+        InvalidInputError: the model cannot be opened.
+        StoreError: disk or server cannot be used.
+    """
+    advance = progress or (lambda what: None)
+    stored = None if settings.kv_shape is None else expected_layout(shape_config(settings.kv_shape), torch.bfloat16)
+    if settings.prompt.threads is not None:
+        torch.set_num_threads(settings.prompt.threads)
+    model, tokenizer, name = open_model(settings.prompt)
+    advance("pipelined loading")
+    pipeline, layout = _pipeline(settings.prompt, model, tokenizer)
+    figures: dict[str, float | None] = {
+        "pipelined_over_max": pipeline["pipelined_over_max"],
+        "serial_over_max": pipeline["serial_over_max"],
+    }
+    tokens = settings.prompt.chunks * settings.prompt.chunk_tokens
+    result: dict[str, Any] = {"model": name, "tokens": tokens, "pipeline": pipeline}
+    layout = stored or layout
+    result["kv"] = {
+        "shape": settings.kv_shape or name,
+        "record_bytes": layout.block_bytes(BLOCK) // len(layout.layers),
+    }
+    advance("the disk")
+    prompt = settings.prompt
+    result["disk"] = disk_reading.measure(layout, prompt.chunks, prompt.chunk_tokens, settings.folder, prompt.runs)
+    for way, figure in zip(disk_reading.WAYS, DISK_FIGURES, strict=True):
+        figures[figure] = result["disk"][way] and result["disk"][way]["share"]
+        figures[f"{way}_of_kept"] = result["disk"][way] and result["disk"][way]["of_kept"]
+    if settings.redis is not None:
+        advance("Redis")
+        result["redis"] = _redis(layout, prompt, settings.redis)
+        figures["redis_read_share"] = result["redis"]["share"]
+    result["codec_bytes"] = {codec: _codec_bytes(codec) for codec in CODECS}
+    figures |= {f"{codec}_bytes": share for codec, share in result["codec_bytes"].items() if codec != "raw"}
+    return {
+        "figures": figures,
+        **result,
+        **stamp(),
+    }
+
+
+# ---- the pipeline -------------------------------------------------------------------------------------------
+
+
+def _pipeline(prompt: TtftSettings, model: Any, tokenizer: Any) -> tuple[dict[str, Any], KVLayout]:
+    """TTFT where loading takes as long as computing: three ways, alternating, each with its own throughput."""
+    draw = random.Random(prompt.seed)
+    with ExitStack() as stack:
+        slow = ThrottledStore(1e15, max_bytes=_GROW_ROWS)
+        stack.enter_context(slow)
+        ahead, serial = (stack.enter_context(_engine(model, tokenizer, slow, n)) for n in (BlendConfig().read_ahead, 0))
+        chunks = open_chunks(prompt, ahead, draw)
+        ahead.warm(chunks)
+        layout = ahead.survey.layout
+        ratio = prompt.ratios[0]
+
+        def seconds(engine: BlendEngine) -> float:
+            asked = draw_prompt(prompt, chunks, engine.survey.vocab_size, draw)
+            started = time.perf_counter()
+            engine.prefill(asked, ratio=ratio)
+            return time.perf_counter() - started
+
+        seconds(serial)
+        unthrottled = statistics.median(seconds(serial) for _ in range(prompt.runs))
+        # Loading starts with the first layer whose loaded rows are used: its bytes are spread over the whole pass.
+        nbytes = layout.block_bytes(BLOCK) / BLOCK * prompt.chunks * prompt.chunk_tokens
+        nbytes *= (len(layout.layers) - 1) / len(layout.layers)
+        throttled = nbytes / unthrottled
+        times: dict[str, list[float]] = {"compute": [], "pipelined": [], "serial": []}
+        for _ in range(prompt.runs):
+            for name, engine in (("compute", serial), ("pipelined", ahead), ("serial", serial)):
+                slow.bytes_per_s = 1e15 if name == "compute" else throttled
+                times[name].append(seconds(engine))
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    longest = max(unthrottled, medians["compute"])
+    return {
+        "bytes": nbytes,
+        "bytes_per_s": throttled,
+        "load_s": unthrottled,
+        "seconds": times,
+        "pipelined_over_max": medians["pipelined"] / longest,
+        "serial_over_max": medians["serial"] / longest,
+    }, layout
+
+
+def _engine(model: Any, tokenizer: Any, store: KVStore, read_ahead: int) -> BlendEngine:
+    config = BlendConfig(capture=False, read_ahead=read_ahead, load_timeout_s=math.inf)
+    return BlendEngine(model, tokenizer, store=store, config=config, fingerprint="bench", name="bench")
+
+
+# ---- Redis -----------------------------------------------------------------------------------------
+
+
+def _redis(layout: KVLayout, prompt: TtftSettings, url: str) -> dict[str, Any]:
+    """A request's blocks by layer, and the same values by pipelines of plain GETs."""
+    import redis
+
+    prefix = f"bench-{os.getpid()}"
+    client = redis.Redis.from_url(url)
+    with open_store(f"{url}?prefix={prefix}") as store:
+        names, nbytes = fill(store, layout, prompt.chunks, prompt.chunk_tokens)
+        try:
+            keys = [[f"{prefix}:{{{name.hex()}}}:{layer}" for name in names] for layer in range(len(layout.layers))]
+            by_layer, plain = [], []
+            for _ in range(prompt.runs):
+                by_layer.append(read_by_layer(store, names, layout))
+                started = time.perf_counter()
+                for of_layer in keys:
+                    with client.pipeline(transaction=False) as pipe:
+                        for key in of_layer:
+                            pipe.get(key)
+                        pipe.execute()
+                plain.append(time.perf_counter() - started)
+        finally:
+            for name in names:
+                store.delete(name)
+    rates = {"by_layer": nbytes / statistics.median(by_layer), "plain": nbytes / statistics.median(plain)}
+    return {
+        "bytes": nbytes,
+        "seconds": {"by_layer": by_layer, "plain": plain},
+        "bytes_per_s": rates,
+        "share": rates["by_layer"] / rates["plain"],
+    }
+
+
+# ---- codecs -------------------------------------------------------------------------------------------------
+
+
+def _codec_bytes(codec: str) -> float:
+    """Bytes of a block's file relative to the same block in bf16, heads of 64."""
+    raw = KVLayout((LayerShape(2, 64),) * 24, torch.bfloat16)
+    sizes = []
+    for layout in (replace(raw, codec=codec), raw):
+        parts = encode_block(random_block(layout, 0, BLOCK, root_name("bench", "codec")))
+        sizes.append(sum(len(part) for part in parts))
+    return sizes[0] / sizes[1]
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line for each figure."""
+    lines = []
+    pipeline = result["pipeline"]
+    lines.append(
+        f"pipelined {pipeline['pipelined_over_max']:.2f} x, one by one {pipeline['serial_over_max']:.2f} x "
+        "the longer of loading and computing"
+    )
+    found = {f"disk, {way}": result["disk"][way] for way in disk_reading.WAYS} | {"redis": result.get("redis")}
+    for name, part in found.items():
+        if part is not None:
+            rates = part["bytes_per_s"]
+            lines.append(
+                f"{name}: {rates['by_layer'] / 1e9:.2f} GB/s by layer, {rates['plain'] / 1e9:.2f} GB/s plain "
+                f"({100 * part['share']:.0f} %)"
+                + (f", {rates['kept'] / 1e9:.2f} GB/s kept and checked" if "kept" in rates else "")
+            )
+    lines.append("bytes over bf16: " + ", ".join(f"{k} {v:.3f}" for k, v in result["codec_bytes"].items()))
+    return "\n".join(lines)

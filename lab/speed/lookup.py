@@ -1,0 +1,141 @@
+"""A disk store with very many blocks: time to open and to look up, memory per block.
+
+filled     small blocks with as many layers as a real model; some of their names are remembered
+opened     in a separate process, so that its memory is the store's alone: open, look up names for the first time, write
+           one block, which counts the folder's contents
+"""
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend.bench.stamp import stamp
+from cacheblend.core.errors import CacheBlendError, InvalidInputError
+from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.store import DiskStore
+from lab.checkout import environment
+from lab.speed.disk_reads import random_block
+
+Progress = Callable[[int, int], None]
+_LAYOUT = KVLayout((LayerShape(1, 8),) * 24, torch.bfloat16)
+_ROOT = root_name("bench", "look-up")
+_TOKENS = 2
+_REPORT_EVERY = 1000
+
+
+def run(
+    blocks: int, folder: Path | None = None, look_ups: int = 2000, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Fills a store in a temporary folder, measures it, removes it.
+
+    Args:
+        blocks: of the store; each takes 8 KiB of disk.
+        folder: on the disk to measure; None: the temporary folder.
+        look_ups: names that are looked up, one by one.
+        progress: called with (blocks written, blocks in all).
+
+    Raises:
+        InvalidInputError: no blocks, or fewer than are looked up; or this is not Linux, which reports peak memory.
+        StoreError: the folder cannot be written to.
+    """
+    if not 0 < look_ups <= blocks:
+        raise InvalidInputError(f"{look_ups} look-ups need at least as many blocks, not {blocks}")
+    if not Path("/proc/self/clear_refs").exists():
+        raise InvalidInputError("memory is measured through Linux's /proc, which is missing here")
+    with tempfile.TemporaryDirectory(prefix="cacheblend-bench-", dir=folder) as place:
+        asked = set(random.Random(0).sample(range(blocks), look_ups))
+        names: list[BlockName] = []
+        with DiskStore(place, max_bytes=None, durable=False) as store:
+            for number in range(blocks):
+                block = random_block(_LAYOUT, number, _TOKENS, _ROOT)
+                store.write(block)
+                if number in asked:
+                    names.append(block.name)
+                if progress is not None and (number + 1) % _REPORT_EVERY == 0:
+                    progress(number + 1, blocks)
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, place, str(blocks)],
+            input="\n".join(name.hex() for name in names),
+            capture_output=True,
+            text=True,
+            env=environment(),
+        )
+    if done.returncode:
+        raise CacheBlendError(f"the process that measures failed: {done.stderr.strip().splitlines()[-1]}")
+    measured = json.loads(done.stdout.splitlines()[-1])
+    figures = {
+        "lookup_us": 1e6 * statistics.median(measured["first_s"]),
+        "open_s": measured["open_s"],
+        "bytes_per_block": measured["bytes"] / blocks,
+    }
+    return {
+        "figures": figures,
+        "blocks": blocks,
+        **measured,
+        **stamp(),
+    }
+
+
+def line(result: dict[str, Any]) -> str:
+    """The result in one line."""
+    figures = result["figures"]
+    again = 1e6 * statistics.median(result["again_s"])
+    return (
+        f"{result['blocks']} blocks: a look-up takes {figures['lookup_us']:.0f} us, {again:.0f} us the second time; "
+        f"opening {1e3 * result['open_s']:.1f} ms, counting what is there before the first write "
+        f"{result['write_s']:.2f} s; {figures['bytes_per_block']:.0f} bytes of memory a block at most"
+    )
+
+
+def _measure(folder: str, blocks: int) -> dict[str, Any]:
+    """Runs in a separate process; the names come on stdin."""
+    names = [BlockName(bytes.fromhex(digits)) for digits in sys.stdin.read().split()]
+    before = _restart_peak()
+    started = time.perf_counter()
+    store = DiskStore(folder, durable=False)
+    open_s = time.perf_counter() - started
+    first, again = _look_up(store, names), _look_up(store, names)
+    block = random_block(_LAYOUT, blocks, _TOKENS, _ROOT)
+    started = time.perf_counter()
+    store.write(block)
+    write_s = time.perf_counter() - started
+    taken = _peak_bytes() - before
+    store.close()
+    return {"open_s": open_s, "write_s": write_s, "first_s": first, "again_s": again, "bytes": taken}
+
+
+def _look_up(store: DiskStore, names: list[BlockName]) -> list[float]:
+    taken = []
+    for name in names:
+        started = time.perf_counter()
+        (entry,) = store.find([name])
+        taken.append(time.perf_counter() - started)
+        if entry is None:
+            raise CacheBlendError(f"block {name.hex()} is not found")
+    return taken
+
+
+def _restart_peak() -> int:
+    """Resets the peak; returns the bytes of memory that this process has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak_bytes()
+
+
+def _peak_bytes() -> int:
+    """Peak memory of this process since the reset."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(sys.argv[1], int(sys.argv[2]))))

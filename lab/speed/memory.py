@@ -1,0 +1,130 @@
+"""Peak resident memory of a blend and of a full prefill, each in its own process, the store on disk."""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from cacheblend.bench.stamp import stamp
+from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import CacheBlendError
+from cacheblend.core.failures import count_failure, failures
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.baselines import full_recompute
+from cacheblend.store import open_store
+from lab.checkout import environment
+
+Progress = Callable[[int, int, str], None]
+STEPS = ("warm", "full", "blend")
+
+
+def run(settings: TtftSettings, on_progress: Progress | None = None) -> dict[str, Any]:
+    """Warms a store in one process, then measures one prefill of each arm in its own process.
+
+    Returns:
+        ``peak_bytes`` by arm, the prompt's ``kv_bytes``, and ``excess_over_kv``: (blend - full) / KV cache.
+    """
+    measured: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
+        for step, arm in enumerate(STEPS):
+            if on_progress is not None:
+                on_progress(step, len(STEPS), arm)
+            measured[arm] = _in_a_process(arm, folder, settings)
+    excess = measured["blend"]["peak_bytes"] - measured["full"]["peak_bytes"]
+    kv_bytes = measured["blend"]["kv_bytes"]
+    return {
+        "peak_bytes": {arm: measured[arm]["peak_bytes"] for arm in ("full", "blend")},
+        "kv_bytes": kv_bytes,
+        "excess_over_kv": excess / kv_bytes,
+        "model": settings.model or settings.shape,
+        "prompt_tokens": settings.prompt_tokens,
+        "ratio": settings.ratios[0],
+        **stamp(),
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """The result for people."""
+    out = Table(title=f"Peak resident memory, {result['model']}, {result['prompt_tokens']} tokens", box=None)
+    out.add_column("what")
+    out.add_column("MiB", justify="right")
+    for arm, peak in result["peak_bytes"].items():
+        out.add_row(arm, f"{peak / 2**20:.0f}")
+    out.add_row("KV cache", f"{result['kv_bytes'] / 2**20:.0f}")
+    out.add_row("(blend - full) / KV cache", f"{result['excess_over_kv']:.2f}")
+    return out
+
+
+def _in_a_process(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
+    payload = json.dumps({name: getattr(settings, name) for name in _PASSED_ON})
+    done = subprocess.run(
+        [sys.executable, "-m", "lab.speed.memory", arm, folder, payload],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    if done.returncode:
+        raise CacheBlendError(f"the process that measures {arm!r} failed: {done.stderr.strip().splitlines()[-1]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for reason, count in result.pop("failed").items():
+        count_failure(reason, count)
+    return result
+
+
+_PASSED_ON = (
+    "model",
+    "shape",
+    "chunks",
+    "chunk_tokens",
+    "question_tokens",
+    "plain_tokens",
+    "ratios",
+    "threads",
+    "seed",
+)
+
+
+def _measure(arm: str, folder: str, settings: TtftSettings) -> dict[str, Any]:
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    model, tokenizer, _ = open_model(settings)
+    draw = random.Random(settings.seed)
+    with open_store(folder, ram_bytes=0) as store:
+        engine = BlendEngine(model, tokenizer, store=store, config=BlendConfig(capture=False), fingerprint="bench")
+        chunks = open_chunks(settings, engine, draw)
+        if arm == "warm":
+            engine.warm(chunks)
+        prompt = draw_prompt(settings, chunks, engine.survey.vocab_size, draw)
+        _forget_peak()
+        if arm == "full":
+            full_recompute(engine, prompt)
+        elif arm == "blend":
+            # The KV cache is part of the peak, as in transformers' own prefill: it is held until the end.
+            result = engine.prefill(prompt, ratio=settings.ratios[0])
+            assert result.kv
+        kv_bytes = len(prompt) * engine.survey.layout.block_bytes(1)
+        return {"peak_bytes": _peak(), "kv_bytes": kv_bytes, "failed": failures()}
+
+
+def _forget_peak() -> None:
+    """Resets the peak: building the model had its own."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    fields = json.loads(sys.argv[3])
+    given = TtftSettings(**{**fields, "ratios": tuple(fields["ratios"])})
+    print(json.dumps(_measure(sys.argv[1], sys.argv[2], given)))

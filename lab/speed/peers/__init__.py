@@ -1,0 +1,1 @@
+"""`lab peers`: other ways to reuse KV, on the same requests."""

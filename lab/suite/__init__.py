@@ -1,0 +1,1 @@
+"""The suite nano: the model that ships, against its bars."""

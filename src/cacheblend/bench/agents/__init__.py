@@ -1,1 +1,0 @@
-"""`bench agent`: an agent of many turns, as its server's clients see it."""

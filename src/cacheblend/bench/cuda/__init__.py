@@ -1,1 +1,0 @@
-"""What blending brings on a GPU, in one run: `bench cuda`."""

@@ -1,1 +1,0 @@
-"""`bench peers`: other ways to reuse KV, on the same requests."""

@@ -1,0 +1,426 @@
+"""What `inspect` measures: against transformers' own cache and attention, against slow definitions, and by hand."""
+
+import copy
+import json
+from collections.abc import Sequence
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend.core.config import BlendConfig
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.load.loader import LayerKV
+from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.core.select.question_selectors import Query
+from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows, Selector
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.hf.baselines import Agreement
+from cacheblend.store import MemoryStore
+from families import BLENDABLE, VOCAB, tiny_model
+from lab.inspection import (
+    Inspection,
+    attention_deviation_by_layer,
+    inspect_prompt,
+    kv_deviation_by_layer,
+    observe_full,
+    observe_fused,
+    ratio_curves,
+)
+from lab.inspection.facts import numbers, summary
+from lab.inspection.heat_map import heat_map
+from lab.inspection.inspection import MethodView
+from lab.inspection.observation import LAST_ROWS, alone_mass
+from lab.inspection.parts import Part, context_length, part_of_row, parts_of
+from lab.inspection.ranks import ranks, spearman, spearman_matrix
+from lab.inspection.token_texts import token_texts
+from reference import plain_kv
+from tokenizers_for_tests import CORPUS, byte_level, sentencepiece
+
+FAMILIES = [
+    name
+    for name in ("llama", "gemma3_text", "gpt_oss", "qwen3_moe", "glm", "gemma4_text", "deepseek_v3")
+    if name in [family.name for family in BLENDABLE]
+]
+"""Plain; windows and two thetas; sinks; experts; partial RoPE; layers of several shapes; latents."""
+SINKS = ("gpt_oss",)
+BOS, TOLERANCE = 1, 1e-4
+
+
+def ids(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+
+
+A, B, C = chunk(ids(30, 1), "first"), chunk(ids(18, 2), "second"), chunk(ids(26, 3))
+SYSTEM, SEPARATOR, QUESTION = text(ids(7, 4)), text(ids(2, 5)), text(ids(9, 6))
+RAG = Prompt.of([SYSTEM, A, SEPARATOR, B, SEPARATOR, C, SEPARATOR, QUESTION])
+LONG_QUESTION = Prompt.of([SYSTEM, B, A, text(ids(LAST_ROWS + 9, 7))])
+
+
+def engine_of(family: str = "llama", prompt: Prompt = RAG, **settings: object) -> BlendEngine:
+    """An engine that holds the prompt's chunks."""
+    anchor = settings.get("anchor", "none")
+    config = BlendConfig(**{"block_size": 16, "tile_rows": 24, "capture": False, "anchor": "none", **settings})  # type: ignore[arg-type]
+    bos = BOS if anchor == "bos" else None
+    engine = BlendEngine(tiny_model(family), store=MemoryStore(), config=config, bos_id=bos)
+    engine.warm(prompt.chunks, system=prompt)
+    return engine
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((actual - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
+
+
+# ---- what is observed is the model's own ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fresh_kv_is_transformers_own(family: str) -> None:
+    engine = engine_of(family)
+    seen = observe_full(engine, RAG)
+    logits, kv = plain_kv(engine.model, RAG.token_ids)
+    assert close(seen.logits, logits)
+    assert len(seen.kv) == len(kv)
+    for mine, theirs in zip(seen.kv, kv, strict=True):
+        assert close(mine.keys, theirs[0])
+        assert close(mine.values, theirs[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_attention_is_transformers_own(family: str) -> None:
+    """Soft-cap, windows and sinks included."""
+    engine = engine_of(family, LONG_QUESTION)
+    seen = observe_full(engine, LONG_QUESTION)
+    model = copy.deepcopy(engine.model)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(input_ids=engine.ids_of(LONG_QUESTION)[None], output_attentions=True, use_cache=False)
+    context = context_length(LONG_QUESTION)
+    part = part_of_row(parts_of(LONG_QUESTION), len(LONG_QUESTION))
+    for layer, theirs in enumerate(out.attentions):
+        assert close(seen.forward[layer], theirs[0, :, -LAST_ROWS:, :context])
+        mean = theirs[0].mean(0)
+        pooled = torch.stack([mean[:, part == i].sum(1) for i in range(part.max() + 1)], dim=1)
+        assert close(torch.from_numpy(seen.mass[layer]), pooled)
+
+
+@pytest.mark.parametrize("selector", [NoRows(), Hkvd(), Hkvd((1, 2), (0.4, 0.2)), Query(0.2)], ids=repr)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_watching_a_pass_changes_nothing(family: str, selector: Selector) -> None:
+    """The second runner over the KV that the pass left gives the pass's own logits: its attention is the pass's."""
+    engine = engine_of(family)
+    result = engine.prefill(RAG, selector=selector)
+    report = result.report
+    seen = observe_fused(engine, RAG, selector)
+    assert close(seen.logits, result.logits)
+    assert all(close(mine.keys, theirs.keys) for mine, theirs in zip(seen.kv, result.kv, strict=True))
+    assert report.row_layers <= seen.compute * len(RAG) * len(seen.kv) < 1.1 * (report.row_layers + len(RAG))
+    assert int(seen.computed[-1, seen.plan.candidate_rows].sum()) == report.recomputed_tokens
+
+
+def test_rows_are_computed_until_the_check_that_drops_them() -> None:
+    engine = engine_of()
+    seen = observe_fused(engine, RAG, Hkvd((1, 3), (0.5, 0.1)))
+    candidates = seen.plan.candidate_rows
+    counts = seen.computed[:, candidates].sum(axis=1).tolist()
+    half, tenth = round(0.5 * len(candidates)), round(0.1 * len(candidates))
+    assert counts == [len(candidates), half, half, tenth]
+    others = np.setdiff1d(np.arange(len(RAG)), candidates)
+    assert seen.computed[:, others].all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_of_a_row_sums_to_one(family: str) -> None:
+    engine = engine_of(family)
+    full, blend = observe_full(engine, RAG), observe_fused(engine, RAG, Hkvd())
+    alone = alone_mass(engine, blend.plan)
+    for mass in (full.mass, blend.mass[blend.computed], alone[:, blend.plan.candidate_rows]):
+        sums = mass.sum(axis=-1)
+        assert (sums <= 1 + 1e-5).all()
+        if family in SINKS:
+            assert sums.min() < 0.99
+        else:
+            assert sums.min() > 1 - 1e-5
+    assert np.isnan(blend.mass[~blend.computed]).all()
+
+
+def test_the_anchor_takes_the_first_tokens_place() -> None:
+    """Computed alone behind BOS, a chunk attends to it; in a prompt that begins with BOS that is its first token."""
+    with_bos = Prompt.of([text([BOS]), SYSTEM, B, A, QUESTION])
+    engine = engine_of(anchor="bos", prompt=with_bos)
+    mass = alone_mass(engine, engine.planner.plan(with_bos, engine.store))
+    rows = slice(8, 8 + len(B))
+    assert np.allclose(mass[:, rows, 0] + mass[:, rows, 2], 1, atol=1e-5)
+    assert mass[:, rows, 0].min() > 0
+    engine = engine_of(anchor="bos", prompt=RAG)
+    mass = alone_mass(engine, engine.planner.plan(RAG, engine.store))
+    assert np.allclose(mass[:, 7:37].sum(axis=-1), mass[:, 7:37, 1], atol=1e-6)
+    assert mass[:, 7:37, 1].max() < 1  # what BOS got is nobody's here
+
+
+# ---- deviations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deviations_end_where_they_must(family: str) -> None:
+    """Layer 0 depends on the token alone; recomputing everything is full recompute."""
+    engine = engine_of(family)
+    full = observe_full(engine, RAG)
+    reuse, everything = (observe_fused(engine, RAG, selector) for selector in (NoRows(), AllRows()))
+    scale = float(kv_deviation_by_layer(full.kv, [LayerKV(k * 0, v * 0) for k, v in full.kv]).mean())
+    deviation = kv_deviation_by_layer(full.kv, reuse.kv)
+    assert deviation.shape == (len(full.kv), len(RAG))
+    assert deviation[0].max() < 1e-6 * scale
+    assert deviation[1:, reuse.plan.candidate_rows].mean() > 1e-3 * scale
+    assert kv_deviation_by_layer(full.kv, everything.kv).max() < 1e-6 * scale
+    assert np.nanmax(attention_deviation_by_layer(full.forward, everything.forward)) < TOLERANCE
+    assert np.nanmax(attention_deviation_by_layer(full.forward, reuse.forward)) > 0.01
+
+
+def test_deviations_by_hand() -> None:
+    fresh = LayerKV(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+    other = LayerKV(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+    other.keys[1, 2, 0], other.values[0, 2, 1], other.values[0, 0, 0] = 3, 4, -2
+    assert kv_deviation_by_layer([fresh], [other]).tolist() == [[4, 0, 25]]
+    full, reuse = torch.tensor([[[0.6, 0.8]]]), torch.tensor([[[0.6, 0.3]]])
+    assert attention_deviation_by_layer([full, full * 0], [reuse, reuse])[0] == pytest.approx(0.5)
+    assert np.isnan(attention_deviation_by_layer([full * 0], [reuse])[0])
+
+
+# ---- the whole inspection ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inspection(family: str) -> None:
+    engine = engine_of(family)
+    done: list[tuple[int, int]] = []
+    found = inspect_prompt(
+        engine, RAG, Hkvd(), curves=ratio_curves(engine.config, (0.0, 0.3, 1.0)), progress=lambda *at: done.append(at)
+    )
+    assert done == [(n, 10) for n in range(1, 11)]
+    layers = len(engine.survey.layout.layers)
+    assert found.kv_norm.shape == (layers,) and found.correlation.shape == (layers, layers)
+    assert found.full.attention.shape == (layers, len(found.parts), len(found.parts))
+    assert [part.label for part in found.parts] == [
+        "front", "chunk 1: first", "chunk 2: second", "chunk 3", "between", "question"
+    ]  # fmt: skip
+    assert len(found.recomputed) == round(0.15 * len(found.candidates))
+    assert np.abs(found.full.kv_deviation).max() == 0
+    assert (found.cross_chunk(found.reuse) == 0).all()
+    blend = found.cross_chunk(found.blend)
+    assert np.allclose(blend[0], found.cross_chunk(found.full)[0], atol=1e-5)  # in front of the check
+    assert (blend[1:] > 0).all() and (blend[1:] < found.cross_chunk(found.full)[1:]).all()
+    assert found.mean_deviation(found.blend)[-1] < found.mean_deviation(found.reuse)[-1]
+    none, _, everything = found.curves["hkvd"]
+    assert np.allclose(none.attention_deviation, found.reuse.attention_deviation, atol=1e-3, equal_nan=True)
+    assert np.nanmax(everything.attention_deviation) < TOLERANCE
+    assert none.compute < everything.compute <= 1
+    json.dumps(numbers(found), allow_nan=False)
+
+
+def test_an_exact_prefix_counts_as_full_recompute() -> None:
+    prompt = Prompt.of([A, B, QUESTION])
+    found = inspect_prompt(engine_of(prompt=prompt), prompt)
+    assert found.sources[: len(A)] == ["prefix"] * len(A)
+    assert found.candidates.tolist() == list(range(len(A), len(A) + len(B)))
+    assert np.allclose(found.reuse.attention[:, 0], found.full.attention[:, 0])
+    assert found.relative(found.reuse)[:, : len(A)].max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "message"),
+    [
+        (Prompt.of([SYSTEM, QUESTION]), 4096, "no chunk"),
+        (Prompt.of([A, QUESTION]), 4096, "directly follows its anchor"),
+        (RAG, len(RAG) - 1, f"{len(RAG)} tokens, inspection takes {len(RAG) - 1}.*--max-prompt-tokens"),
+    ],
+)
+def test_what_cannot_be_inspected(prompt: Prompt, limit: int, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        inspect_prompt(engine_of(), prompt, max_tokens=limit)
+
+
+@pytest.mark.parametrize(
+    ("selector", "names"),
+    [("hkvd", ["hkvd", "random"]), ("none", ["hkvd", "random"]), ("random", ["hkvd", "random"])]
+    + [(name, [name, "random"]) for name in ("head", "query", "hybrid")],
+)
+def test_curves_of_every_selector(selector: str, names: list[str]) -> None:
+    curves = ratio_curves(BlendConfig(selector=selector, check_layers=(1, 2), ratios=(0.3, 0.1)), (0.0, 0.5, 1.0))
+    assert list(curves) == names
+    assert list(curves[names[0]]) == [0.0, 0.5, 1.0]
+
+
+# ---- parts, ranks, texts ----------------------------------------------------------------------------------
+
+
+def test_parts() -> None:
+    parts = parts_of(Prompt.of([text([BOS]), SYSTEM, A, SEPARATOR, B, SEPARATOR, C, QUESTION]))
+    assert [(part.label, part.is_chunk, part.runs) for part in parts] == [
+        ("first token", False, ((0, 1),)),
+        ("front", False, ((1, 8),)),
+        ("chunk 1: first", True, ((8, 38),)),
+        ("chunk 2: second", True, ((40, 58),)),
+        ("chunk 3", True, ((60, 86),)),
+        ("between", False, ((38, 40), (58, 60))),
+        ("question", False, ((86, 95),)),
+    ]
+    assert part_of_row(parts, 95).tolist()[36:42] == [2, 2, 5, 5, 3, 3]
+    assert [part.label for part in parts_of(Prompt.of([A, B]))] == ["chunk 1: first", "chunk 2: second"]
+
+
+@pytest.mark.parametrize(("prompt", "length"), [(RAG, 85), (Prompt.of([A, B]), 47), (Prompt.of([QUESTION]), 0)])
+def test_context_is_what_stands_in_front_of_the_question(prompt: Prompt, length: int) -> None:
+    assert context_length(prompt) == length
+
+
+def slow_ranks(values: Sequence[float]) -> list[float]:
+    return [sum(o < v for o in values) + (sum(o == v for o in values) + 1) / 2 for v in values]
+
+
+def slow_spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    a, b = slow_ranks(first), slow_ranks(second)
+    mean = (len(a) + 1) / 2
+    above = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    below = (sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)) ** 0.5
+    return above / below if below else float("nan")
+
+
+PAIRS = st.lists(st.tuples(st.integers(-4, 4), st.floats(-1e6, 1e6)), min_size=1, max_size=30)
+
+
+@given(PAIRS)
+def test_spearman_as_defined(pairs: list[tuple[int, float]]) -> None:
+    first, second = np.array([a for a, _ in pairs], dtype=float), np.array([b for _, b in pairs])
+    assert ranks(first).tolist() == slow_ranks(first)
+    assert spearman(first, second) == pytest.approx(slow_spearman(first, second), nan_ok=True)
+
+
+def test_spearman_by_hand() -> None:
+    assert spearman(np.array([1.0, 5, 9]), np.array([-3.0, 0, 1e9])) == 1
+    assert spearman(np.array([1.0, 5, 9]), np.array([2.0, 1, 0])) == -1
+    assert np.isnan(spearman(np.ones(3), np.arange(3.0)))
+    assert spearman_matrix(np.array([[1.0, 2, 3], [3.0, 2, 1]])).tolist() == [[1, -1], [-1, 1]]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte-level", "sentencepiece"])
+def test_token_texts_are_the_text(tokenizer: object) -> None:
+    """Characters of several tokens included; every token has an entry."""
+    whole = f" and {CORPUS[4]} fine 🦜."
+    encoded = tokenizer(whole, add_special_tokens=False)["input_ids"]  # type: ignore[operator]
+    texts = token_texts(tokenizer, encoded)
+    assert len(texts) == len(encoded)
+    assert "".join(texts).strip() == whole.strip()
+    assert any("🦜" in text for text in texts) and "" in texts
+
+
+def test_token_texts_without_a_tokenizer_and_of_broken_bytes() -> None:
+    assert token_texts(None, [3, 17]) == ["[3]", "[17]"]
+    tokenizer = byte_level()
+    lead = tokenizer("🦜", add_special_tokens=False)["input_ids"][0]
+    texts = token_texts(tokenizer, [lead] * 20)
+    assert len(texts) == 20
+    assert "\ufffd" in "".join(texts)
+
+
+# ---- numbers and page -------------------------------------------------------------------------------------
+
+
+def method(kv: list[list[float]], computed: list[list[bool]]) -> MethodView:
+    attention = np.zeros((2, 3, 3))
+    attention[:, 1] = [0.25, 0.5, 0]
+    return MethodView(np.array(kv), attention, np.array([0, 0.5]), Agreement(0.1, True, 0.2), np.array(computed), 0.5)
+
+
+def by_hand() -> Inspection:
+    """Two layers; the chunks' tokens are 0 and 1; token 2 is the question."""
+    return Inspection(
+        model="<b>model</b>",
+        selector="Hkvd()",
+        tokens=["</script><script>alert(1)</script>", "", "a&b\n"],
+        sources=["loaded", "loaded", "text"],
+        parts=[
+            Part("chunk 1: <i>", True, ((0, 1),)),
+            Part("chunk 2", True, ((1, 2),)),
+            Part("question", False, ((2, 3),)),
+        ],
+        candidates=np.array([0, 1]),
+        kv_norm=np.array([1.0, 2.0]),
+        full=method([[0, 0, 0]] * 2, [[True] * 3] * 2),
+        reuse=method([[0, 0, 0], [16, 4, 0]], [[False, False, True]] * 2),
+        blend=method([[0, 0, 0], [1, 4, 0]], [[True] * 3, [True, False, True]]),
+        correlation=np.full((2, 2), np.nan),
+    )
+
+
+def test_measures_by_hand() -> None:
+    found = by_hand()
+    assert found.relative(found.reuse).tolist() == [[0, 0, 0], [2, 1, 0]]
+    assert found.mean_deviation(found.blend).tolist() == [0, 0.75]
+    assert found.top_share()[1] == pytest.approx(2 / 3)
+    assert np.isnan(found.top_share()[0])
+    assert found.recomputed.tolist() == [0]
+    assert found.cross_chunk(found.full).tolist() == [0.25, 0.25]
+    assert summary(found, [1])["layers"] == [
+        {
+            "layer": 1,
+            "mean_deviation": {"reuse": 1.5, "blend": 0.75},
+            "top_share": 0.66667,
+            "correlation_with_next": None,
+            "attention_deviation": {"reuse": 0.5, "blend": 0.5},
+            "cross_chunk_attention": {"full": 0.25, "reuse": 0.25, "blend": 0.25},
+        }
+    ]
+    assert numbers(found)["rank_correlation"] == [[None, None], [None, None]]
+
+
+class Page(HTMLParser):
+    """Tags, and the text of every token."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.tokens: dict[int, str] = {}
+        self.classes: dict[int, str | None] = {}
+        self.headings: list[str] = []
+        self._at: int | None = None
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        self._at = int(found["data-at"] or 0) if "data-at" in found else None
+        if self._at is not None:
+            self.tokens[self._at], self.classes[self._at] = "", found.get("class")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._at = None
+
+    def handle_data(self, data: str) -> None:
+        if self._at is not None:
+            self.tokens[self._at] += data
+        elif self.tags and self.tags[-1] == "h2" and data.strip():
+            self.headings.append(data)
+
+
+def test_the_page_escapes_what_it_shows() -> None:
+    found = by_hand()
+    page = Page(heat_map(found))
+    assert page.tokens == dict(enumerate(found.tokens))
+    assert page.classes == {0: "r", 1: "h", 2: "n"}
+    assert page.headings == ["chunk 1: <i>", "chunk 2", "question"]
+    assert page.tags.count("script") == 2 and "b" in page.tags and "i" in page.tags  # the page's own
+    assert "alert(1)</script>" not in heat_map(found)
+    assert "http:" not in heat_map(found).replace("http-equiv", "") and "https:" not in heat_map(found)
+
+
+def test_the_page_has_the_layers_that_were_asked_for() -> None:
+    page = heat_map(by_hand(), [1])
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert data["layers"] == [1]
+    assert data["reuse"] == [[2, 1, 0]]
+    assert data["blend"] == [[0.5, 1, 0]]
+    assert data["labels"][data["parts"][0]] == "chunk 1: <i>"

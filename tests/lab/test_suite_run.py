@@ -1,0 +1,279 @@
+"""The suite on a tiny model with random weights: equal compute, seeds in runs of their own, the gate, the command."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.profile import Measurement, Profile
+from cacheblend.core.select.question_selectors import Hybrid, Query
+from cacheblend.core.select.selectors import Hkvd, RandomRows, Selector
+from cacheblend.data import QuestionRow, Text
+from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.settings import PROFILE_NAME, write_profile
+from cacheblend.evaluation import plots
+from cacheblend.evaluation.records import ROWS
+from cacheblend.evaluation.runner import Evaluation, Settings
+from lab.cli import main
+from lab.nano.questions import Prompts, draw_questions
+from lab.nano.scenes import CATEGORIES
+from lab.suite import gate as suite_gate
+from lab.suite import suite as suites
+from lab.suite.figures import BARS
+from lab.suite.suite import (
+    MainPlan,
+    Suite,
+    equal_compute_ratio,
+    measured_share,
+    plan_main,
+    run_main,
+)
+from tiny_folder import TinyShape, build_tiny
+
+SHAPE = TinyShape(layers=6, width=32, mlp_width=48, heads=4, kv_heads=2, vocab_size=400, context_length=1024)
+SHORT = partial(draw_questions, prompts=Prompts(passages=(3, 4), tokens=(24, 40)))
+ROWS_A_SEED = len(CATEGORIES)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(suites, "draw_questions", SHORT)
+        patch.setattr(suite_gate, "draw_questions", SHORT)
+        for module in (suites, suite_gate):
+            patch.setattr(module, "SETTINGS", Settings(max_tokens=2))
+        patch.setattr(suites, "CALIBRATION_ROWS", 8)
+        patch.setattr(suites, "SWEEP_RATIOS", (0.1,))
+        patch.setattr(suites, "HOP_RATIOS", (0.1,))
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("suite") / "tiny-llama"
+    texts = [text.text for row in SHORT(70, 2) for text in row.passages]
+    build_tiny(folder, texts, SHAPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(built: Path) -> Iterator[BlendEngine]:
+    with BlendEngine.from_pretrained(built, device="cpu") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def plan(engine: BlendEngine) -> MainPlan:
+    return plan_main(engine, Suite(1))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            main([str(argument) for argument in arguments])
+            code = 0
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+# ---- equal compute ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("selector", [Hkvd((1,), (0.15,)), Query(0.2)], ids=["hkvd", "query"])
+def test_random_rows_cost_what_the_blend_costs_and_at_most_half_a_point_more(
+    engine: BlendEngine, selector: Selector
+) -> None:
+    ratio, _ = equal_compute_ratio(engine, selector)
+    rows = SHORT(suites.CALIBRATION_SEED, 1, per_scene=1)
+    blend, _ = measured_share(engine, rows, selector)
+    random_rows, _ = measured_share(engine, rows, RandomRows(ratio))
+    assert 0 <= random_rows - blend <= 0.005
+    assert 0 < ratio < 1
+
+
+def test_a_prompt_over_the_context_is_left_out_of_the_measurement(engine: BlendEngine) -> None:
+    rows = SHORT(suites.CALIBRATION_SEED, 1, per_scene=1)
+    long = QuestionRow("Who?", (Text("rope " * 5000, ""),), ("x",))
+    assert measured_share(engine, [*rows, long], Query(0.2))[0] == measured_share(engine, rows, Query(0.2))[0]
+
+
+def test_labels_say_the_real_ratio(plan: MainPlan) -> None:
+    ratios = {method.label.name: method.label.ratio for method in plan.methods}
+    assert ratios["blend"] == ratios[suites.PAPER] == 0.15  # without a profile the blend is the defaults'
+    assert ratios[suites.CODE] == 0.16
+    lean = suites.lean_selector()
+    assert ratios["blend lean"] == (lean.ratios[-1] if isinstance(lean, Hybrid) else getattr(lean, "ratio", None))
+    assert 0 < (ratios["random rows"] or 0) < 1
+
+
+# ---- seeds, in runs of their own --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_runs(
+    engine: BlendEngine, plan: MainPlan, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Evaluation, Evaluation]:
+    """A seed each, into one folder."""
+    out = tmp_path_factory.mktemp("two")
+    first, last = (run_main(engine, Suite(1, seeds=(seed,)), plan, out) for seed in (1, 2))
+    return first, last
+
+
+def test_two_seeds_in_two_runs_are_reported_by_the_last(two_runs: tuple[Evaluation, Evaluation]) -> None:
+    first, last = two_runs
+    assert (first.config["seeds"], len(first.rows), first.resumed) == ([1], ROWS_A_SEED, 0)
+    assert (last.config["seeds"], last.resumed) == ([1, 2], ROWS_A_SEED)
+    assert [row.id for row in last.rows] == [f"{seed}-{n}" for seed in (1, 2) for n in range(ROWS_A_SEED)]
+    assert last.rows[:ROWS_A_SEED] == first.rows
+    assert first.folder == last.folder
+
+
+def test_an_interrupted_seed_goes_on_and_says_what_was_torn(
+    engine: BlendEngine, plan: MainPlan, two_runs: tuple[Evaluation, Evaluation], tmp_path: Path
+) -> None:
+    whole = two_runs[1]
+    assert whole.folder is not None
+    folder = shutil.copytree(whole.folder, tmp_path / whole.folder.name)
+    (file,) = (path / ROWS for path in folder.glob("seed-1-*"))
+    file.write_bytes(file.read_bytes()[:-20])
+    other = run_main(engine, Suite(1, seeds=(2,)), plan, tmp_path)
+    assert (other.config["seeds"], other.resumed) == ([2], ROWS_A_SEED)  # seed 1 is not finished
+    again = run_main(engine, Suite(1, seeds=(1, 2)), plan, tmp_path)
+    assert (again.torn, again.resumed) == (True, 2 * ROWS_A_SEED - 1)
+    answers = [[[cell.token_ids for cell in row.cells] for row in found.rows] for found in (whole, again)]
+    assert answers[0] == answers[1]
+
+
+def test_another_plan_has_a_folder_of_its_own(
+    engine: BlendEngine, plan: MainPlan, two_runs: tuple[Evaluation, Evaluation], tmp_path: Path
+) -> None:
+    assert two_runs[0].folder is not None
+    out = shutil.copytree(two_runs[0].folder.parent, tmp_path / "out")
+    other = MainPlan(plan.methods[:1], plan.config | {"methods": [repr(plan.methods[0])]})
+    found = run_main(engine, Suite(1, seeds=(1,)), other, out)
+    assert found.folder is not None
+    assert found.folder.name != two_runs[0].folder.name
+    assert (found.config["seeds"], found.resumed) == ([1], 0)
+
+
+# ---- the gate ---------------------------------------------------------------------------------------------
+
+
+def profiled(built: Path, folder: Path, engine: BlendEngine, **settings: Any) -> Path:
+    """A copy of the model with a profile that was held to 60 %."""
+    model = shutil.copytree(built, folder / "tiny-llama")
+    measured = Measurement(threshold=0.6, confidence=0.95)
+    write_profile(model / PROFILE_NAME, Profile(engine.fingerprint, settings, measured))
+    return model
+
+
+def test_the_gate_s_setting_is_checked_once_and_kept(
+    built: Path, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = profiled(built, tmp_path, engine, selector="hkvd", recompute_ratio=1.0)
+    steps: list[tuple[int, int]] = []
+    with BlendEngine.from_pretrained(model, device="cpu") as opened:
+        found = suite_gate.check_gate(opened, Suite(1), tmp_path / "out", lambda *step: steps.append(step))
+        assert found["holds"] is True
+        assert (found["threshold"], found["f1_margin"]) == (0.6, 0.01)
+        assert found["rows"] == found["f1_rows"] == found["agreed"] == 20  # at least 20, as many of each category
+        assert steps[-1] == (20, 20)
+        monkeypatch.setattr(suite_gate, "check", None)  # would be an error if it were called
+        assert suite_gate.check_gate(opened, Suite(1), tmp_path / "out") == found
+        (file,) = (tmp_path / "out").iterdir()
+        file.write_text("{}")
+        with pytest.raises(InvalidInputError, match=f"{file.name}: damaged"):
+            suite_gate.check_gate(opened, Suite(1), tmp_path / "out")
+
+
+def test_without_a_setting_there_is_nothing_to_check(built: Path, engine: BlendEngine, tmp_path: Path) -> None:
+    found = suite_gate.check_gate(engine, Suite(1), tmp_path)
+    assert list(found) == ["reason"]
+    assert "has no profile" in found["reason"]
+    with BlendEngine.from_pretrained(profiled(built, tmp_path, engine, selector="all"), device="cpu") as opened:
+        assert "disables blending" in suite_gate.check_gate(opened, Suite(1), tmp_path)["reason"]
+
+
+# ---- the command ------------------------------------------------------------------------------------------
+
+
+def test_the_command_reports_every_part_and_a_missed_bar_is_exit_code_1(
+    built: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(plots, "draw", lambda summary, folder, data: drawn.append(data) or [])  # takes seconds
+    file = tmp_path / "nano.json"
+    where = ("--model", built, "--device", "cpu", "--out", tmp_path / "out")
+    code, out, _ = run("suite", "nano", "--limit", 1, "--suite-seed", 5, *where, "--json-file", file)
+    assert code == 1  # random weights know no answer
+    found = json.loads(file.read_text())
+    assert set(found["bars"]) == set(BARS)
+    assert found["figures"]["full_min"] == 0
+    assert abs(found["figures"]["random_compute"] - found["figures"]["blend_compute"]) < 2
+    assert (found["figures"]["gate_holds"], list(found["gate"])) == (None, ["reason"])
+    assert (found["suite"]["seeds"], found["suite"]["parts"]) == ([5], ["main", "sweep", "gate"])
+    assert [len(part["cells"]) for part in (found, found["sweep"])] == [ROWS_A_SEED, ROWS_A_SEED]
+    labels = [method.label for method in suites.sweep_methods()]
+    families = {label.family for label in labels if label.kind == "blend"}
+    assert {line["family"] for line in found["sweep"]["at_equal_compute"]} == families
+    assert all(line in out for line in ("full_min", "missed", "unknown", "Exact match at"))
+    assert max(map(len, out.splitlines())) <= 120
+    folders = sorted(path.name.rsplit("-", 1)[0] for path in (tmp_path / "out").iterdir())
+    assert folders == ["suite-nano", "suite-nano-sweep"]
+    assert drawn == ["the suite nano, sweep", "the suite nano, main"]
+    assert all((path / "summary.json").is_file() for path in (tmp_path / "out").iterdir())
+
+
+def test_a_part_alone_is_judged_by_its_own_bars(built: Path, engine: BlendEngine, tmp_path: Path, run: Run) -> None:
+    model = profiled(built, tmp_path, engine, selector="hkvd", recompute_ratio=1.0)
+    where = ("--model", model, "--device", "cpu", "--out", tmp_path / "out")
+    code, out, _ = run("suite", "nano", "--limit", 1, "--part", "gate", *where, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["figures"]["gate_holds"] is True
+    assert found["figures"]["full_min"] is None
+    assert found["sweep"] is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--methods", "full"), ("--selector", "hkvd"), ("--ratio", "0.15"), ("--check-layers", "1"), ("--scorer", "em"),
+        ("--top-k", "2"), ("--template", "bare"), ("--templates", "x.toml"), ("--chat",), ("--store", "memory"),
+        ("--anchor", "auto"), ("--max-tokens", "32"), ("--format", "auto"), ("--data", "x.jsonl"),
+        ("--chunk-tokens", "512"),
+    ],
+    ids=lambda given: str(given[0]),
+)  # fmt: skip
+def test_an_option_that_the_suite_would_not_heed_is_refused_by_name(given: tuple[str, ...], run: Run) -> None:
+    code, _, err = run("suite", "nano", *given)
+    assert code == 2
+    assert given[0] in err
+
+
+@pytest.mark.parametrize(("given", "named"), [(("micro",), "'micro'"), (("nano", "--part", "swap"), "'swap'")])
+def test_what_the_suite_does_not_have_is_refused(given: tuple[str, ...], named: str, run: Run) -> None:
+    code, _, err = run("suite", *given)
+    assert code == 2
+    assert named in err
