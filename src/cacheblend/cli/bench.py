@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cacheblend.cli.help import App
 from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.options import MOST_SEED, MOST_TOKENS, AsJson, JsonFile, ModelOrShape, Plot
 from cacheblend.cli.output import (
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from cacheblend.bench.ttft import TtftSettings
     from cacheblend.core.select.selection import Selection
 
-app = typer.Typer(help="Measure it on this machine.", no_args_is_help=True, rich_markup_mode="rich")
+app = App(help="Measure it on this machine.")
 
 _before: dict[str, int] = {}  # what had failed in this process before the benchmark began
 
