@@ -17,7 +17,7 @@ from serving import running
 WITHIN_S = 0.4
 HANG_S = 300.0
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-LONG = {"prompt": "The boot was sold to Luden.", "max_tokens": 600, "ignore_eos": True}
+LONG = {"prompt": "The boot was sold to Luden.", "max_tokens": 150, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

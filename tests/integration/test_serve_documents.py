@@ -19,6 +19,7 @@ from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import DiskStore
 from cacheblend.store.base import SMALL_FILE_BYTES
+from campaign import rotating
 from serving import free_port, running
 
 ODD = ["a/b", "../../etc/passwd", "ü n%2Fï?#&", ".", "..", "🦩", "x" * 1024, " ", "a\nb", "%00", "null"]
@@ -259,7 +260,7 @@ def test_a_post_whose_client_goes_is_completed_by_the_next() -> None:
         assert again["kept"] == 80 and again["computed_tokens"] == 0
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5])
+@pytest.mark.parametrize("share", rotating([0.05, 0.5]))
 def test_a_server_that_is_killed_leaves_a_store_that_the_next_post_completes(tmp_path: Path, share: float) -> None:
     folder, port = tmp_path / "store", free_port()
     documents = {str(number): text_of(number) for number in range(60)}
