@@ -9,9 +9,10 @@ import httpx
 
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
+from campaign import share
 from serving import running
 
-TRIES = 100
+TRIES = max(30, share(100))
 WORDS = ["boot", "lamp", "rope", "coin", "drum", "flag", "glove", "helmet", "jar", "kite", "lock", "map"]
 
 
@@ -30,7 +31,7 @@ def rank_sum_z(one: list[float], other: list[float]) -> float:
 
 def test_the_statistic_tells_distributions_apart() -> None:
     rng = random.Random(1)
-    one, same, sooner = ([rng.gauss(mean, 1) for _ in range(TRIES)] for mean in (0, 0, -1))
+    one, same, sooner = ([rng.gauss(mean, 1) for _ in range(100)] for mean in (0, 0, -1))
     assert abs(rank_sum_z(one, same)) < 3 < abs(rank_sum_z(one, sooner))
 
 

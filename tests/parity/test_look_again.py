@@ -13,7 +13,7 @@ from families import tiny_model
 from parity.scenes import (
     BOS,
     DIVERSE,
-    FAMILIES,
+    EVERY,
     QUESTION,
     RAG,
     UNSEEN,
@@ -111,7 +111,7 @@ def test_what_it_finds_raises_what_was_found_before_and_lowers_nothing() -> None
     assert first.kept != again.kept
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_full_recompute_equals_full_prefill(family: str) -> None:
     everything = Hybrid((1, 2), (1.0, 1.0), early=1.0, look_again=True)
     outcome = run(warm_engine(family), RAG, everything)
