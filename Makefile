@@ -37,7 +37,7 @@ test: $(VENV)/.installed-test ## all tests; those in vLLM only after `make vllm`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 	$(if $(wildcard $(VLLM_VENV)/.installed),$(MAKE) test-vllm)
 
-test-all: ## the same, with every campaign at full length
+test-all: ## the same, with every campaign at full length and all slow tests
 	CACHEBLEND_CAMPAIGNS=1 $(MAKE) test
 
 vllm: $(VLLM_VENV)/.installed ## vLLM for CPUs and this package beside it, in .venv-vllm

@@ -4,9 +4,11 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
+import typer
 
 from cacheblend import cli
 
@@ -25,6 +27,8 @@ class Result:
 
 
 Run = Callable[..., Result]
+made_once = cache(typer.main.get_command)
+"""All commands with their options take much longer to make than most runs take."""
 
 
 def runner(capsys: pytest.CaptureFixture[str], *always: str, main: Callable[[list[str]], None] = cli.main) -> Run:
@@ -35,7 +39,9 @@ def runner(capsys: pytest.CaptureFixture[str], *always: str, main: Callable[[lis
         root = logging.getLogger()
         before = root.handlers[:], root.level
         try:
-            main([*always, *(str(argument) for argument in arguments)])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("typer.main.get_command", made_once)
+                main([*always, *(str(argument) for argument in arguments)])
             code = 0
         except SystemExit as leave:
             code = int(leave.code or 0)

@@ -1,12 +1,19 @@
 """A server on the model that ships, in a thread of the test's own process."""
 
+import atexit
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
+import torch
 import uvicorn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.nano import model_path
@@ -22,10 +29,21 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@cache
+def shallow() -> Path:
+    """Two layers of the model that ships, with its tokenizer, for tests that do not ask what it answers: a folder."""
+    folder = Path(tempfile.mkdtemp(prefix="shallow-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(model_path(), folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*profile*", "*tensors"))
+    config = AutoConfig.from_pretrained(model_path(), num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    AutoModelForCausalLM.from_pretrained(model_path(), config=config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
 @contextmanager
-def running(settings: ServeSettings, store: KVStore | str = "memory") -> Iterator[str]:
-    """The address of a running server, which is stopped afterwards."""
-    with BlendEngine.from_pretrained(model_path(), store=store) as engine:
+def running(settings: ServeSettings, store: KVStore | str = "memory", model: Path | None = None) -> Iterator[str]:
+    """The address of a running server, which is stopped afterwards; its model is by default the one that ships."""
+    with BlendEngine.from_pretrained(model or model_path(), store=store) as engine:
         engine.name = "nano"
         port = free_port()
         app = create_app(engine, settings)

@@ -19,6 +19,7 @@ from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.request import Request
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
+from campaign import rotating
 from families import BLENDABLE, HYBRID, tiny_model
 
 BLOCK = 16
@@ -118,7 +119,7 @@ def drawn(seed: int) -> Callable[[], AbstractContextManager[Any]]:
     return draw
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", rotating(NAMES, core=SOME))
 def test_the_default_dtype_changes_nothing_in_any_family(family: str) -> None:
     """It is the process's, so that nobody can switch it off for one thread; no model's code asks for it."""
     model = tiny_model(family)

@@ -11,8 +11,8 @@ import pytest
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, PromptTooLongError
 from cacheblend.engines.hf import BatchError, BlendEngine, Passage, SamplingParams
 from cacheblend.engines.hf.prompts import PromptLike
-from cacheblend.nano import model_path
 from lab.nano.questions import Prompts, draw_questions
+from serving import shallow
 
 ROWS = draw_questions(7, 9, ["direct"], Prompts(passages=(2, 4), tokens=(24, 60)))
 PROMPTS: list[PromptLike] = [
@@ -24,7 +24,7 @@ TOO_LONG = "word " * 4000
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+    with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
         for prompt in PROMPTS:
             engine.warm(part for part in prompt if isinstance(part, Passage))
         yield engine
@@ -173,7 +173,7 @@ def test_an_interrupt_at_any_time_leaves_the_engine_whole(
 
 
 def test_closing_the_engine_meanwhile_keeps_what_was_answered(alone: list[list[int]]) -> None:
-    engine = BlendEngine.from_pretrained(model_path(), store="memory")
+    engine = BlendEngine.from_pretrained(shallow(), store="memory")
 
     def prompts() -> Iterator[PromptLike]:
         yield from PROMPTS[:6]
@@ -208,7 +208,7 @@ def test_batches_and_single_requests_of_several_threads(engine: BlendEngine, alo
 
 
 def test_missed_passages_of_a_batch_are_stored() -> None:
-    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+    with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
         engine.generate_batch(PROMPTS, PARAMS)
         assert engine.flush(60)
         again = engine.generate_batch(PROMPTS, PARAMS)

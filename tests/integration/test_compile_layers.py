@@ -9,11 +9,13 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.hf import BlendEngine, compiling
+from campaign import rotating
 from families import tiny_model
 from parity.scenes import QUESTION, RAG, A, B, C, assert_same, greedy, open_engine, run
 from reference import plain_kv
 
 TOLERANCE = 3e-5
+FAMILIES = ["llama", "gemma3_text", "gpt_oss", "glm", "mixtral", "qwen3", "youtu"]
 counters = torch._dynamo.utils.counters
 
 
@@ -26,7 +28,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "glm", "mixtral", "qwen3", "youtu"])
+@pytest.mark.parametrize("family", rotating(FAMILIES, core=["llama"]))
 def test_blends_and_full_prefills_are_those_of_plain_layers(family: str) -> None:
     model = tiny_model(family)
     with open_engine(model) as engine:
@@ -42,6 +44,7 @@ def test_blends_and_full_prefills_are_those_of_plain_layers(family: str) -> None
     assert_same(found[-1].result, *plain_kv(model, RAG.token_ids), TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_real_compiler_serves_any_number_of_rows_with_few_graphs() -> None:
     """Layers of one kind share graphs, and other prompts bring no more of them."""
     model = tiny_model("llama")

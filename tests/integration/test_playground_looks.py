@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from browsing import answers, ask_example, browser, needs_browser, open_page, titles, wait_until_asked
+from campaign import rotating
 
 pytestmark = needs_browser
 HEIGHTS = {390: 1540, 768: 1240, 1400: 1640}
@@ -41,7 +42,7 @@ def bring_to(page: Any, state: str) -> None:
         page.evaluate("for (const part of document.querySelectorAll('#why details')) part.open = true")
 
 
-@pytest.mark.parametrize("width", [320, *HEIGHTS])
+@pytest.mark.parametrize("width", rotating([320, *HEIGHTS], core=[320]))
 def test_nothing_is_wider_than_the_window(opened: tuple[Any, str], width: int, tmp_path: Path) -> None:
     page = open_page(*opened, width=width)
     for state in STATES:
@@ -75,7 +76,7 @@ def take_picture(page: Any, path: Path) -> None:
     assert 10_000 < path.stat().st_size < LARGEST
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", rotating(["light", "dark"], core=["light"]))
 def test_axe_finds_nothing_serious(opened: tuple[Any, str], scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
     page = open_page(*opened, scheme=scheme)

@@ -18,6 +18,7 @@ import pytest
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.nano import model_path
 from cacheblend.serve.settings import ServeSettings
+from campaign import rotating
 from serving import running
 
 REQUESTS, INPUT, OUTPUT = 3, 24, 6
@@ -64,8 +65,8 @@ def values(found: Any, name: str) -> Iterator[Any]:
         yield from values(inner, name)
 
 
-@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("model", [["--model", "nano"], []], ids=["named", "found"])
+@pytest.mark.parametrize("endpoint", rotating(["/v1/completions", "/v1/chat/completions"], core=["/v1/completions"]))
+@pytest.mark.parametrize("model", rotating([["--model", "nano"], []], core=[[]]), ids=["named", "found"])
 def test_vllm_bench_serve(url: str, tmp_path: Path, endpoint: str, model: list[str]) -> None:
     command = [program("vllm"), "-c", VLLM_BENCH, "--base-url", url, "--endpoint", endpoint, *model]
     command += ["--backend", "openai-chat" if "chat" in endpoint else "openai", "--tokenizer", str(model_path())]

@@ -12,17 +12,17 @@ import httpx
 import pytest
 
 from cacheblend.serve.settings import ServeSettings
-from serving import running
+from serving import running, shallow
 
 WITHIN_S = 0.4
 HANG_S = 300.0
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-LONG = {"prompt": "The boot was sold to Luden.", "max_tokens": 600, "ignore_eos": True}
+LONG = {"prompt": "The boot was sold to Luden.", "max_tokens": 150, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(ServeSettings(headers_s=WITHIN_S, body_s=WITHIN_S, drain_s=1)) as address:
+    with running(ServeSettings(headers_s=WITHIN_S, body_s=WITHIN_S, drain_s=1), model=shallow()) as address:
         yield address
 
 
@@ -118,7 +118,7 @@ def test_many_that_wait_leave_no_connection_behind(url: str) -> None:
 
 
 def test_one_more_connection_ends_the_one_that_has_waited_longest() -> None:
-    with running(ServeSettings(connections=3, drain_s=1)) as url, contextlib.ExitStack() as closing:
+    with running(ServeSettings(connections=3, drain_s=1), model=shallow()) as url, contextlib.ExitStack() as closing:
         first, *others = [closing.enter_context(opened(url)) for _ in range(3)]
         httpx.get(f"{url}/health", timeout=HANG_S).raise_for_status()  # the fourth
         assert until_closed(first).startswith(b"HTTP/1.1 503")
@@ -128,7 +128,7 @@ def test_one_more_connection_ends_the_one_that_has_waited_longest() -> None:
 
 
 def test_where_all_connections_have_requests_the_next_is_told_why() -> None:
-    with running(ServeSettings(connections=2, drain_s=1)) as url, contextlib.ExitStack() as closing:
+    with running(ServeSettings(connections=2, drain_s=1), model=shallow()) as url, contextlib.ExitStack() as closing:
         for _ in range(2):
             client = closing.enter_context(opened(url))
             client.sendall(post(b"", 100).replace(b"Host: here", b"Host: here\r\nExpect: 100-continue"))
@@ -136,7 +136,7 @@ def test_where_all_connections_have_requests_the_next_is_told_why() -> None:
         answer = httpx.get(f"{url}/health", timeout=HANG_S)
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert answer.json()["error"]["code"] == "too_many_connections"
-    with running(ServeSettings(connections=2, drain_s=1)) as url:
+    with running(ServeSettings(connections=2, drain_s=1), model=shallow()) as url:
         for _ in range(5):  # places are given back
             assert httpx.get(f"{url}/health", timeout=HANG_S).status_code == 200
 

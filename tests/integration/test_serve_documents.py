@@ -14,12 +14,12 @@ import httpx
 import pytest
 
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.nano import model_path
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import DiskStore
 from cacheblend.store.base import SMALL_FILE_BYTES
-from serving import free_port, running
+from campaign import rotating
+from serving import free_port, running, shallow
 
 ODD = ["a/b", "../../etc/passwd", "ü n%2Fï?#&", ".", "..", "🦩", "x" * 1024, " ", "a\nb", "%00", "null"]
 
@@ -51,7 +51,7 @@ def pages(http: httpx.Client, path: str, limit: int, **more: str) -> list[dict[s
 
 
 def test_documents_are_stored_edited_and_dropped() -> None:
-    with running(ServeSettings()) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with running(ServeSettings(), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
         long = text_of(1, 150)
         first = put(http, {"a": long, "b": "One bell rings.", "empty": " "})
         assert (first["added"], first["empty"]) == (3, ["empty"]) and first["computed_tokens"] == first["tokens"]
@@ -72,7 +72,7 @@ def test_documents_are_stored_edited_and_dropped() -> None:
 
 
 def test_ids_of_any_characters() -> None:
-    with running(ServeSettings()) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with running(ServeSettings(), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
         put(http, {name: f"Document {number} of the harbour." for number, name in enumerate(ODD)})
         assert {each["id"] for each in pages(http, "/v1/documents", 3)} == set(ODD)
         for name in ODD:
@@ -97,7 +97,7 @@ def test_ids_of_any_characters() -> None:
     ],
 )
 def test_wrong_documents_change_nothing(body: dict[str, Any], param: str | None) -> None:
-    with running(ServeSettings()) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with running(ServeSettings(), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
         headers = {"Content-Type": "application/json"}
         refused = http.post("/v1/documents", content=json.dumps(body), headers=headers)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
@@ -110,7 +110,7 @@ def test_keys_and_salts_and_collections_keep_equal_ids_apart(tmp_path: Path) -> 
     file = tmp_path / "keys.json"
     mine, theirs = ({"Authorization": f"Bearer {add_key(file, name)}"} for name in ("mine", "theirs"))
     with (
-        running(ServeSettings(keys=KeyRing(read_keys(file)))) as url,
+        running(ServeSettings(keys=KeyRing(read_keys(file))), model=shallow()) as url,
         httpx.Client(base_url=url, timeout=60, headers=mine) as one,
         httpx.Client(base_url=url, timeout=60, headers=theirs) as other,
     ):
@@ -129,7 +129,7 @@ def test_keys_and_salts_and_collections_keep_equal_ids_apart(tmp_path: Path) -> 
 
 
 def test_pages_hold_every_chunk_once(tmp_path: Path) -> None:
-    with running(ServeSettings()) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with running(ServeSettings(), model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as http:
         put(http, {str(number): f"The bell {number} rings in harbour {number * 7}." for number in range(23)})
         chunks = pages(http, "/v1/chunks", 5)
         assert len({each["id"] for each in chunks}) == len(chunks) == 23
@@ -159,7 +159,7 @@ def test_a_list_reads_nothing_of_other_tenants(tmp_path: Path) -> None:
 
     store = Counting(tmp_path / "s", durable=False)
     with (
-        running(ServeSettings(keys=KeyRing(read_keys(file))), store) as url,
+        running(ServeSettings(keys=KeyRing(read_keys(file))), store, model=shallow()) as url,
         httpx.Client(base_url=url, timeout=60, headers=mine) as one,
         httpx.Client(base_url=url, timeout=60, headers=theirs) as other,
     ):
@@ -178,9 +178,12 @@ def test_a_list_reads_nothing_of_other_tenants(tmp_path: Path) -> None:
 
 def test_chunks_of_another_process_are_listed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend.serve.tenants.LIST_REFRESH_S", 0.05)
-    with running(ServeSettings(), str(tmp_path / "s")) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with (
+        running(ServeSettings(), str(tmp_path / "s"), model=shallow()) as url,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
         assert http.get("/v1/chunks").json()["data"] == []
-        with BlendEngine.from_pretrained(model_path(), store=tmp_path / "s") as other:
+        with BlendEngine.from_pretrained(shallow(), store=tmp_path / "s") as other:
             other.warm(["The other bell rings."])
         found = next(each for _ in range(2000) if (each := http.get("/v1/chunks").json()["data"]))
         assert len(found) == 1
@@ -189,7 +192,7 @@ def test_chunks_of_another_process_are_listed_after_a_while(tmp_path: Path, monk
 def test_a_quota_counts_manifests_and_records() -> None:
     tiny = {str(number): f"Bell {number}." for number in range(40)}
     with (
-        running(ServeSettings(store_bytes=40 * SMALL_FILE_BYTES)) as url,
+        running(ServeSettings(store_bytes=40 * SMALL_FILE_BYTES), model=shallow()) as url,
         httpx.Client(base_url=url, timeout=60) as http,
     ):
         body = {"documents": [{"id": name, "text": text} for name, text in tiny.items()]}
@@ -200,7 +203,7 @@ def test_a_quota_counts_manifests_and_records() -> None:
 
 def test_documents_posted_at_the_same_time_keep_what_they_share() -> None:
     texts = [text_of(seed, 20) for seed in range(3)]
-    with running(ServeSettings()) as url:
+    with running(ServeSettings(), model=shallow()) as url:
         errors: list[int] = []
 
         def work(number: int) -> None:
@@ -227,7 +230,7 @@ def test_documents_posted_at_the_same_time_keep_what_they_share() -> None:
 def test_a_short_post_of_documents_does_not_wait_for_a_long_one(tmp_path: Path) -> None:
     file, ended = tmp_path / "keys.json", list[str]()
     many, few = ({"Authorization": f"Bearer {add_key(file, name)}"} for name in ("many", "few"))
-    with running(ServeSettings(keys=KeyRing(read_keys(file)), drain_s=5)) as url:
+    with running(ServeSettings(keys=KeyRing(read_keys(file)), drain_s=5), model=shallow()) as url:
         began = threading.Event()
 
         def post(who: str, count: int, key: dict[str, str]) -> None:
@@ -249,7 +252,7 @@ def test_a_short_post_of_documents_does_not_wait_for_a_long_one(tmp_path: Path) 
 
 def test_a_post_whose_client_goes_is_completed_by_the_next() -> None:
     documents = {str(number): text_of(number) for number in range(80)}
-    with running(ServeSettings(drain_s=5)) as url, httpx.Client(base_url=url, timeout=600) as http:
+    with running(ServeSettings(drain_s=5), model=shallow()) as url, httpx.Client(base_url=url, timeout=600) as http:
         body = {"documents": [{"id": name, "text": text} for name, text in documents.items()]}
         with pytest.raises(httpx.TimeoutException):
             httpx.post(f"{url}/v1/documents", json=body, timeout=httpx.Timeout(30, read=0.3))
@@ -259,12 +262,12 @@ def test_a_post_whose_client_goes_is_completed_by_the_next() -> None:
         assert again["kept"] == 80 and again["computed_tokens"] == 0
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5])
+@pytest.mark.parametrize("share", rotating([0.05, 0.5]))
 def test_a_server_that_is_killed_leaves_a_store_that_the_next_post_completes(tmp_path: Path, share: float) -> None:
     folder, port = tmp_path / "store", free_port()
     documents = {str(number): text_of(number) for number in range(60)}
     body = {"documents": [{"id": name, "text": text} for name, text in documents.items()]}
-    arguments = ["serve", "-m", "nano", "--port", str(port), "--store", str(folder)]
+    arguments = ["serve", "-m", str(shallow()), "--port", str(port), "--store", str(folder)]
     command = [sys.executable, "-c", "from cacheblend.cli import main; main()", *arguments]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
@@ -283,7 +286,7 @@ def test_a_server_that_is_killed_leaves_a_store_that_the_next_post_completes(tmp
     assert refused and refused != ["200"]  # it was killed in the middle
     with DiskStore(folder) as store:
         assert store.verify() == [] and store.stats().blocks > 0
-    with running(ServeSettings(), str(folder)) as url, httpx.Client(base_url=url, timeout=600) as http:
+    with running(ServeSettings(), str(folder), model=shallow()) as url, httpx.Client(base_url=url, timeout=600) as http:
         done = put(http, documents)
         assert done["documents"] == 60 and done["missing_documents"] == done["damaged"] == 0
         assert 0 < done["computed_tokens"] < done["tokens"]

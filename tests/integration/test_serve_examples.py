@@ -11,9 +11,11 @@ import httpx
 import pytest
 
 from cacheblend.serve.settings import ServeSettings
+from campaign import rotating
 from serving import running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+OPENAI = "serve_openai", "openai"
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "name, library",
-    [("serve_openai", "openai"), ("serve_langchain", "langchain_openai"), ("serve_llamaindex", "llama_index")],
+    rotating([OPENAI, ("serve_langchain", "langchain_openai"), ("serve_llamaindex", "llama_index")], core=[OPENAI]),
 )
 def test_an_example_stores_passages_and_then_reuses_them(url: str, name: str, library: str) -> None:
     if importlib.util.find_spec(library) is None:
@@ -42,11 +44,13 @@ def test_an_example_stores_passages_and_then_reuses_them(url: str, name: str, li
 
 @pytest.mark.parametrize(
     "name, library",
-    [
-        ("retriever_langchain", "langchain_openai"),
-        ("retriever_llamaindex", "llama_index"),
-        ("retriever_chroma", "chromadb"),
-    ],
+    rotating(
+        [
+            ("retriever_langchain", "langchain_openai"),
+            ("retriever_llamaindex", "llama_index"),
+            ("retriever_chroma", "chromadb"),
+        ]
+    ),
 )
 def test_an_example_of_a_retriever_answers_whether_its_passages_are_stored_or_not(
     url: str, name: str, library: str

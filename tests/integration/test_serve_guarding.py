@@ -12,12 +12,12 @@ import pytest
 from cacheblend.serve.keys import KeyRing, add_key, read_keys, remove_key
 from cacheblend.serve.settings import ServeSettings
 from random_words import words
-from serving import running
+from serving import running, shallow
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(ServeSettings(chunk_tokens=16, hosts=("server.example",), drain_s=5)) as address:
+    with running(ServeSettings(chunk_tokens=16, hosts=("server.example",), drain_s=5), model=shallow()) as address:
         yield address
 
 
@@ -82,7 +82,7 @@ def test_a_key_that_is_removed_or_added_is_so_in_a_running_server(
     file, figures = tmp_path / "keys.json", tmp_path / "metrics.json"
     old, reader = add_key(file, "old"), add_key(figures, "prometheus")
     settings = ServeSettings(keys=KeyRing(read_keys(file), file), metrics_keys=KeyRing(read_keys(figures), figures))
-    with running(settings) as url:
+    with running(settings, model=shallow()) as url:
 
         def status(key: str, path: str = "/v1/models") -> int:
             return httpx.get(url + path, headers={"Authorization": f"Bearer {key}"}).status_code
@@ -102,7 +102,7 @@ def test_a_key_that_is_removed_or_added_is_so_in_a_running_server(
 def test_figures_and_readiness_say_whether_the_store_answers(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.store import MemoryStore
 
-    with running(ServeSettings(ready_needs_store=True)) as needing:
+    with running(ServeSettings(ready_needs_store=True), model=shallow()) as needing:
         assert httpx.get(f"{needing}/ready").status_code == 200
         text = httpx.get(f"{needing}/metrics").text
         assert 'cacheblend_store_up{tier="memory"} 1.0' in text
@@ -125,7 +125,7 @@ def test_figures_and_readiness_say_whether_the_store_answers(url: str, monkeypat
 
 def test_a_store_whose_folder_is_gone_is_down_until_it_is_back(tmp_path: Path) -> None:
     folder, aside = tmp_path / "store", tmp_path / "aside"
-    with running(ServeSettings(ready_needs_store=True, drain_s=1), str(folder)) as url:
+    with running(ServeSettings(ready_needs_store=True, drain_s=1), str(folder), model=shallow()) as url:
 
         def up() -> tuple[int, bool]:
             text = httpx.get(f"{url}/metrics", timeout=60).text

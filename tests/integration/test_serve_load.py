@@ -19,8 +19,11 @@ from cacheblend.engines.hf.decode import compute_logits
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.store import open_store
+from campaign import rotating
 from openai_asking import PASSAGES, ask, stored_in_time
 from serving import free_port, running
+
+INTERRUPTED = signal.SIGINT, (0,)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +120,9 @@ def test_a_store_that_is_gone_costs_no_answer(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/metrics").status_code == 200
 
 
-@pytest.mark.parametrize(("sign", "codes"), [(signal.SIGTERM, (0, -signal.SIGTERM)), (signal.SIGINT, (0,))])
+@pytest.mark.parametrize(
+    ("sign", "codes"), rotating([(signal.SIGTERM, (0, -signal.SIGTERM)), INTERRUPTED], core=[INTERRUPTED])
+)
 def test_a_server_that_is_stopped_answers_what_it_took_and_writes_what_it_missed(
     tmp_path: Path, sign: signal.Signals, codes: tuple[int, ...]
 ) -> None:

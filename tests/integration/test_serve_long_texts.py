@@ -13,12 +13,12 @@ import pytest
 from cacheblend.serve.bodies import CONTAINERS, FREE, VALUES, BodyBudget, check_shape
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.settings import ServeSettings
-from serving import running
+from serving import running, shallow
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(ServeSettings(chunk_tokens=16, hosts=("server.example",), drain_s=5)) as address:
+    with running(ServeSettings(chunk_tokens=16, hosts=("server.example",), drain_s=5), model=shallow()) as address:
         yield address
 
 
@@ -83,7 +83,7 @@ def test_bodies_of_too_many_values(body: bytes, is_taken: bool) -> None:
 def test_half_sent_bodies_share_a_bound() -> None:
     settings = ServeSettings(max_body_bytes=1_000_000, body_s=20)
     head = b"POST /v1/chunks HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n"
-    with running(settings) as url, contextlib.ExitStack() as closing:
+    with running(settings, model=shallow()) as url, contextlib.ExitStack() as closing:
         port = int(url.rpartition(":")[2])
         for _ in range(4):
             half = closing.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -93,7 +93,7 @@ def test_half_sent_bodies_share_a_bound() -> None:
         assert answer.status_code == 503 and answer.headers["retry-after"]
         short = {"prompt": "The boot was sold to Luden.", "max_tokens": 1}
         assert httpx.post(f"{url}/v1/completions", json=short, timeout=30).status_code == 200
-    with running(settings) as url:
+    with running(settings, model=shallow()) as url:
         assert httpx.post(f"{url}/v1/chunks", content=b" " * 900_000, timeout=30).status_code == 400
 
 

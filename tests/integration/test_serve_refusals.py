@@ -14,12 +14,12 @@ import pytest
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from openai_asking import PASSAGES, ask, extras, messages
-from serving import running
+from serving import running, shallow
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(ServeSettings(chunk_tokens=16, drain_s=5)) as address:
+    with running(ServeSettings(chunk_tokens=16, drain_s=5), model=shallow()) as address:
         yield address
 
 
@@ -126,7 +126,7 @@ def test_a_surrogate_pair_is_a_character(url: str) -> None:
 
 
 def test_bodies_that_are_too_long() -> None:
-    with running(ServeSettings(max_body_bytes=1000)) as url:
+    with running(ServeSettings(max_body_bytes=1000), model=shallow()) as url:
         announced = httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 2000})
         pieces = httpx.post(f"{url}/v1/completions", content=(b"x" * 100 for _ in range(30)))
         assert announced.status_code == pieces.status_code == 413
@@ -140,7 +140,7 @@ def test_keys_keep_tenants_apart(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     one, other = add_key(file, "one"), add_key(file, "other")
     assert one not in file.read_text() and file.stat().st_mode & 0o77 == 0
-    with running(ServeSettings(keys=KeyRing(read_keys(file)), chunk_tokens=16)) as url:
+    with running(ServeSettings(keys=KeyRing(read_keys(file)), chunk_tokens=16), model=shallow()) as url:
         for wrong in ({}, {"Authorization": "Bearer cb-wrong"}, {"Authorization": one}):
             refused = httpx.get(f"{url}/v1/models", headers=wrong)
             assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
@@ -163,7 +163,7 @@ def test_keys_keep_tenants_apart(tmp_path: Path) -> None:
 def test_a_strangers_body_is_not_waited_for(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     add_key(file, "one")
-    with running(ServeSettings(keys=KeyRing(read_keys(file)))) as url:
+    with running(ServeSettings(keys=KeyRing(read_keys(file))), model=shallow()) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), 60) as stranger:
             stranger.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n")
@@ -173,7 +173,7 @@ def test_a_strangers_body_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_quotas_of_a_key() -> None:
     chunks = {"chunks": [{"text": text} for text in PASSAGES]}
-    with running(ServeSettings(store_bytes=1000, chunk_tokens=16)) as url:
+    with running(ServeSettings(store_bytes=1000, chunk_tokens=16), model=shallow()) as url:
         refused = httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60)
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "quota"
         answer = ask(
@@ -183,6 +183,6 @@ def test_quotas_of_a_key() -> None:
         assert extras(answer)["missed_tokens"] > 0
         time.sleep(0.5)
         assert httpx.get(f"{url}/v1/chunks").json()["data"] == []  # nor is what a request missed
-    with running(ServeSettings(pin_bytes=1000)) as url:
+    with running(ServeSettings(pin_bytes=1000), model=shallow()) as url:
         assert httpx.post(f"{url}/v1/chunks", json=chunks, timeout=60).status_code == 200
         assert httpx.post(f"{url}/v1/chunks", json=chunks | {"pin": True}, timeout=60).status_code == 403

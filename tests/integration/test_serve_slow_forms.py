@@ -21,7 +21,7 @@ from cacheblend.engines.hf.tickets import Limits
 from cacheblend.serve.keys import KeyRing, add_key, read_keys
 from cacheblend.serve.settings import ServeSettings
 from cacheblend.serve.state import PARSERS
-from serving import running
+from serving import running, shallow
 from small_llama import wait_until
 
 pytest.importorskip("xgrammar", reason="xgrammar is not installed here")
@@ -63,7 +63,7 @@ def ask(gate: Gate, tmp_path: Path) -> Iterator[Ask]:
     """Asks with a key's name and the fields of a request."""
     keys = {name: add_key(tmp_path / "keys.json", name) for name in ("alice", "bob")}
     settings = ServeSettings(keys=KeyRing(read_keys(tmp_path / "keys.json")), limits=Limits(waiting=WAITING), drain_s=1)
-    with running(settings) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with running(settings, model=shallow()) as url, httpx.Client(base_url=url, timeout=60) as client:
 
         def post(name: str, path: str = "/v1/completions", timeout: float = 60, **fields: Any) -> httpx.Response:
             headers = {"Authorization": f"Bearer {keys[name]}"}
@@ -124,7 +124,7 @@ def test_who_goes_away_is_not_compiled_for_and_too_many_are_told(gate: Gate, ask
 
 def test_a_server_that_is_stopped_tells_those_that_wait(gate: Gate) -> None:
     with ThreadPoolExecutor(8) as pool:
-        with running(ServeSettings(drain_s=1)) as url:
+        with running(ServeSettings(drain_s=1), model=shallow()) as url:
             body = {"prompt": "Who has the boot?", "max_tokens": 4}
             slow = [
                 pool.submit(httpx.post, f"{url}/v1/completions", json=body | form(f"slow {number}"), timeout=60)

@@ -17,10 +17,9 @@ from fastapi.testclient import TestClient
 
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.sampling import Sampler
-from cacheblend.nano import model_path
 from cacheblend.serve.app import create_app
 from cacheblend.serve.settings import ServeSettings
-from serving import running
+from serving import running, shallow
 
 TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }} <tool_call>{% endif %}"
@@ -42,13 +41,13 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-NANO, SAMPLE = model_path(), Sampler.sample
+SAMPLE = Sampler.sample
 ASKED: dict[str, Any] = {"model": "nano", "messages": [{"role": "user", "content": "Is it warm?"}], "tools": [WEATHER]}
 
 
 @contextmanager
-def engine(template: str = TEMPLATE, folder: Path = NANO) -> Iterator[BlendEngine]:
-    with BlendEngine.from_pretrained(folder, store="memory") as opened:
+def engine(template: str = TEMPLATE, folder: Path | None = None) -> Iterator[BlendEngine]:
+    with BlendEngine.from_pretrained(folder or shallow(), store="memory") as opened:
         opened.name, opened.tokenizer.chat_template = "nano", template
         yield opened
 
@@ -151,7 +150,7 @@ def test_an_answer_that_is_a_call_alone_has_no_content(web: TestClient, says: An
 
 def test_openais_client_calls_a_tool_and_answers_with_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ServeSettings(chunk_tokens=16, max_tokens=400, drain_s=1, tool_call_parser="hermes")
-    with running(settings) as url, BlendEngine.from_pretrained(model_path(), store="memory") as other:
+    with running(settings, model=shallow()) as url, engine() as other:
         assert other.builder is not None
         both = CALL + "\n" + '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
         script(monkeypatch, [other.builder.encode(both)])
@@ -266,7 +265,7 @@ def test_log_probabilities_are_of_every_token(web: TestClient, says: Any) -> Non
 
 def test_markers_that_are_special_tokens_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(model_path(), folder)
+    shutil.copytree(shallow(), folder)
     spec = json.loads((folder / "tokenizer.json").read_text())
     taken = {each["id"] for each in spec["added_tokens"]}
     old, token = max(

@@ -59,6 +59,7 @@ def opened(config: dict[str, Any] | None = None) -> tuple[BlendEngine, ShadowWat
     return engine, watch(engine, ShadowSettings(1.0, FLOOR), seed=0)
 
 
+@pytest.mark.slow
 def test_a_lean_ratio_is_raised_until_agreement_holds() -> None:
     engine, made = opened(LEAN)
     with engine:
@@ -74,6 +75,7 @@ def test_a_lean_ratio_is_raised_until_agreement_holds() -> None:
         assert made.figures().raised >= 2 and holds[0].ratio > 2 * LEAN["recompute_ratio"]
 
 
+@pytest.mark.slow
 def test_an_ample_one_stays_and_a_change_of_traffic_moves_it() -> None:
     engine, made = opened(AMPLE)
     with engine:

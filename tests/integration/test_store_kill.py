@@ -5,11 +5,12 @@ import time
 from pathlib import Path
 
 from cacheblend.store import DiskStore
+from campaign import share
 from faults import Faults
 from store_blocks import holds
 from store_workers import context, killable_chain, write_until_killed
 
-KILLS = 100
+KILLS = max(20, share(100))
 
 
 def run_and_kill(folder: Path, first: int, after_s: float) -> list[int]:

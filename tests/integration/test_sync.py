@@ -19,16 +19,16 @@ from cacheblend.engines.documents import Document, referring
 from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
 from cacheblend.engines.hf.document_cutting import cut_whole, cutter
 from cacheblend.engines.tokens.cutting import Cutting
-from cacheblend.nano import model_path
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from cacheblend.store.documents import DocumentRecord
+from serving import shallow
 
 NO_CAPTURE = BlendConfig(capture=False, discover=False)
 CUTTING = Cutting(48, 12)
 
 
 def opened(store: KVStore | str | Path, config: BlendConfig = NO_CAPTURE) -> BlendEngine:
-    return BlendEngine.from_pretrained(model_path(), store=store, config=config)
+    return BlendEngine.from_pretrained(shallow(), store=store, config=config)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_stored_chunks_are_exact_and_found_in_plain_text(tmp_path: Path) -> None
     """In another order in a prompt at r = 1: no miss, and the logits of full prefill. Unmarked: found all the same."""
     body = " ".join(sentences(random.Random(7), 60))
     config = BlendConfig(capture=False)
-    with BlendEngine.from_pretrained(model_path(), store=tmp_path / "s", config=config, dtype="float32") as engine:
+    with BlendEngine.from_pretrained(shallow(), store=tmp_path / "s", config=config, dtype="float32") as engine:
         sync(engine, {"a": body}, cutting=Cutting(140, 64))
         (record,) = records(engine)
         listed = {manifest.chunk_id: manifest for manifest in engine.store.manifests()}

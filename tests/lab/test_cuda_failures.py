@@ -140,6 +140,7 @@ def test_a_process_that_crashes_takes_nothing_with_it(tmp_path: Path, monkeypatc
     assert "here" in found["parts"]["kernels"]["error"]
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "GRACE_S", 0.1)

@@ -130,6 +130,7 @@ def test_what_falls_short_is_named() -> None:
     assert "not measured" in lines["ttft_speedup_32k"]
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_it_runs_from_a_checkout_with_few_packages(tmp_path: Path) -> None:
     """Of what a GPU's image has: torch, Triton, transformers, typer, rich, safetensors, xxhash and their own needs."""

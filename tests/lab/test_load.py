@@ -49,6 +49,7 @@ def test_load_writes_every_figure(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]  # nothing is left on the disk
 
 
+@pytest.mark.slow
 def test_controller_writes_a_grid(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A device is throttled to ten times a prefill's time: where bfloat16 is emulated, that takes minutes.
     monkeypatch.setattr(ttft, "build_shape", partial(ttft.build_shape, dtype=torch.float32))

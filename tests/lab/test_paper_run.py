@@ -40,6 +40,7 @@ TINY = Sweeps(
 SHORT = Prompts(passages=(3, 4), tokens=(24, 40))
 BAD = [{"question": "Who?", "passages": []}, {"question": "Who?", "passages": "none", "answers": ["a"]}]
 NAMES = [part.name for part in run.PARTS]
+with_the_whole_run = pytest.mark.slow(0)  # all in one turn, as the run takes long
 
 
 @dataclass
@@ -95,6 +96,7 @@ def done(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Done:
 # ---- the report ------------------------------------------------------------------------------------------------
 
 
+@with_the_whole_run
 def test_all_seven_figures_are_there(done: Done) -> None:
     assert done.result["figures"] == {"paper_report": 7}
     assert list(done.result["pictures"]) == list(done.result["parts"]) == NAMES
@@ -107,6 +109,7 @@ def test_all_seven_figures_are_there(done: Done) -> None:
     assert json.loads((done.folder / report.DATA).read_text()) == done.result
 
 
+@with_the_whole_run
 def test_every_method_is_compared_on_every_set(done: Done) -> None:
     points = {name: done.result["parts"][name]["points"] for name in NAMES}
     found = [(point["data"], point["method"]) for point in points["quality"]]
@@ -121,6 +124,7 @@ def test_every_method_is_compared_on_every_set(done: Done) -> None:
     assert {p["device"] for p in points["device"]} == {"memory", "disk", "1 x prefill"}
 
 
+@with_the_whole_run
 def test_full_recompute_agrees_with_itself_everywhere(done: Done) -> None:
     for name in set(NAMES) - {"rate"}:
         for point in done.result["parts"][name]["points"]:
@@ -131,12 +135,14 @@ def test_full_recompute_agrees_with_itself_everywhere(done: Done) -> None:
             assert set(point["quality"]) == {"f1", "em", "top_1"}
 
 
+@with_the_whole_run
 def test_points_that_cannot_be_had_are_named(done: Done) -> None:
     text = (done.folder / report.FILE).read_text()
     assert "64 passages: left out, most rows have" in text
     assert "passages of 4096 tokens: left out, most rows are then one passage" in text
 
 
+@with_the_whole_run
 def test_bad_rows_are_counted_with_their_reasons(done: Done) -> None:
     first, second = done.result["data"]
     assert (first["rows"], len(first["bad_rows"]), second["bad_rows"]) == (2, 2, [])
@@ -144,6 +150,7 @@ def test_bad_rows_are_counted_with_their_reasons(done: Done) -> None:
     assert "first: 2 rows cannot be used; the first: " in (done.folder / report.FILE).read_text()
 
 
+@with_the_whole_run
 def test_prefix_caching_that_gains_nothing_is_said(done: Done) -> None:
     quality = done.result["parts"]["quality"]
     gained = any(p["recomputed"] is not None for p in quality["points"] if p["family"] == "prefix")
@@ -157,6 +164,7 @@ def never(*_: Any, **__: Any) -> Any:
     raise AssertionError("something is run again")
 
 
+@with_the_whole_run
 def test_a_second_run_runs_nothing_again(done: Done, cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlendEngine, "prefill", never)
     monkeypatch.setattr(BlendEngine, "warm", never)
@@ -170,6 +178,7 @@ def test_a_second_run_runs_nothing_again(done: Done, cli: Run, monkeypatch: pyte
         assert part["resumed"] > 0
 
 
+@with_the_whole_run
 def test_without_matplotlib_the_report_has_tables(done: Done, cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     said = cli(*done.arguments)
@@ -180,6 +189,7 @@ def test_without_matplotlib_the_report_has_tables(done: Done, cli: Run, monkeypa
     assert text.count("| method | rows |") == 7
 
 
+@with_the_whole_run
 def test_other_settings_have_a_folder_of_their_own(
     done: Done, cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +240,7 @@ def evaluate_paper(engine: BlendEngine, rows: list[QuestionRow], out: Path, swee
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_that_is_interrupted_anywhere_goes_on(
     engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -272,6 +283,7 @@ def test_a_run_that_is_interrupted_anywhere_goes_on(
     assert len(keys) == len(set(keys))
 
 
+@with_the_whole_run
 def test_ctrl_c_leaves_a_report_and_says_how_to_go_on(
     done: Done, cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

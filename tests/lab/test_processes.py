@@ -54,16 +54,11 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def hear_interrupts() -> None:
-    """A job in the background of a shell ignores SIGINT, and what it starts inherits that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_servers_end_with_the_benchmark(number: signal.Signals, tmp_path: Path) -> None:
     """While requests to them are under way, and two run at a time."""
     command = [sys.executable, "-c", BENCHMARK, str(tmp_path), "the main thread"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=hear_interrupts)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         wait_until((tmp_path / "asked").exists)
         servers = [int((tmp_path / name).read_text()) for name in ("one", "two")]

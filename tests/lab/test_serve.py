@@ -29,6 +29,7 @@ def test_what_cannot_be_measured(run: Run, tmp_path: Path) -> None:
     assert run("serve", "-m", "nano", "--trace", tmp_path).code == 2
 
 
+@pytest.mark.slow
 def test_the_cost_of_the_shadow_check(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     size = ("--chunks", 2, "--chunk-tokens", 70, "--runs", 2, "--requests", 4, "--clients", 2)
@@ -42,6 +43,7 @@ def test_the_cost_of_the_shadow_check(run: Run, tmp_path: Path) -> None:
     assert counted["cacheblend_shadow_waiting"] == 0 and counted["cacheblend_shadow_total"] > 0
 
 
+@pytest.mark.slow
 def test_an_agent_of_three_arms(run: Run, tmp_path: Path) -> None:
     data, out, picture = tmp_path / "passages.json", tmp_path / "agent.json", tmp_path / "agent.png"
     data.write_text(json.dumps([{"text": f"The mill number {n} stood by river {n * n}. " * 9} for n in range(9)]))

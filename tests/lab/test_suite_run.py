@@ -218,6 +218,7 @@ def test_without_a_setting_there_is_nothing_to_check(built: Path, engine: BlendE
 # ---- the command ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_reports_every_part_and_a_missed_bar_is_exit_code_1(
     built: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.store import KVStore, MemoryStore
+from campaign import rotating
 from families import BLENDABLE, VOCAB, tiny_model
 from reference import Reference
 
@@ -34,6 +35,8 @@ DIVERSE = [
 ]
 """In order: plain; windows and two thetas; sinks; interleaved pairs and NoPE; experts; NoPE; partial RoPE; layers of
 several shapes; sinks, NoPE and windows; latents in either pairing."""
+EVERY = rotating(FAMILIES, core=DIVERSE)
+"""As parameters of a test."""
 LATENT = [name for name in ("deepseek_v2", "deepseek_v3") if name in FAMILIES]
 
 BOS = 1

@@ -21,7 +21,7 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from families import REFUSED, SMALL, tiny_model
 from parity.scenes import (
     BOS,
-    FAMILIES,
+    EVERY,
     QUESTION,
     RAG,
     SYSTEM,
@@ -43,7 +43,7 @@ IN_FRONT = {"none": [], "bos": [text([BOS])], "system": [SYSTEM]}
 
 
 @pytest.mark.parametrize("selector", [Hkvd((1,), (1.0,)), AllRows()], ids=["hkvd", "all"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> None:
     outcome = run(warm_engine(family), RAG, selector)
     assert outcome.report.hit_tokens["memory"] == 115
@@ -51,7 +51,7 @@ def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> 
     assert_same(outcome.result, *plain_kv(tiny_model(family), RAG.token_ids), TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_leading_chunk_is_exact_at_any_ratio(family: str) -> None:
     prompt = Prompt.of([A, QUESTION])
     outcome = run(warm_engine(family), prompt, NoRows())
@@ -71,7 +71,7 @@ def test_a_chunk_directly_after_its_anchor_is_a_prefix_hit(family: str, anchor: 
     assert_same(outcome.result, *plain_kv(model, prompt.token_ids), TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_repositioned_keys_equal_the_keys_computed_at_the_target_position(family: str) -> None:
     engine, model = warm_engine(family), tiny_model(family)
     ids = B.token_ids
@@ -102,7 +102,7 @@ class KeepAll(Selector):
         return torch.ones_like(candidates.deviation, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_deviation_is_zero_in_layer_0_only(family: str) -> None:
     deviations: dict[int, torch.Tensor] = {}
     result = warm_engine(family).prefill(RAG, selector=KeepAll(deviations))
@@ -112,7 +112,7 @@ def test_deviation_is_zero_in_layer_0_only(family: str) -> None:
     assert float(deviations[1].max()) > 1e-4 * size[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_greedy_decoding_from_the_fused_cache_equals_generate(family: str) -> None:
     model, steps = tiny_model(family), 6
     answer = warm_engine(family).generate(RAG, SamplingParams(max_new_tokens=steps, ignore_eos=True), ratio=1.0)

@@ -10,7 +10,7 @@ from cacheblend.core.select.selectors import Selector
 from families import tiny_model
 from parity.scenes import (
     BOS,
-    FAMILIES,
+    EVERY,
     QUESTION,
     RAG,
     SYSTEM,
@@ -148,7 +148,7 @@ def test_if_all_rows_are_misses_nothing_is_asked(prompt: Prompt) -> None:
 
 
 @pytest.mark.parametrize("selector", [Query(1.0, hops=2), Hybrid((1, 2), (1.0, 1.0), early=1.0, hops=1)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> None:
     outcome = run(warm_engine(family), RAG, selector)
     assert_same(outcome.result, *plain_kv(tiny_model(family), RAG.token_ids), 1e-5)

@@ -6,6 +6,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, Gradual, Head, Hkvd, Measure, NoRows, RandomRows, Threshold
 from cacheblend.engines.hf import SamplingParams
+from campaign import rotating
 from families import tiny_model
 from parity.scenes import (
     BOS,
@@ -57,7 +58,7 @@ def test_every_selector_equals_the_reference(family: str, selector: str) -> None
 
 
 @pytest.mark.parametrize("selector", ["gradual", "none"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in DIVERSE])
+@pytest.mark.parametrize("family", rotating(name for name in FAMILIES if name not in DIVERSE))
 def test_every_family_equals_the_reference(family: str, selector: str) -> None:
     outcome = run(warm_engine(family), RAG, SELECTORS[selector])
     assert_as_reference(outcome, blend(tiny_model(family), RAG, SELECTORS[selector]), TOLERANCE)

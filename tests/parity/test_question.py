@@ -14,6 +14,7 @@ from families import tiny_model
 from parity.scenes import (
     BOS,
     DIVERSE,
+    EVERY,
     FAMILIES,
     QUESTION,
     RAG,
@@ -139,7 +140,7 @@ def test_an_exact_prefix_after_bos(family: str) -> None:
 
 
 @pytest.mark.parametrize("selector", [Query(1.0), Hybrid((1, 2), (1.0, 1.0), early=1.0)], ids=["query", "hybrid"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_full_recompute_equals_full_prefill(family: str, selector: Selector) -> None:
     """The question pass leaves nothing behind."""
     outcome = run(warm_engine(family), RAG, selector)

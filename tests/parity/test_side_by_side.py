@@ -8,6 +8,7 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.hf.layers import JoinedRows
+from campaign import rotating
 from parity.scenes import (
     DIVERSE,
     FAMILIES,
@@ -33,7 +34,10 @@ def advance_together(passes: list[BlendedPrefill], tile_rows: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "tile_rows"), [*((f, 1000) for f in FAMILIES), *((f, 40) for f in DIVERSE)])
+@pytest.mark.parametrize(
+    ("family", "tile_rows"),
+    [*rotating(((f, 1000) for f in FAMILIES), core=[(f, 1000) for f in DIVERSE]), *((f, 40) for f in DIVERSE)],
+)
 def test_batched_prefills_equal_single_prefills(family: str, tile_rows: int) -> None:
     engine, selector = warm_engine(family), Hkvd(ratios=(0.3,))
     alone = [finish(stepper(engine, prompt, selector)) for prompt in PROMPTS]

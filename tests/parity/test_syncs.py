@@ -10,6 +10,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Head, Hkvd, NoRows, RandomRows, Selector, Threshold
 from cacheblend.engines.hf import BlendEngine
+from campaign import rotating
 from families import tiny_model
 from parity.scenes import RAG, TILE_ROWS, UNSEEN, A, B, C, open_engine
 from sync_counting import Pretended, PretendedDevice, counted, on_device, plain, pretend_cuda
@@ -58,7 +59,7 @@ def waits(engine: BlendEngine, selector: Selector) -> tuple[list[str], torch.Ten
     return calls, plain(result.logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rotating(FAMILIES, core=["llama"]))
 @pytest.mark.usefixtures("device")
 def test_a_pass_waits_for_the_device_twice_at_most(family: str, record_property: Callable[[str, object], None]) -> None:
     engine, found = engine_on_device(family), dict[str, list[str]]()

@@ -11,7 +11,7 @@ from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf.decode import GROW_ROWS, Decoding, Sampler, compute_logits
 from cacheblend.engines.hf.view import ModelView
 from families import tiny_model
-from parity.scenes import FAMILIES, QUESTION, RAG, SYSTEM, A, B, C, greedy, warm_engine
+from parity.scenes import EVERY, QUESTION, RAG, SYSTEM, A, B, C, greedy, warm_engine
 
 PROMPTS = (RAG, Prompt.of([SYSTEM, C, QUESTION]), Prompt.of([B, QUESTION, A, QUESTION]))
 
@@ -28,7 +28,7 @@ def step(view: ModelView, answers: Sequence[Decoding]) -> None:
         answer.sampler.sample()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_each_answer_equals_generate(family: str) -> None:
     params = SamplingParams(max_new_tokens=6)
     answers = [answering(family, prompt, params) for prompt in PROMPTS]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import tokenizers_for_tests as tokenizers
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.tokens import Passage, PromptBuilder
+from campaign import share
 
 FILE = Path(__file__).parents[1] / "chat_templates.txt"
 CONVERSATIONS = 20
@@ -337,7 +338,7 @@ NO_DUMMY_PREFIX = ["byte_level", "byte_level bos", "neox", "gemma", "word_level"
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-@settings(max_examples=150)
+@settings(max_examples=share(150))
 @given(text=prompts)
 def test_encode_equal(name: str, text: str) -> None:
     """A caller's own text has the tokenizer's ids, special tokens and the tokens around it included."""
@@ -350,7 +351,7 @@ def test_encode_equal(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_DUMMY_PREFIX)
-@settings(max_examples=150)
+@settings(max_examples=share(150))
 @given(text=texts)
 def test_passages_have_the_tokenizers_ids(name: str, text: str) -> None:
     """Added tokens that are ordinary text are not cut."""

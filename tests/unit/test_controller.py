@@ -18,6 +18,7 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.cost_model import load_cost_model
+from campaign import share
 
 LAYERS, BYTES = 24, 12_288
 PLANNER = Planner(root_name("m", "bfloat16"))
@@ -71,7 +72,7 @@ def test_fast_memory_loads_all_at_the_floor() -> None:
     latency=st.floats(0, 0.2),
     tiers=st.lists(st.sampled_from(["a", "b", ""]), min_size=1, max_size=6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60), deadline=None)
 def test_a_prompts_own_ratio_is_counted_as_if_it_were_the_floor(
     least: float, floor: float, speed: float, latency: float, tiers: list[str]
 ) -> None:
@@ -180,7 +181,7 @@ def best_by_trying(control: Controller, plan: BlendPlan, floor: float) -> float:
     st.floats(0, 0.02),
     st.floats(0.5, 2.5),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=share(60))
 def test_no_other_choice_is_expected_to_be_much_sooner(
     tiers: list[str], disk: float, s3: float, latency: float, overhead: float
 ) -> None:

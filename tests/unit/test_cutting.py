@@ -11,6 +11,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.naming import as_token_ids, join_ids
 from cacheblend.engines.tokens import cutting
 from cacheblend.engines.tokens.cutting import Cutting
+from campaign import share
 
 END = 1
 
@@ -25,7 +26,7 @@ def sentence(rng: random.Random) -> list[int]:
     st.integers(0, 300),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=share(150), deadline=None)
 def test_chunks_are_the_document_within_bounds(ids: list[int], least: int, more: int, has_ends: bool) -> None:
     cutting = Cutting(2 * least + more, least)
     ends = np.array([END]) if has_ends else None

@@ -18,6 +18,7 @@ from cacheblend.engines.hf.sampling import Sampler, SamplingParams
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.tokens import PromptBuilder
 from cacheblend.engines.tokens.detokenizer import Detokenizer
+from campaign import share
 from families import VOCAB, tiny_model
 from tokenizers_for_tests import sentencepiece
 
@@ -231,7 +232,7 @@ def test_held_back_text_is_sent_at_the_end() -> None:
     assert stream.finish() == "</s\ufffd"
 
 
-@settings(max_examples=80)
+@settings(max_examples=share(80))
 @given(st.lists(st.sampled_from([*"a \u00e9\u4f60", "😀", "dog"]), max_size=8).map("".join), st.integers(0, 30))
 def test_byte_fallback_never_changes_sent_text(text: str, cut: int) -> None:
     """One invalid byte makes a whole run of byte tokens undecodable, including characters that were already sent."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.tokens import PromptBuilder
 from cacheblend.engines.tokens.detokenizer import Detokenizer
+from campaign import share
 from tests.tokenizers_for_tests import byte_level, sentencepiece, unigram, word_level
 
 REPLACEMENT = "\ufffd"
@@ -86,7 +87,7 @@ def answers(draw: st.DrawFn, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60), deadline=None)
 @given(data=st.data())
 def test_what_is_returned_is_the_text_of_all_ids(name: str, data: st.DataObject) -> None:
     builder, ids = builder_of(name), data.draw(answers(name))

@@ -17,6 +17,7 @@ from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, Record
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Anchor, Planner, cut_bos
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
+from campaign import share
 
 ROOT = root_name("model", "float32")
 LAYOUT = KVLayout((LayerShape(1, 2),), torch.float32)
@@ -115,7 +116,7 @@ def plans(draw: st.DrawFn) -> tuple[Planner, FakeSource, BlendPlan]:
     return planner, source, planner.plan(prompt, source)
 
 
-@settings(max_examples=120)
+@settings(max_examples=share(120))
 @given(plans())
 def test_the_laws_of_a_plan(made: tuple[Planner, FakeSource, BlendPlan]) -> None:
     planner, source, plan = made
@@ -192,7 +193,7 @@ def check_publishing(plan: BlendPlan) -> None:
     assert [s.token_ids.tobytes() for s in plan.missed_chunks()] == expected
 
 
-@settings(max_examples=80)
+@settings(max_examples=share(80))
 @given(plans(), st.data())
 def test_the_plan_without_lost_blocks(made: tuple[Planner, FakeSource, BlendPlan], data: st.DataObject) -> None:
     planner, _, plan = made

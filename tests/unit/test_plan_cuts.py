@@ -22,6 +22,7 @@ from cacheblend.core.plan.codec import CODECS, codec_of
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
+from campaign import share
 
 WIDTH = 8
 LAYOUT = KVLayout((LayerShape(2, WIDTH),), torch.float32)
@@ -129,7 +130,7 @@ def cut_somewhere(plan: BlendPlan, rng: random.Random) -> BlendPlan:
     return replace(plan, spans=tuple(parts))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=share(150), deadline=None)
 @given(cases(), st.data())
 def test_what_is_loaded_of_a_cut_plan_is_what_the_whole_one_has(case: Case, data: st.DataObject) -> None:
     plan, rng = case.plan, case.random
@@ -162,7 +163,7 @@ def test_what_is_loaded_of_a_cut_plan_is_what_the_whole_one_has(case: Case, data
         torch.testing.assert_close(keys[:, row], key, rtol=0, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=share(100), deadline=None)
 @given(cases(), st.data())
 def test_a_part_is_not_stored_under_its_blocks_name(case: Case, data: st.DataObject) -> None:
     plan = cut_somewhere(case.plan, case.random)

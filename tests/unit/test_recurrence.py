@@ -18,6 +18,7 @@ from cacheblend.core.plan.fingerprints import MOST_COPIES, winnowed
 from cacheblend.core.plan.intervals import Interval, pieces_of
 from cacheblend.core.plan.matching import WINDOW
 from cacheblend.core.plan.recurrence import HALF_LIFE, Recurrences, Run, equal_around
+from campaign import share
 
 ROOT, OTHER = root_name("a model", "float32"), root_name("a model", "float32", salt="another tenant")
 
@@ -197,7 +198,7 @@ def histories(draws: st.DrawFn) -> list[tuple[bool, TokenIds, list[Interval]]]:
     return history
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=share(200), deadline=None)
 @given(histories())
 def test_all_that_recurs_is_learnt_and_nothing_else(history: list[tuple[bool, TokenIds, list[Interval]]]) -> None:
     watch = Recurrences()

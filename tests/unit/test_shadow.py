@@ -27,6 +27,7 @@ from cacheblend.engines.shadow.floor import FULL_ABOVE, MOST_WINDOWS
 from cacheblend.engines.shadow.watch import MOST_TENANTS, OTHERS
 from cacheblend.serve.metrics import Metrics
 from cacheblend.store import MemoryStore
+from campaign import share
 
 GOOD, BAD = Compared(0.001, (True, True)), Compared(2.0, (False, True))
 MINE = Labels("a", "hybrid")
@@ -142,7 +143,7 @@ def slow_floor(settings: ShadowSettings, steps: int, told: Sequence[tuple[bool, 
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=share(60), deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([0.5, 0.7, 0.9]), st.integers(1, 5))
 def test_the_floor_does_what_its_definition_says(rng: random.Random, floor: float, steps: int) -> None:
     chosen = ShadowSettings(1.0, floor)

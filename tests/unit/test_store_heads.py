@@ -12,6 +12,7 @@ from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, LayerShape, RecordMemory
 from cacheblend.store import MemoryStore, TieredStore
 from cacheblend.store.combined import ThrottledStore
+from campaign import share
 from store_blocks import make_block, same_bits
 
 SHAPES = (LayerShape(4, 4), LayerShape(4, 4), LayerShape(2, 8))
@@ -154,7 +155,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=share(200), deadline=None)
 @given(st.lists(actions, max_size=40), st.integers(0, 4))
 def test_any_reads_of_any_heads_give_the_stored_bits_within_the_bound(taken: list[tuple], room: int) -> None:  # type: ignore[type-arg]
     blocks = [make_block(seed, 5, SHAPES[:2]) for seed in range(4)]

@@ -15,6 +15,7 @@ from cacheblend.core.errors import StoreFullError
 from cacheblend.core.naming import BlockName
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend.store.format.block_file import encode_block
+from campaign import share
 from store_blocks import holds, make_block, same_bits
 
 BLOCKS = [make_block(seed, tokens=1 + seed * 5) for seed in range(10)]
@@ -134,4 +135,4 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(("kind", "max_bytes"), [("memory", 6_000), ("disk", 30_000), ("tiered", 30_000)])
 def test_store_behaves_as_the_model(kind: str, max_bytes: int) -> None:
     machine = type(f"{kind}Machine", (StoreMachine,), {"kind": kind, "max_bytes": max_bytes})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=share(60), stateful_step_count=30))

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.tokens import Passage, PromptBuilder
+from campaign import share
 from tokenizers_for_tests import (
     CHATML,
     CHATML_WITH_DOCUMENTS,
@@ -72,7 +73,7 @@ def texts_of(tokenizer: PreTrainedTokenizerFast, prompt: Prompt) -> list[tuple[b
 
 
 @pytest.mark.parametrize("name", FAITHFUL)
-@settings(max_examples=60)
+@settings(max_examples=share(60))
 @given(text=texts)
 def test_a_text_stays_a_text(name: str, text: str) -> None:
     tokenizer = FAITHFUL[name]
@@ -264,7 +265,7 @@ def test_a_chat_equals_the_templates_own_ids_where_nothing_is_tricky() -> None:
     assert reads(llama, ids_of(prompt)[1:]).strip() == "[INST] Who? [/INST] Me.</s>"
 
 
-@settings(max_examples=60)
+@settings(max_examples=share(60))
 @given(
     contents=st.lists(texts.filter(bool), min_size=1, max_size=4), documents=st.lists(texts.filter(bool), max_size=3)
 )

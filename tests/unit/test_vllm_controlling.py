@@ -22,6 +22,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.cost_model import write_cost_model
 from cacheblend.engines.vllm.scheduler.controlling import RATIO_STEP, LoadChoice, LoadControl, open_load_control
+from campaign import share
 
 LAYERS, BYTES = 24, 12_288
 CONFIG = BlendConfig()
@@ -208,7 +209,7 @@ def test_a_store_that_is_slower_than_computing_stays_left_out_and_a_raised_ratio
 
 
 @given(st.floats(0, 1), st.floats(1e5, 1e10), st.floats(0, 0.2), st.lists(st.sampled_from(["a", "b", ""]), min_size=1))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=share(80), deadline=None)
 def test_ratios_are_steps_above_the_floor_and_never_below(
     floor: float, speed: float, latency: float, tiers: list[str]
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.engines.vllm.worker.ranks import FINE, LOST, RankFailedError, Ranks
+from campaign import share
 from rank_threads import Meeting, ThreadGroup, on_all
 
 STEPS: list[Callable[[ThreadGroup, Ranks], Any]] = [
@@ -20,7 +21,7 @@ STEPS: list[Callable[[ThreadGroup, Ranks], Any]] = [
 ]
 
 
-@settings(max_examples=50)
+@settings(max_examples=share(50))
 @given(
     st.integers(2, 3),
     st.lists(st.integers(0, len(STEPS) - 1), min_size=1, max_size=6),
