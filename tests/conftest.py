@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import core, settings
 
+import campaign
 import failing
 import kernel_cases
 import vllm_table
 from faults import Faults
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
-settings.load_profile("untimed")
+# A busy machine is no failure.
+settings.register_profile("campaign", deadline=None, max_examples=campaign.share(100), print_blob=True)
+settings.load_profile("campaign")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as NumPy; read when they are imported
@@ -34,6 +36,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "may_fail(*reasons): injects faults that are mended, see failing.py")
+    config.addinivalue_line("markers", "slow(turn): a run in five has it, see campaign.py")
+    if core.global_force_seed is None:  # else by --hypothesis-seed
+        core.global_force_seed = campaign.SEED
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in argument for argument in config.args):  # a test that is named runs
+        config.hook.pytest_deselected(items=campaign.leave_out(items))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,7 +80,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was counted: kernels compared, waits for the device, and what was broken in tests that passed."""
+    """What was drawn and counted: kernels compared, waits for the device, and what was broken in tests that passed."""
+    again = f"CACHEBLEND_CAMPAIGNS={campaign.SHARE:g} CACHEBLEND_SEED={campaign.SEED}"
+    terminalreporter.write_line(f"campaigns: {campaign.SHARE:.0%} of them; {again} draws the same")
     if counts := _noted(terminalreporter, "kernel_cases"):
         cases, wrong = (sum(column) for column in zip(*counts, strict=True))
         terminalreporter.write_line(f"kernel_cases: {cases}, wrong {wrong}")

@@ -5,22 +5,24 @@ from typing import Any
 
 from cacheblend.bench.faults.injection import PLACES
 from cacheblend.bench.vllm_faults import Settings, run
+from campaign import share
 from vllm_running import needs_vllm
 
 pytestmark = needs_vllm
 
 
 def test_a_fault_costs_its_request_the_blend_and_nothing_else() -> None:
-    found = run(Settings(tried=60, seed=3, only=("faults",), engines=("one rank", "two ranks")))
+    tried = 20 + share(40)
+    found = run(Settings(tried=tried, seed=3, only=("faults",), engines=("one rank", "two ranks")))
     figures, engines = found["figures"], found["campaigns"]["faults"]["engines"]
     words = json.dumps(engines, indent=1)
-    assert figures["tried"] >= 60
+    assert figures["tried"] >= tried
     bad = {name: figures[name] for name in ("wrong", "ended", "hung", "left")}
     assert bad == {"wrong": 0, "ended": 0, "hung": 0, "left": 0}, words
 
 
 def test_blocks_damaged_on_both_ranks_hold_nobody_up() -> None:
-    found = run(Settings(tried=10, seed=4, only=("faults",), engines=("two ranks, ratio 1",)))
+    found = run(Settings(tried=4 + share(6), seed=4, only=("faults",), engines=("two ranks, ratio 1",)))
     figures = found["figures"]
     bad = {name: figures[name] for name in ("wrong", "ended", "hung", "left")}
     assert bad == {"wrong": 0, "ended": 0, "hung": 0, "left": 0}, json.dumps(found["campaigns"]["faults"], indent=1)
