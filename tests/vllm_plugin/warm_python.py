@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 
 def main() -> None:
@@ -28,8 +29,13 @@ def main() -> None:
     nursery.sendall(request)
     answer = nursery.makefile("r")
     pid = int(answer.readline())
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, number)
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, pass_on)
     for file in files:  # who waits for the end of one waits for the program
         os.close(file)
     ended = answer.readline()
