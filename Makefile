@@ -42,8 +42,8 @@ test-all: ## the same, with every campaign at full length and all slow tests
 
 vllm: $(VLLM_VENV)/.installed ## vLLM for CPUs and this package beside it, in .venv-vllm
 
-test-vllm: $(VLLM_VENV)/.installed ## the tests that run vLLM; what came of each family of models: docs/results/vllm-reach.json
-	REACH_RESULTS=docs/results/vllm-reach.json OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin -n $(WORKERS) --dist worksteal $(ARGS)
+test-vllm: $(VLLM_VENV)/.installed ## the tests that run vLLM; in test-all what came of each family of models: docs/results/vllm-reach.json
+	$(if $(filter 1,$(CACHEBLEND_CAMPAIGNS)),REACH_RESULTS=docs/results/vllm-reach.json) OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_plugin -n $(WORKERS) --dist worksteal $(ARGS)
 
 clients: $(VENV)/.installed-test ## the benchmarks that people point at servers, each in an environment of its own, against ours
 	.ci/clients

@@ -3,10 +3,10 @@
 import json
 import os
 import random
-import signal
+import socket
 import subprocess
 import sys
-import threading
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import failing
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 
 NURSERY = Path(__file__).parent / "vllm_plugin" / "nursery.py"
+STAND_IN = NURSERY.with_name("warm_python.py")
 LIMIT_S = 600
 
 NANO_VOCAB = 1200
@@ -136,46 +137,43 @@ class Asked:
 
 
 class Nursery:
-    """A process of `nursery.py`, which runs programs in forks of itself; to be closed.
+    """A process of `nursery.py`; to be closed.
 
-    Args:
-        sees: the programs run models of images, whose processors must be importable before vLLM is.
-        compiles: `torch.compile` does what it says.
+    Attributes:
+        python: what stands in for the interpreter, see there.
     """
 
-    def __init__(self, *, sees: bool, compiles: bool) -> None:
-        self._settings = dict(SETTINGS)
-        if compiles:
-            del self._settings["TORCH_COMPILE_DISABLE"]
-        command = [sys.executable, str(NURSERY), *(["--sees"] if sees else [])]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, env=os.environ | self._settings, text=True, **pipes)
-
-    def run(self, program: str, job: Path) -> int:
-        """How `program`, a module beside `nursery.py`, ended with this job; what it printed is in `JOB.words`."""
-        asked, answered = self._process.stdin, self._process.stdout
-        assert asked and answered
-        given = {"program": program, "job": str(job), "settings": os.environ | self._settings}
-        asked.write(json.dumps(given) + "\n")
-        asked.flush()
-        watch = threading.Timer(LIMIT_S, os.kill, (int(answered.readline()), signal.SIGKILL))
-        watch.start()
-        try:
-            return int(answered.readline())
-        finally:
-            watch.cancel()
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="nursery-")
+        folder = Path(self._folder.name)
+        self.python = folder / "python"
+        code = f"#!{sys.executable} -IS\nADDRESS = {str(folder / 'socket')!r}\n{STAND_IN.read_text()}"
+        self.python.write_text(code)
+        self.python.chmod(0o755)
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.bind(str(folder / "socket"))
+            asked.listen(128)  # from now on programs can be started, and wait for the imports
+            env = os.environ | SETTINGS
+            del env["TORCH_COMPILE_DISABLE"]  # some programs compile
+            self._process = subprocess.Popen(
+                [sys.executable, str(NURSERY), str(asked.fileno()), str(self.python)],
+                env=env,
+                stdin=subprocess.PIPE,
+                pass_fds=[asked.fileno()],
+                start_new_session=True,
+            )
 
     def close(self) -> None:
         self._process.communicate()
+        self._folder.cleanup()
 
 
 class Vllm:
-    """Runs jobs of `child.py` and remembers what came out of equal ones; to be closed."""
+    """Runs jobs of `child.py` and remembers what came out of equal ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._done = folder, dict[str, Any]()
         self._failed: dict[str, Path] = {}  # what failed in the jobs that are done
-        self._nurseries: dict[tuple[bool, bool], Nursery] = {}
 
     def run(
         self,
@@ -212,21 +210,28 @@ class Vllm:
         path = self._folder / f"job{len(self._done)}.json"
         path.write_text(job)
         self._failed[job] = Path(f"{path}.failed")
-        sees = "image" in engine.get("limit_mm_per_prompt", {})
-        code = self.run_program("child", path, sees=sees, compiles=not engine.get("enforce_eager", True))
+        code = self.run_program("child", path, compiles=not engine.get("enforce_eager", True))
         out, words = Path(f"{path}.out"), Path(f"{path}.words")
         self._done[job] = json.loads(out.read_text()) if out.is_file() else {"code": code, "words": words.read_text()}
         return self._done[job]
 
-    def run_program(self, program: str, job: Path, *, sees: bool = False, compiles: bool = False) -> int:
-        """See `Nursery.run`; the nursery is started when it is first needed."""
-        kind = sees, compiles
-        if kind not in self._nurseries:
-            self._nurseries[kind] = Nursery(sees=sees, compiles=compiles)
-        code = self._nurseries[kind].run(program, job)
-        failing.take(Path(f"{job}.failed"))
-        return code
+    def run_program(self, program: str, job: Path, *, compiles: bool = False) -> int:
+        """How `program`, a module beside `nursery.py`, ended with this job; what it printed is in `JOB.words`.
 
-    def close(self) -> None:
-        for nursery in self._nurseries.values():
-            nursery.close()
+        `compiles`: `torch.compile` does what it says.
+        """
+        env = os.environ | SETTINGS
+        if compiles:
+            del env["TORCH_COMPILE_DISABLE"]
+        with Path(f"{job}.words").open("w") as words:
+            ran = subprocess.run(
+                [sys.executable, "--job", program, str(job)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        failing.take(Path(f"{job}.failed"))
+        return ran.returncode

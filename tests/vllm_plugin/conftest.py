@@ -1,18 +1,26 @@
 import json
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_running import Vllm, make_models
+from vllm_running import Nursery, Vllm, make_models
 from vllm_table import RECORDED, merge, verdicts
+
+PYTHON = "CACHEBLEND_WARM_PYTHON"
+"""The variable that names what stands in for the interpreter."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "feature(line, verdict): shows a line of the table of features, see vllm_table")
+    if PYTHON not in os.environ and find_spec("vllm") is not None and not config.option.collectonly:
+        nursery = Nursery()
+        os.environ[PYTHON] = str(nursery.python)  # workers of xdist inherit it
+        config.add_cleanup(nursery.close)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,10 +42,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm_python() -> Iterator[None]:
+    """Programs are started from a process that has imported vLLM, see `nursery`; nothing is compiled unasked."""
+    with pytest.MonkeyPatch.context() as patch:
+        if PYTHON in os.environ:
+            patch.setattr(sys, "executable", os.environ[PYTHON])
+            patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
-    with closing(Vllm(tmp_path_factory.mktemp("vllm"))) as running:
-        yield running
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Vllm:
+    return Vllm(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from campaign import share
 from lab.faults.injection import PLACES
 from lab.faults.run import Settings, run
 from vllm_running import needs_vllm
@@ -11,16 +12,17 @@ pytestmark = needs_vllm
 
 
 def test_a_fault_costs_its_request_the_blend_and_nothing_else() -> None:
-    found = run(Settings(tried=60, seed=3, only=("faults",), engines=("one rank", "two ranks")))
+    tried = 20 + share(40)
+    found = run(Settings(tried=tried, seed=3, only=("faults",), engines=("one rank", "two ranks")))
     figures, engines = found["figures"], found["campaigns"]["faults"]["engines"]
     words = json.dumps(engines, indent=1)
-    assert figures["tried"] >= 60
+    assert figures["tried"] >= tried
     bad = {name: figures[name] for name in ("wrong", "ended", "hung", "left")}
     assert bad == {"wrong": 0, "ended": 0, "hung": 0, "left": 0}, words
 
 
 def test_blocks_damaged_on_both_ranks_hold_nobody_up() -> None:
-    found = run(Settings(tried=10, seed=4, only=("faults",), engines=("two ranks, ratio 1",)))
+    found = run(Settings(tried=4 + share(6), seed=4, only=("faults",), engines=("two ranks, ratio 1",)))
     figures = found["figures"]
     bad = {name: figures[name] for name in ("wrong", "ended", "hung", "left")}
     assert bad == {"wrong": 0, "ended": 0, "hung": 0, "left": 0}, json.dumps(found["campaigns"]["faults"], indent=1)

@@ -177,6 +177,7 @@ def test_more_adapters_than_slots_blend_in_turn(
     assert "vllm:cacheblend_fallbacks" not in " ".join(found["metrics"])
 
 
+@pytest.mark.slow
 def test_with_torch_compile_on(vllm: Vllm, models: dict[str, Path], adapters: dict[str, Any], tmp_path: Path) -> None:
     """vLLM's compiled layers and ours read from wrappers of their own."""
     prompts, whose = asked(17, 4), [None, *adapters.values()]

@@ -22,6 +22,7 @@ from vllm_running import SETTINGS, Asked, Texts, Vllm, needs_vllm
 
 pytestmark = needs_vllm
 SOUND_LINE = pytest.mark.feature("models of text and sound", "blends what stands before the first sound")
+CORE = ("sound", "qwen2.5-vl")
 IMAGE_LINE = pytest.mark.feature("vision-language models", "blends what stands before the first image")
 
 
@@ -69,8 +70,11 @@ def seeing_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def among(*names: str) -> pytest.MarkDecorator:
-    """Runs a test in these families."""
-    params = [pytest.param(name, marks=SOUND_LINE if name == "sound" else IMAGE_LINE) for name in names]
+    """Runs a test in these families; those outside of the core take turns."""
+    params = []
+    for name in names:
+        turn = [] if name in CORE else [pytest.mark.slow(list(SHOWN).index(name))]
+        params.append(pytest.param(name, marks=[SOUND_LINE if name == "sound" else IMAGE_LINE, *turn]))
     return pytest.mark.parametrize("scene", params, indirect=True)
 
 

@@ -8,17 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cacheblend.core.select.selectors import Hkvd
+from campaign import rotating
 from reference import blend
 from vllm_running import MODELS, Texts, Vllm, needs_vllm
 
 pytestmark = needs_vllm
 
 RATIO = 0.2
+ATTENTION = ("products", "kernel", "pages", "pages, triton")
+CORE = [*((family, "pages") for family in MODELS), ("llama", "products"), ("qwen3", "kernel"), ("llama", ATTENTION[-1])]
+"""What every run draws: each family, and each way to attend."""
 
 
 @pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("attention", ["products", "kernel", "pages", "pages, triton"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("family", "attention"), rotating([(f, a) for f in MODELS for a in ATTENTION], CORE))
 def test_first_tokens_and_logprobs_are_those_of_the_dense_oracle(
     vllm: Vllm, models: dict[str, Path], tmp_path: Path, family: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

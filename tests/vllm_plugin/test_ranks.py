@@ -46,7 +46,8 @@ def test_a_fault_anywhere_costs_one_request_its_blending_and_nothing_else(
     passages = texts.passages(4)
     first, second = texts.prompt(passages[:3]), texts.prompt([passages[2], passages[3], passages[0]])
     warm = {"ask": [first.ids, second.ids], "chunks": [first.spans, second.spans], "alone": True}
-    ask = {"ask": [second.ids, first.ids[::-1]], "chunks": [second.spans, []]}  # a plain one beside it
+    ask: dict[str, Any] = {"ask": [second.ids, first.ids[::-1]], "chunks": [second.spans, []]}  # a plain one beside it
+    ask["sampling"] = {"max_tokens": 4}  # ranks wait for each other in every layer of a step
     steps: list[dict[str, Any]] = [{**ask, "chunks": [[], []]}, warm, ask]
     for fault in injected:
         steps += [{"rpc": ["arm_fault", *fault]}, ask, {"rpc": ["disarm_fault"]}, ask]

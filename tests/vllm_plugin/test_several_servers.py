@@ -247,6 +247,7 @@ def test_two_servers_on_one_folder(load: Load, model: Path, tmp_path: Path) -> N
 
 
 @needs_redis
+@pytest.mark.slow
 def test_two_servers_on_one_redis(load: Load, model: Path) -> None:
     with redis_server() as redis:
         serve_and_kill(load, model, f"{redis.url}?prefix=shared")
