@@ -114,7 +114,7 @@ def test_a_process_never_counts_what_it_reserves_itself_as_another_ones(
 
         def unlink(self, path: str) -> None:
             seen.append(folder.reserved_bytes())
-            os.unlink(path)
+            Path(path).unlink()
             seen.append(folder.reserved_bytes())
 
     with folder.reservation(SHARE):

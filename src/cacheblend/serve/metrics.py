@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
@@ -76,6 +77,7 @@ class Metrics:
         given_up: see `Background.given_up`.
         shadow: the engine's shadow check; None: it has none.
         discovered: figures of the engine's discovery; None: it has none.
+        late_tiers: of the engine, that requests pass over.
 
     Attributes:
         store: whether its tiers answer.
@@ -89,9 +91,10 @@ class Metrics:
         given_up: Callable[[], Mapping[str, int]] = dict,
         shadow: ShadowCheck | None = None,
         discovered: Callable[[], DiscoveryFigures] | None = None,
+        late_tiers: LateTiers | None = None,
     ) -> None:
         self._registry = registry = CollectorRegistry()
-        self.store = StoreWatch(store)
+        self.store = StoreWatch(store, late_tiers)
         registry.register(self.store)
         ProcessCollector(registry=registry)
         _build_info(registry)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cacheblend.core.load.breaker import LateTiers
+from cacheblend.core.load.budget import LOOK_UP
 from cacheblend.store import KVStore, StoreStats
 from cacheblend.store.speed import tiers_of
 
@@ -15,25 +17,30 @@ class StoreWatch(Collector):  # type: ignore[misc, unused-ignore]
 
     Args:
         store: the server's.
+        late_tiers: those that requests pass over, which are not asked; None: there are none.
     """
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore, late_tiers: LateTiers | None = None) -> None:
+        self._late_tiers = late_tiers or LateTiers()
         self._tiers = dict(zip(store.tier_names, tiers_of(store), strict=True))
         self._lock = threading.Lock()
         self._no_answer = dict.fromkeys(self._tiers, 0)
 
     def stats(self) -> Mapping[str, StoreStats | None]:
-        """By tier; None for one that does not answer, which is counted."""
+        """By tier; None for one that does not answer, or answered requests too late, which is counted."""
         found: dict[str, StoreStats | None] = {}
         for name, tier in self._tiers.items():
             try:
-                found[name] = tier.stats() if tier.is_reachable else None
+                found[name] = tier.stats() if tier.is_reachable and not self._is_late(name) else None
             except Exception:  # whatever it is, this tier is of no use now
                 found[name] = None
             if found[name] is None:
                 with self._lock:
                     self._no_answer[name] += 1
         return found
+
+    def _is_late(self, tier: str) -> bool:
+        return max(self._late_tiers.left_s(tier), self._late_tiers.left_s(LOOK_UP)) > 0
 
     def down(self) -> list[str]:
         """Tiers that do not answer."""
