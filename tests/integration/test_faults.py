@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend.core.load import breaker
 from cacheblend.core.naming import BlockName
 from cacheblend.core.select.selectors import Head
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.disk import folder
 from cacheblend.store.format.block_file import BlockHeader, decode_headers, header_bytes
-from cacheblend.store.remote import breaker
 from cacheblend.store.remote.bucket import BucketObjects
 from cacheblend.store.remote.store import RemoteStore
 from families import tiny_model

@@ -12,12 +12,12 @@ import redis as client
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
+from cacheblend.core.load import breaker
 from cacheblend.core.naming import BlockName
 from cacheblend.engines import keeper
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import KVStore, open_store
 from cacheblend.store.format.block_file import encode_block
-from cacheblend.store.remote import breaker
 from cacheblend.store.remote import redis as redis_objects
 from families import tiny_model
 from parity.scenes import RAG, A, assert_same, greedy, open_engine

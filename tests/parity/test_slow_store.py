@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.load import budget
+from cacheblend.core.load import breaker, budget
 from cacheblend.core.naming import BlockName, state_name
 from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
 from cacheblend.core.plan.plan import Source
@@ -70,6 +70,7 @@ class HangingStore(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingStore]:
     monkeypatch.setattr(prefiller, "CLOSE_S", 0.05)
+    monkeypatch.setattr(breaker, "PAUSE_S", 0.0)  # each request asks the store
     opened = HangingStore()
     yield opened
     opened.gate.set()

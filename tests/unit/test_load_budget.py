@@ -1,5 +1,6 @@
 """What a request may wait for the store, by a clock of its own; and how often a far store is asked for its layers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -8,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cacheblend.core.cost.pace import Pace
 from cacheblend.core.errors import LoadTimeoutError
 from cacheblend.core.load import budget as budget_module
 from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load import read_size as read_size_module
-from cacheblend.core.load.budget import LEAST_S, LoadBudget
+from cacheblend.core.load.breaker import LateTiers
+from cacheblend.core.load.budget import LEAST_S, LoadBudget, Reading
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.read_size import MOMENT_S, ReadSize
 from cacheblend.core.naming import chain_names
@@ -65,24 +69,134 @@ def test_what_is_there_already_costs_nothing(clock: Clock) -> None:
     assert budget.wait(done) and budget.spent == 0.0
 
 
+def of(tier: str) -> Reading:
+    return lambda: (tier, 0.0)
+
+
 def test_calls_take_from_one_budget_what_they_are_waited_for(clock: Clock) -> None:
     budget = LoadBudget(1.0, clock=clock)
-    assert budget.wait(clock.call(0.75))
+    assert budget.wait(clock.call(0.75), of("s3"))
     clock.now += 50.0  # computing
-    assert not budget.wait(clock.call(0.5))
+    assert not budget.wait(clock.call(0.5), of("s3"))
     assert budget.spent == 1.0 and clock.now == 151.0
     assert budget.give_up("loading", "s3").startswith("loading takes longer than the 1.00 s allowed")
     assert budget.late == {"s3": 1.0}
-    assert budget.wait(clock.call(LEAST_S - 0.01))  # of another tier
-    assert not budget.wait(clock.call(0.02))
+    assert budget.wait(clock.call(LEAST_S - 0.01), of("disk"))
+    assert not budget.wait(clock.call(0.02), of("disk"))
+    assert not budget.wait(clock.call(0.01), of("s3"))
 
 
 def test_a_small_budget_begins_anew_for_another_tier(clock: Clock) -> None:
     budget = LoadBudget(0.2, clock=clock)
-    assert not budget.wait(clock.call(9.0))
-    budget.give_up("loading")
-    assert budget.wait(clock.call(0.1)) and not budget.wait(clock.call(9.0))
+    assert not budget.wait(clock.call(9.0), of("s3"))
+    budget.give_up("loading", "s3")
+    assert budget.wait(clock.call(0.1), of("disk")) and not budget.wait(clock.call(9.0), of("disk"))
     assert clock.now == pytest.approx(100.4)
+
+
+@pytest.mark.parametrize("seconds", [None, 2.0])
+def test_a_slow_look_up_is_not_the_next_tiers_fault(seconds: float | None, clock: Clock) -> None:
+    """Which is asked for half a second at least, and given up with its own time."""
+    budget = LoadBudget(seconds, lambda: 2.0, clock=clock)
+    assert budget.wait(clock.call(1.9))
+    budget.measured_by(lambda: 0.6)
+    assert budget.wait(clock.call(0.2), of("disk"))
+    assert not budget.wait(clock.call(9.0), of("disk"))
+    budget.give_up("loading", "disk")
+    assert budget.late == {"disk": pytest.approx(LEAST_S)}
+    assert budget.waited == {"": pytest.approx(1.9), "disk": pytest.approx(LEAST_S)}
+
+
+def test_a_read_of_several_tiers_is_the_wait_of_each(clock: Clock) -> None:
+    """Of one call that asks one tier after the other: the second hangs, and the first is not blamed."""
+    budget, began = LoadBudget(None, lambda: 1.0, clock=clock), clock.now
+    assert not budget.wait(clock.call(99.0), lambda: ("s3", began + 0.3) if clock.now > began else ("disk", began))
+    budget.give_up("loading", "s3")
+    assert budget.waited == {"disk": pytest.approx(0.3), "s3": pytest.approx(0.7)}
+    assert budget.late == {"s3": pytest.approx(0.7)} and budget.spent == pytest.approx(1.0)
+
+
+@given(
+    seconds=st.sampled_from([None, 0.1, 0.6, 3.0]),
+    measured=st.floats(0.01, 5.0),
+    calls=st.lists(st.tuples(st.sampled_from(["", "disk", "s3"]), st.floats(0.0, 2.0)), max_size=30),
+)
+def test_no_tier_is_given_up_before_its_share_and_no_request_waits_longer_than_all_shares(
+    seconds: float | None, measured: float, calls: list[tuple[str, float]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget_module, "LEAST_S", LEAST_S)
+        clock = Clock(patch)
+        budget = LoadBudget(seconds, lambda: measured, clock=clock)
+        bound = max(LEAST_S, measured) if seconds is None else seconds
+        share, waited = min(bound, LEAST_S), Counter[str]()
+        for tier, takes in calls:
+            began = clock.now
+            if tier in budget.late:
+                continue
+            in_time = budget.wait(clock.call(takes), of(tier))
+            waited[tier] += clock.now - began
+            if not in_time:
+                budget.give_up("loading", tier)
+                own = waited[tier] if tier else waited.total()  # no tier: the store as a whole
+                assert waited[tier] >= share - 1e-6 and budget.late[tier] == pytest.approx(own)
+        assert budget.spent == pytest.approx(waited.total()) and waited.total() <= bound + 3 * share + 1e-6
+
+
+# ---- what others have given up ----------------------------------------------------------------------------
+
+
+def test_what_one_request_gave_up_no_other_waits_for_until_the_pause_is_over(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = LateTiers(clock)
+
+    def ask(tier: str, takes: float) -> tuple[float, int]:
+        """Seconds that a request waited, and the lines of its report."""
+        budget, began = LoadBudget(1.0, late_tiers=late, clock=clock), clock.now
+        if not budget.skips("loading", tier):
+            if budget.wait(clock.call(takes), of(tier)):
+                late.answered([tier])
+            else:
+                budget.give_up("loading", tier)
+        return clock.now - began, len(budget.timeouts)
+
+    assert ask("s3", 99.0) == (1.0, 1)
+    resumes = clock.now + 10.0
+    while clock.now < resumes - 0.01:
+        assert ask("s3", 99.0) == (0.0, 1) and ask("disk", 0.25) == (0.25, 0)
+        clock.now += 0.5
+    clock.now = resumes
+    assert ask("s3", 99.0) == (1.0, 1)  # it is tried again, and is late again
+    assert [record.getMessage() for record in caplog.records] == [
+        "s3 kept a request waiting for 1.00 s, longer than allowed (load_timeout_s); requests are computed without it, "
+        "and it is asked again in 10 s"
+    ]
+    assert late.silent == {"s3"}
+    clock.now += 11.0
+    assert ask("s3", 0.25) == (0.25, 0) and not late.silent
+
+
+def test_a_request_under_way_does_not_wait_for_what_another_gave_up(clock: Clock) -> None:
+    late = LateTiers(clock)
+    first, second = (LoadBudget(1.0, late_tiers=late, clock=clock) for _ in range(2))
+    assert second.wait(clock.call(0.25), of("s3"))
+    assert not first.wait(clock.call(9.0), of("s3"))
+    first.give_up("loading", "s3")
+    began, left = clock.now, late.left_s("s3")
+    assert not second.wait(clock.call(9.0), of("s3")) and clock.now == began
+    assert "took too long before" in second.give_up("loading", "s3") and second.late == {"s3": 0.25}
+    assert late.left_s("s3") == left  # it tells nothing new
+    assert second.wait(clock.call(0.25), of("disk"))
+
+
+@pytest.mark.parametrize(("waited_s", "pause_s"), [(0.01, 5.0), (0.5, 5.0), (3.0, 30.0), (1000.0, 300.0)])
+def test_a_tier_is_passed_over_for_ten_times_as_long_as_it_was_waited_for(
+    waited_s: float, pause_s: float, clock: Clock
+) -> None:
+    late = LateTiers(clock)
+    late.give_up("s3", waited_s)
+    assert late.left_s("s3") == pytest.approx(pause_s) and late.left_s("") == late.left_s("disk") == 0.0
 
 
 def test_the_measure_is_asked_for_when_the_least_is_spent(clock: Clock) -> None:

@@ -3,6 +3,7 @@ being written."""
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from cacheblend.core.errors import StoreFullError
 from cacheblend.core.naming import BlockName
+from cacheblend.store.disk import folder as folder_module
+from cacheblend.store.disk.folder import Folder
 from store_folders import disk, occupied
 
 MOST = 1 << 20
@@ -96,3 +99,48 @@ def test_what_is_reserved_by_a_process_that_dies_is_free_again(tmp_path: Path) -
         os.waitpid(died, 0)
     with disk(tmp_path):
         assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_process_never_counts_what_it_reserves_itself_as_another_ones(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at, as another thread might, between any two steps of a reservation's end."""
+    folder, seen = Folder(tmp_path, durable=False, locks=locks), list[int]()
+
+    class Watched:
+        def __getattr__(self, name: str) -> object:
+            return getattr(os, name)
+
+        def unlink(self, path: str) -> None:
+            seen.append(folder.reserved_bytes())
+            Path(path).unlink()
+            seen.append(folder.reserved_bytes())
+
+    with folder.reservation(SHARE):
+        assert folder.reserved_bytes() == 0
+        monkeypatch.setattr(folder_module, "os", Watched())
+    assert seen == [0, 0] and folder.reserved_bytes() == 0
+
+
+def test_without_locks_what_a_dead_process_reserved_is_free_after_the_time_that_writing_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that may be being written stays for an hour."""
+    folder, now = Folder(tmp_path, durable=False, locks=False), time.time()
+    big, small = 600_000_000, 4096
+    for number, nbytes in enumerate((big, small)):
+        file = tmp_path / "tmp" / f"1-{number:016x}.reserved"
+        file.touch()
+        os.truncate(file, nbytes)
+    written = tmp_path / "tmp" / f"1-{0:016}"
+    written.touch()
+    expected = {50: big + small, 300: big, 650: big, 700: 0}
+    for after, nbytes in expected.items():
+        monkeypatch.setattr(folder_module.time, "time", lambda after=after: now + after)
+        assert folder.reserved_bytes() == nbytes
+        Folder(tmp_path, durable=False, locks=False)
+        assert written.exists()
+    monkeypatch.setattr(folder_module.time, "time", lambda: now + 3700)
+    Folder(tmp_path, durable=False, locks=False)
+    assert not written.exists()

@@ -29,7 +29,8 @@ class BlendConfig(Selection):
         read_ahead: layers loaded ahead of the one being computed.
         load_timeout_s: seconds that a request may wait for the store, look-ups included; then what it waits for is
             computed. What is loaded while layers compute does not count. None: as long as computing what is loaded
-            takes, as measured, but half a second at least; infinite: as long as it takes.
+            takes, as measured, but half a second at least; infinite: as long as it takes. Look-ups and each tier have
+            half a second of their own, or as long as this is where it is less.
         compile_layers: have torch.compile join a layer's small kernels. Opening the engine then takes up to a minute
             longer; pays where a pass waits for launches: few rows on a GPU.
         cost_model: a cost model's file (`cacheblend calibrate`), from which the loading controller decides what is

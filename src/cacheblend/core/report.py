@@ -32,7 +32,8 @@ class BlendReport:
             mode decided so, or because loading them took too long.
         decision: the loading controller's reason, for display; empty without a controller.
         fallbacks: reasons why less was reused than planned, one line each.
-        load_timeouts: what was computed because the store took too long (`BlendConfig.load_timeout_s`), one line each.
+        load_timeouts: what was computed because the store took too long (`BlendConfig.load_timeout_s`), one line each;
+            for this request, or for one shortly before.
         changed_contents: texts of a chat that its template trimmed, escaped, repeated, dropped or else changed: the
             prompt has what they became.
         saveable_share: of a model with recurrent layers, the share of its layers in which rows behind the exact prefix

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cacheblend.core.load.budget import LOAD_TIMEOUT
+from cacheblend.core.load.breaker import LateTiers
+from cacheblend.core.load.budget import LOAD_TIMEOUT, LOOK_UP
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.hf.shadowing import ShadowCheck
@@ -32,25 +33,30 @@ class StoreWatch(Collector):  # type: ignore[misc, unused-ignore]
 
     Args:
         store: the server's.
+        late_tiers: those that requests pass over, which are not asked; None: there are none.
     """
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore, late_tiers: LateTiers | None = None) -> None:
+        self._late_tiers = late_tiers or LateTiers()
         self._tiers = dict(zip(store.tier_names, tiers_of(store), strict=True))
         self._lock = threading.Lock()
         self._no_answer = dict.fromkeys(self._tiers, 0)
 
     def stats(self) -> Mapping[str, StoreStats | None]:
-        """By tier; None for one that does not answer, which is counted."""
+        """By tier; None for one that does not answer, or answered requests too late, which is counted."""
         found: dict[str, StoreStats | None] = {}
         for name, tier in self._tiers.items():
             try:
-                found[name] = tier.stats() if tier.is_reachable else None
+                found[name] = tier.stats() if tier.is_reachable and not self._is_late(name) else None
             except Exception:  # whatever it is, this tier is of no use now
                 found[name] = None
             if found[name] is None:
                 with self._lock:
                     self._no_answer[name] += 1
         return found
+
+    def _is_late(self, tier: str) -> bool:
+        return max(self._late_tiers.left_s(tier), self._late_tiers.left_s(LOOK_UP)) > 0
 
     def down(self) -> list[str]:
         """Tiers that do not answer."""
@@ -197,6 +203,7 @@ class Metrics:
         given_up: see `Background.given_up`.
         shadow: the engine's shadow check; None: it has none.
         discovered: figures of the engine's discovery; None: it has none.
+        late_tiers: of the engine, that requests pass over.
 
     Attributes:
         store: whether its tiers answer.
@@ -210,9 +217,10 @@ class Metrics:
         given_up: Callable[[], Mapping[str, int]] = dict,
         shadow: ShadowCheck | None = None,
         discovered: Callable[[], DiscoveryFigures] | None = None,
+        late_tiers: LateTiers | None = None,
     ) -> None:
         self._registry = registry = CollectorRegistry()
-        self.store = StoreWatch(store)
+        self.store = StoreWatch(store, late_tiers)
         registry.register(self.store)
         ProcessCollector(registry=registry)
         _build_info(registry)

@@ -56,6 +56,7 @@ class ServerState:
             lambda: engine.background.given_up,
             engine.shadow,
             None if (discovery := engine.discovery) is None else lambda: discovery.figures,
+            engine.prefiller.late_tiers,
         )
         self.tenants = Tenants(engine, settings.store_bytes, settings.pin_bytes)
         self.text_limit = TextLimit(engine, settings.max_prompt_tokens)

@@ -134,6 +134,13 @@ class Tenants:
             counted.bytes += need
             return True
 
+    def reserve_missing(self, key: ApiKey, manifests: Iterable[ChunkManifest]) -> bool:
+        """Counts a key's stored bytes and reserves what of these chunks is not stored; False if too little is left."""
+        held = self._engine.store.held
+        missing = {each.chunk_id: len(each.token_ids) for each in manifests if not all(held(each.block_names))}
+        self.count(key)
+        return self.reserve(key, sum(missing.values()), len(missing))
+
     def forget_count(self, key: ApiKey) -> None:
         """Discards the count of a key's stored bytes, after it has deleted chunks."""
         with self._lock:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.load.loader import LayerKV, LayerLoader
+from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.report import BlendReport
 
@@ -22,6 +23,7 @@ class PrefillResult:
         report: what was reused and what it cost; times of decoding are still zero.
         read_s: seconds the loader read, by tier.
         states: what recurrent layers keep of the prompt, see `Recurrence.kept`; None without such layers.
+        slow: stored blocks that the loading controller left out, since computing them was expected to be faster.
     """
 
     logits: torch.Tensor
@@ -30,6 +32,7 @@ class PrefillResult:
     report: BlendReport
     read_s: dict[str, float]
     states: Any = None
+    slow: frozenset[BlockName] = frozenset()
 
 
 @dataclass

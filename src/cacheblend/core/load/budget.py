@@ -6,6 +6,7 @@
 Knows calls and clocks. Does not know how long computing takes, nor what becomes of a request that waited too long.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
+from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.threads import DaemonPool, submit_or_call
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, RecordMemory
@@ -25,23 +27,35 @@ LEAST_S = 0.5
 """A store that keeps a request waiting for less is not given up unless `load_timeout_s` says so: a disk on a busy
 machine may take as long now and then."""
 
-_LONGEST_WAIT_S = 3600.0  # at a time
+_LONGEST_WAIT_S, _MOMENT_S = 3600.0, 1e-6  # at a time
 T = TypeVar("T")
+
+
+Reading = Callable[[], tuple[str, float]]
+"""The tier that is asked now, and since when by the budget's clock; `LOOK_UP`: no tier, but the store as a whole."""
+
+LOOK_UP = ""
 
 
 class LoadBudget:
     """Seconds that one request may wait for the store; used by one thread.
 
+    All waits are taken from the budget, but no tier is given up for another's: each has `LEAST_S` of its own, look-ups
+    too (or as long as `seconds`, where that is less).
+
     Args:
         seconds: in all; None: as long as `measure` says, but at least `LEAST_S`.
         measure: how long computing what is loaded takes, in seconds; called once `LEAST_S` have been spent, since it
             may have to be measured first. None: no bound.
+        late_tiers: what other requests have given up, which is not waited for; None: nothing.
         clock: seconds of any origin.
 
     Attributes:
+        clock: the same.
         spent: so far.
-        timeouts: what the request gave up waiting for, one line each.
-        late: seconds for which a tier was waited for when it was given up, with those before it.
+        waited: of these, by tier; `LOOK_UP`: for the store as a whole.
+        timeouts: what the request gave up waiting for, one line each, and what it did not ask for after others.
+        late: by tier that was given up, for how long it was waited for; `LOOK_UP`: for how long for any.
     """
 
     def __init__(
@@ -49,11 +63,14 @@ class LoadBudget:
         seconds: float | None = None,
         measure: Callable[[], float] | None = None,
         *,
+        late_tiers: LateTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._given, self._measure, self._clock = seconds, measure, clock
+        self._given, self._measure, self.clock = seconds, measure, clock
+        self._late_tiers = late_tiers
         self._seconds = seconds
         self.spent = 0.0
+        self.waited: dict[str, float] = {}
         self.timeouts: list[str] = []
         self.late: dict[str, float] = {}
 
@@ -61,39 +78,68 @@ class LoadBudget:
         """Another measure from now on, of what is known to be stored; of no effect on a bound that was given."""
         self._measure, self._seconds = measure, self._given
 
-    def wait(self, call: "Future[Any]") -> bool:
-        """Waits for a call while the budget lasts; whether the call has ended."""
-        began, before = self._clock(), self.spent
+    def wait(self, call: "Future[Any]", reading: Reading | None = None) -> bool:
+        """Waits for a call while the budget lasts; whether the call has ended.
+
+        Args:
+            call: of the store.
+            reading: which tier the call asks, as it goes on; None: a look-up.
+        """
+        asked = reading or _looking_up
         while not call.done():
-            self.spent = before + self._clock() - began
-            left = self._left()
+            tier, _ = asked()
+            left = self._left(tier)
             if left <= 0:
                 return False
+            began = self.clock()
             wait([call], min(left, _LONGEST_WAIT_S))
-        self.spent = before + self._clock() - began
+            self._take(tier, began, *asked())
         return True
 
-    def give_up(self, what: str, tier: str = "") -> str:
-        """Notes that the budget is used up, and what was waited for, of which tier if that is known; returns the line.
+    def skips(self, what: str, tier: str = LOOK_UP) -> bool:
+        """Whether a tier is not asked, since another request has given it up; noted."""
+        left = 0.0 if self._late_tiers is None else self._late_tiers.left_s(tier)
+        if left > 0:
+            whom = tier or "the store"
+            self.timeouts.append(
+                f"{what}: {whom} took too long before (load_timeout_s), and is asked again in {left:.0f} s: computed "
+                "instead"
+            )
+        return left > 0
 
-        Other tiers may be quick: what is left out from now on leaves them another `LEAST_S`, or a smaller budget anew.
-        """
+    def give_up(self, what: str, tier: str = LOOK_UP) -> str:
+        """Notes that a tier was waited for long enough, and what was asked of it; returns the line."""
+        self.late[tier] = self.spent if tier == LOOK_UP else self.waited.get(tier, 0.0)
+        if self.skips(what, tier):  # another request has found out meanwhile
+            return self.timeouts[-1]
         allowed = self._seconds or self.spent
         self.timeouts.append(f"{what} takes longer than the {allowed:.2f} s allowed (load_timeout_s): computed instead")
-        if tier:
-            self.late[tier] = self.spent
-        if self._seconds is not None:
-            self.spent = min(self.spent, max(0.0, self._seconds - LEAST_S))
+        if self._late_tiers is not None:
+            self._late_tiers.give_up(tier, self.late[tier])
         return self.timeouts[-1]
 
-    def _left(self) -> float:
-        if self._seconds is None:
-            if self.spent < LEAST_S:
-                return LEAST_S - self.spent
-            if self._measure is None:
-                return float("inf")
-            self._seconds = max(LEAST_S, self._measure())
-        return self._seconds - self.spent
+    def _left(self, tier: str) -> float:
+        if self._late_tiers is not None and self._late_tiers.left_s(tier) > 0:
+            return 0.0
+        least = LEAST_S if self._given is None else min(LEAST_S, self._given)
+        left = least - self.waited.get(tier, 0.0)
+        if self._seconds is None and left <= _MOMENT_S:
+            self._seconds = math.inf if self._measure is None else max(LEAST_S, self._measure())
+        if self._seconds is not None:
+            left = max(left, self._seconds - self.spent)
+        return left if left > _MOMENT_S else 0.0
+
+    def _take(self, before: str, began: float, tier: str, since: float) -> None:
+        """Takes a wait that began with one tier being asked, and has ended with one that is asked since `since`."""
+        now = self.clock()
+        since = min(max(since, began), now)
+        self.spent += now - began
+        for each, seconds in ((before, since - began), (tier, now - since)):
+            self.waited[each] = self.waited.get(each, 0.0) + seconds
+
+
+def _looking_up() -> tuple[str, float]:
+    return LOOK_UP, -math.inf
 
 
 class BudgetedSource:
@@ -108,17 +154,21 @@ class BudgetedSource:
         threads: that ask the store; at most so many calls hang.
 
     Attributes:
-        is_late: a call was given up; no other is made.
+        is_late: a call was given up, or not made after others that were; no other is made.
     """
 
     def __init__(self, source: BlockSource, budget: LoadBudget, threads: DaemonPool) -> None:
         self._source, self._budget, self._threads = source, budget, threads
+        self._tiers: dict[BlockName, str] = {}  # of blocks that were found
         self.is_late = False
 
     def find(self, names: Sequence[BlockName]) -> list[BlockEntry | None]:
         """See `BlockSource`; None for each name if it takes too long."""
-        found = self._in_time("looking blocks up", self._source.find, names)
-        return [None] * len(names) if found is None else found
+        found = self._in_time("looking blocks up", LOOK_UP, self._source.find, names)
+        if found is None:
+            return [None] * len(names)
+        self._tiers |= {name: entry.tier for name, entry in zip(names, found, strict=True) if entry is not None}
+        return found
 
     def read_layers(
         self,
@@ -128,7 +178,8 @@ class BudgetedSource:
         memory: RecordMemory | None = None,
     ) -> list[list[torch.Tensor] | BlockLostError]:
         """See `BlockSource`; a `LoadTimeoutError` for each name if it takes too long."""
-        read = self._in_time("reading states", self._source.read_layers, names, layers, heads, memory)
+        tier = next((self._tiers[name] for name in names if name in self._tiers), LOOK_UP)
+        read = self._in_time("reading states", tier, self._source.read_layers, names, layers, heads, memory)
         if read is not None:
             return read
         return [LoadTimeoutError([name], self._budget.timeouts[-1]) for name in names]
@@ -137,13 +188,14 @@ class BudgetedSource:
         """See `BlockSource`."""
         return self._source.round_trip_s(tier)
 
-    def _in_time(self, what: str, call: Callable[..., T], *args: object) -> T | None:
-        if self.is_late:
+    def _in_time(self, what: str, tier: str, call: Callable[..., T], *args: object) -> T | None:
+        if self.is_late or self._budget.skips(what, tier):
+            self.is_late = True
             return None
         asked = submit_or_call(self._threads, call, *args)
-        if self._budget.wait(asked):
+        if self._budget.wait(asked, lambda: (tier, -math.inf)):
             return asked.result()
         asked.cancel()
         self.is_late = True
-        self._budget.give_up(what)
+        self._budget.give_up(what, tier)
         return None

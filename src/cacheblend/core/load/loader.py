@@ -85,7 +85,6 @@ class LayerLoader:
         read_s: seconds of reading the layers that were given, by tier.
         load_s: seconds of reading and of filling buffers, on the host.
         wait_s: seconds that callers of `layer` waited.
-        reading: the tier that is being read, or was read last; empty: none yet.
     """
 
     def __init__(
@@ -132,12 +131,18 @@ class LayerLoader:
         self._given: dict[int, LayerCache] = {}
         self._caches = caches
         self._budget = budget
-        self.reading = ""
+        self._first_tier = next((s.tier for s in self._spans), "")
+        self._asked = "", 0.0  # the tier, and since when by the budget's clock
         self._threads = threads
         self._reader: DaemonPool | CallsInOrder | None = None
         self.read_s: dict[str, float] = {}
         self.load_s = 0.0
         self.wait_s = 0.0
+
+    @property
+    def reading(self) -> str:
+        """The tier that is being read, or was read last; empty: none yet."""
+        return self._asked[0]
 
     def layer(self, index: int) -> LayerCache:
         """Buffers of layer `index` with the loaded rows, all others zero; or its place in `caches`. Ask in order.
@@ -158,7 +163,7 @@ class LayerLoader:
             if self._budget is not None:
                 if pending is None and self._spans_of(index):
                     pending = self._submit(range(index, index + 1))
-                if pending is not None and not self._budget.wait(pending):
+                if pending is not None and not self._budget.wait(pending, self._asks):
                     raise self._late(index, self._budget)
             group: _Group = self._read(range(index, index + 1)) if pending is None else pending.result()
             got = group.pop(index)  # else this layer would live as long as the last one that was read with it
@@ -174,6 +179,10 @@ class LayerLoader:
         finally:
             pending = None  # else an error and the future that has it would keep each other, and what was read, alive
             self.wait_s += time.perf_counter() - started
+
+    def _asks(self) -> tuple[str, float]:
+        """The tier that is read now, or first, and since when; see `Reading`."""
+        return self._asked if self.reading else (self._first_tier, 0.0)
 
     def _late(self, index: int, budget: LoadBudget) -> LoadTimeoutError:
         """Of the tier that is being read, or of all if none is: no thread is free."""
@@ -304,7 +313,8 @@ class LayerLoader:
         records: dict[BlockName, list[torch.Tensor]] = {}
         lost: dict[BlockName, BlockLostError] = {}
         for tier, names in _by_tier(self._spans_of(layers.start)).items():
-            asked, self.reading = time.perf_counter(), tier
+            asked = time.perf_counter()
+            self._asked = tier, 0.0 if self._budget is None else self._budget.clock()
             read = self._source.read_layers(names, layers, self._heads, lease.take)
             for name, found in zip(names, read, strict=True):
                 if isinstance(found, BlockLostError):

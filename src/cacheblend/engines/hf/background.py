@@ -25,6 +25,9 @@ from cacheblend.core.failures import count_failure
 QUIET_S = 0.05
 """Seconds without a request before idle work goes on: in the gaps of a steady stream it would slow each request."""
 
+CLOSE_S = 30.0
+"""Seconds that closing waits for what is under way, which a store that hangs may never end."""
+
 Found = TypeVar("Found")
 logger = logging.getLogger("cacheblend.engine")
 
@@ -169,8 +172,9 @@ class Background:
             finally:
                 self._flushing -= 1
 
-    def close(self) -> None:
-        """Drops waiting jobs, and ends the thread after the job that is running."""
+    def close(self, timeout: float | None = CLOSE_S) -> bool:
+        """Drops waiting jobs, and ends the thread after the job that is running; False if that takes longer than
+        `timeout` seconds: it may hang in the store, and is left to itself."""
         with self._changed:
             self._closed = True
             if self._jobs:
@@ -179,7 +183,10 @@ class Background:
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
-            thread.join()
+            thread.join(timeout)
+        if left := thread is not None and thread.is_alive():
+            logger.warning("closed with a background job that has not ended; it may wait for the store")
+        return not left
 
     def _may_work(self) -> bool:
         return bool(self._jobs) and not self._working and (self._requests == 0 or self._flushing > 0)

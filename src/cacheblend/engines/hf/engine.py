@@ -39,7 +39,7 @@ from cacheblend.engines.hf.arguments import (
     check_tokenizer,
     config_of,
 )
-from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.batch import Batch, check_prompts
 from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.discovering import open_unmarked
@@ -265,7 +265,8 @@ class BlendEngine(Answering, FollowedModel):
         """Ends background work; closes the store if the engine opened it. Idempotent.
 
         Args:
-            wait: for missed chunks to be captured and stored (`flush` waits with a bound); False gives them up.
+            wait: for missed chunks to be captured and stored (`flush` waits with a bound), but not for a store that
+                has not answered the last requests in time; False gives them up.
         """
         with contextlib.ExitStack() as ends:  # all of them, also where one fails or the wait is interrupted
             if self._owns_store:
@@ -277,7 +278,7 @@ class BlendEngine(Answering, FollowedModel):
                 ends.callback(self.shadow.close)
             ends.callback(self.background.close)
             if wait:
-                self._warmer.flush()
+                self._warmer.flush(CLOSE_S if self.prefiller.late_tiers.silent else None)
 
     def __enter__(self) -> "BlendEngine":
         return self

@@ -1,6 +1,6 @@
 """Opens prefills on a transformers model: plan, loading decision, layer runner and loader. Knows no decoding."""
 
-import math
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +14,13 @@ import torch
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import GIVEN_UP, Controller, Decision
 from cacheblend.core.cost.pace import Pace
+from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.kernels.operations import serve
 from cacheblend.core.kernels.upload import upload_together
-from cacheblend.core.load.budget import BudgetedSource, LoadBudget
+from cacheblend.core.load.breaker import LateTiers
+from cacheblend.core.load.budget import LOOK_UP, BudgetedSource, LoadBudget
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.plan.blocks import EmptySource, KVLayout
@@ -45,9 +47,13 @@ THREADS = 16
 CLOSE_S = 5.0
 """Seconds that `close` waits for calls of the store that are under way."""
 
+UNMEASURED = "pace"
+"""The model's pace could not be measured; see `failures`."""
+
 PACE_ROWS = 256
 """Rows by which the model's pace is measured before a prompt has been computed."""
 
+logger = logging.getLogger("cacheblend.engine")
 Mode = Literal["blend", "reuse", "prefix", "full"]
 """Which stored KV is used: all, with the selector's rows recomputed (``blend``); all, with no rows recomputed
 (``reuse``); only the exact prefix (``prefix``); none (``full``)."""
@@ -69,6 +75,9 @@ class Prefiller:
         controller: decides which stored blocks are loaded; None: all of them.
         device: the model's device.
         sentence_end_ids: returns the ids of the tokens that end a sentence; called if a selector uses the question.
+
+    Attributes:
+        late_tiers: of the store, that are passed over for a while.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Prefiller:
         self._view, self._survey, self._store, self._config = view, survey, store, config
         self.controller, self.device, self._sentence_end_ids = controller, device, sentence_end_ids
         self._threads, self._pace = DaemonPool(THREADS, "cacheblend-reader"), Pace()
+        self.late_tiers = LateTiers()
         serve(device, survey.layout.dtype, survey.head_shapes)
         if config.compile_layers:
             compile_layers(view, device)
@@ -102,7 +112,7 @@ class Prefiller:
         """The same for another view of the model."""
         where = self._store, self._config, self.controller, self.device, self._sentence_end_ids
         same = Prefiller(view, survey, *where)
-        same._threads, same._pace = self._threads, self._pace
+        same._threads, same._pace, same.late_tiers = self._threads, self._pace, self.late_tiers
         return same
 
     def close(self) -> None:
@@ -129,12 +139,12 @@ class Prefiller:
             raised: makes the selector for a higher ratio. If given, the loading controller (if any) decides.
         """
         started = time.perf_counter()
-        budget = LoadBudget(self._config.load_timeout_s, lambda: self._compute_s(len(prompt), planner))
-        source = BudgetedSource(self._store, budget, self._threads)
-        plan = planner.plan(prompt, source)
-        if source.is_late:  # who knows what is stored: nothing is captured
-            plan = plan.leaving_out(frozenset(span.name for span in plan.spans))
-        plan, decision = plan_in_mode(plan, mode), None
+        budget = LoadBudget(
+            self._config.load_timeout_s,
+            lambda: self._compute_s(len(prompt), planner),
+            late_tiers=self.late_tiers,
+        )
+        plan, decision = plan_in_mode(self._look_up(prompt, planner, budget), mode), None
         if self.controller is not None and raised is not None and mode == "blend":
             in_force = selector.share if selector.share is not None else floor_of(self._config)
             decision = self.controller.decide(plan, in_force)
@@ -145,6 +155,17 @@ class Prefiller:
         budget.measured_by(lambda: self._compute_s(len(plan.stored_rows), planner))
         options = self._options(chosen, decision, budget)
         return self._begin(plan, self._survey.fit_selector(chosen), options, started, named=chosen)
+
+    def _look_up(self, prompt: Prompt, planner: Planner, budget: LoadBudget) -> BlendPlan:
+        """The plan of all that is stored, without tiers that are passed over."""
+        source = BudgetedSource(self._store, budget, self._threads)
+        plan = planner.plan(prompt, source)
+        if source.is_late:  # who knows what is stored: nothing is captured
+            return plan.leaving_out(frozenset(span.name for span in plan.spans))
+        self.late_tiers.answered([LOOK_UP])
+        stored = [span for span in plan.spans if span.source in (Source.PREFIX, Source.LOADED)]
+        late = {tier for tier in {span.tier for span in stored} if budget.skips("loading", tier)}
+        return plan.leaving_out(frozenset(span.name for span in stored if span.tier in late)) if late else plan
 
     def open_full(self, prompt: Prompt, planner: Planner, last_rows: int) -> BlendedPrefill:
         """A full prefill for its logits alone: asks the store for nothing, and keeps the KV of one layer at a time.
@@ -233,17 +254,18 @@ class Prefiller:
         """Takes the measured times, and reports them to the controller unless lost blocks made the pass differ from its
         decision; of tiers that were too slow, that they took as long as was waited for them at least."""
         report = result.report
+        self.late_tiers.answered(result.read_s.keys() - budget.late.keys())
         compute_s = report.compute_s if alone else None
-        if compute_s is not None and not report.load_timeouts and not report.fallbacks:  # else it has waited, too
+        if compute_s is not None and not budget.late and not report.fallbacks:  # else it has waited, too
             self._pace.learn(report.row_layers, compute_s)
         if decision is None:
             return
-        report.decision = decision.reason
+        report.decision, result.slow = decision.reason, decision.left_out
         if self.controller is not None and budget.late:
-            expected = decision.load_s
-            late = {tier: (GIVEN_UP * max(seconds, expected), expected) for tier, seconds in budget.late.items()}
-            self.controller.observe(decision, None, late)
-        elif self.controller is not None and not report.fallbacks and not report.load_timeouts:
+            expected, late = decision.load_s, {tier: s for tier, s in budget.late.items() if tier != LOOK_UP}
+            observed = {tier: (GIVEN_UP * max(seconds, expected), expected) for tier, seconds in late.items()}
+            self.controller.observe(decision, None, observed)
+        elif self.controller is not None and not report.fallbacks:
             self.controller.learn(decision, result.plan, compute_s, result.read_s)
 
     def _compute_s(self, tokens: int, planner: Planner) -> float:
@@ -253,9 +275,17 @@ class Prefiller:
         row_layers = tokens * self._survey.kinds.num_layers
         seconds = self._pace.seconds(row_layers)
         if seconds is None:
-            self._measure_pace(planner)
+            self._try_pace(planner)
             seconds = self._pace.seconds(row_layers)
-        return math.inf if seconds is None else seconds
+        return 0.0 if seconds is None else seconds
+
+    def _try_pace(self, planner: Planner) -> None:
+        """Measures the pace, if that can be done: a request waits no longer than `LEAST_S` where it cannot."""
+        try:
+            self._measure_pace(planner)
+        except (RuntimeError, MemoryError) as error:  # torch's of memory are RuntimeErrors
+            count_failure(UNMEASURED)
+            logger.warning("how fast the model computes could not be measured: %s", error)
 
     @torch.no_grad()
     def _measure_pace(self, planner: Planner) -> None:

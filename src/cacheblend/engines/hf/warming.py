@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,6 +18,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, manifest_of, publish
+from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.naming import BlockName, TokenIds, state_name
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.plan import Source
@@ -24,7 +26,7 @@ from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, check_ids
 from cacheblend.core.plan.recurrence import Run
 from cacheblend.engines.discovery import Discovery
-from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.capture import batches, compute_chunks, compute_with_states, has_snapshots
 from cacheblend.engines.hf.following import AdapterFollower
 from cacheblend.engines.hf.resuming import SHORTEST, snapshot_blocks
@@ -38,6 +40,9 @@ Progress = Callable[[int, int], None]
 logger = logging.getLogger("cacheblend.engine")
 MOST_BEGUN = 1 << 16
 """Names of blocks that are remembered to see whether prompts begin alike."""
+
+PROMOTE_S = 10.0
+"""Seconds that background work waits for blocks to be promoted, which then goes on beside it."""
 
 HOLD_UP_TOKENS = 2048
 """A longer chunk is captured only while there are no requests."""
@@ -89,6 +94,8 @@ class ChunkWarmer:
         if listing is not None:  # found in plain text, too
             self.keeper.listeners.append(lambda manifest: listing.add([manifest]))
         self._discovery, self._queued, self._lock = discovery, set[bool](), threading.Lock()
+        self._promoter = DaemonPool(1, "cacheblend-promoter")
+        self._promoting: Future[None] | None = None
         self._begun: dict[BlockName, None] = {}  # blocks that prompts without chunks begin with, the newest last
 
     def warm(
@@ -140,9 +147,8 @@ class ChunkWarmer:
             may_keep: called with the tokens of missed chunks, at once, or of a run that recurs, later and in another
                 thread; returns whether to store them.
         """
-        left_out = result.plan.left_out
-        if left_out and self._config.cost_model is not None:
-            self._background.submit(left_out, partial(self._store.promote, sorted(left_out)), patient=True)
+        if result.slow:
+            self._background.submit(result.slow, partial(self._promote, sorted(result.slow)), patient=True)
         if not self._config.capture or self.keeper.is_paused:
             return
         planner = state.planner_of(tenant)
@@ -187,11 +193,20 @@ class ChunkWarmer:
 
     def close(self) -> None:
         """Ends writing and discovery. The background queue is closed by its owner."""
-        self._writer.close()
+        self._promoter.close()
+        self._writer.close(CLOSE_S)
         if self._discovery is not None:
             self._discovery.close()
         if self._listing is not None:
             self._listing.close()
+
+    def _promote(self, names: Sequence[BlockName]) -> None:
+        """Has blocks copied to a faster tier. Later requests, and `close`, do not wait long for a tier that hangs."""
+        if self._promoting is not None and not self._promoting.done():
+            return
+        self._promoting = self._promoter.submit(self._store.promote, names)
+        if wait([self._promoting], PROMOTE_S).done:
+            self._promoting.result()
 
     def _capture(self, state: ModelState, planner: Planner, job: ChunkJob) -> None:
         """Computes and keeps a missed chunk, unless the store has received it since or cannot take chunks now."""

@@ -69,10 +69,8 @@ def _warm(state: ServerState, asked: WarmRequest, key: ApiKey) -> Generator[None
     if any(len(segment) == 0 for segment in segments):
         raise ApiError(400, "a chunk without a token cannot be stored", param="chunks")
     tenant, model = tenant_of(key, asked.salt), engine.follow()
-    manifests = [_manifest(engine, model.planner_of(tenant), segment) for segment in segments]
-    missing = {each.chunk_id: len(each.token_ids) for each in manifests if not all(engine.store.held(each.block_names))}
-    tenants.count(key)
-    if not tenants.reserve(key, sum(missing.values()), len(missing)):
+    manifests = [manifest_for(engine, model.planner_of(tenant), segment) for segment in segments]
+    if not tenants.reserve_missing(key, manifests):
         raise ApiError(403, f"this key may store {tenants.store_bytes} bytes; delete chunks first", code="quota")
     for some in slices(segments, SLICE_TOKENS):
         yield
@@ -82,10 +80,10 @@ def _warm(state: ServerState, asked: WarmRequest, key: ApiKey) -> Generator[None
     return {"object": "list", "data": _shown(state, manifests)}
 
 
-def _manifest(engine: BlendEngine, planner: Planner, segment: Segment) -> ChunkManifest:
-    """The manifest that `BlendEngine.warm` will store for a chunk."""
+def manifest_for(engine: BlendEngine, planner: Planner, segment: Segment) -> ChunkManifest:
+    """The manifest that `BlendEngine.warm` will store for a chunk: of a part of one, that of the whole chunk."""
     anchor = tuple(planner.anchor.segments(None)) if planner.anchor.rule != "system" else ()
-    return manifest_of(ChunkJob(anchor, segment.token_ids, segment.label), planner, engine.name)
+    return manifest_of(ChunkJob(anchor, segment.stored_ids, segment.label), planner, engine.name)
 
 
 def _list(state: ServerState, key: ApiKey, limit: int, after: str) -> dict[str, Any]:

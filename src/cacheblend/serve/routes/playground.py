@@ -33,6 +33,7 @@ from cacheblend.nano import model_path
 from cacheblend.nano.examples import EXAMPLES, answer_of, notes
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
+from cacheblend.serve.routes.chunks import manifest_for
 from cacheblend.serve.schemas import Body, Document, Name
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
@@ -155,11 +156,9 @@ def _explain(state: ServerState, asked: Explain, key: ApiKey) -> dict[str, Any]:
     prompt = engine.chat_prompt([{"role": "user", "content": asked.question}], documents)
     state.check_size(prompt)
     tenant, model = tenant_of(key, ""), engine.follow()
-    state.tenants.count(key)
-    stored = 0
-    if state.tenants.reserve(key, sum(map(len, prompt.chunks))):
-        chunks = [segment for segment in prompt.segments if segment.is_chunk]
-        stored = engine.warm(chunks, tenant=tenant, state=model).stored
+    stored, planner = 0, model.planner_of(tenant)
+    if state.tenants.reserve_missing(key, [manifest_for(engine, planner, chunk) for chunk in prompt.chunks]):
+        stored = engine.warm(prompt.chunks, tenant=tenant, state=model).stored
     result, watched = _recorded_prefill(engine, model, prompt, asked, tenant)
     report = result.report
     full = full_recompute(engine, prompt)

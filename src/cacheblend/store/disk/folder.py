@@ -38,6 +38,7 @@ BLOCK_SUFFIX = ".safetensors"
 _RESERVED = ".reserved"
 _TEMPORARY = re.compile(rf"\d+-[0-9a-f]{{16}}({re.escape(_RESERVED)})?")
 _STALE_AFTER_S = 3600.0
+_RESERVED_FOR_S, _WRITTEN_BYTES_PER_S = 60.0, 1e6  # see `_lasts_s`
 _BUFFERS_PER_CALL = 512  # below IOV_MAX, which is 1024 on Linux
 
 
@@ -49,8 +50,9 @@ class Folder:
         read_only: never write to it.
         durable: fsync files and folders before a write counts as done.
         locks: flock files being written, and the folder while evicting. Without locks (on a network file system they
-            may hang or be missing) temporary files of dead processes are recognised by their age, and processes that
-            evict at the same time may evict more than necessary.
+            may hang or be missing) temporary files of dead processes are recognised by their age, an hour, what they
+            had reserved after a minute and a second for each megabyte; and processes that evict at the same time may
+            evict more than necessary.
         mode: permissions of new files, whatever the umask; new folders can be entered by those who may read files.
 
     Attributes:
@@ -191,7 +193,7 @@ class Folder:
             except BlockingIOError:
                 return status.st_size
             except OSError:  # a file system without flock: decide by age
-                if time.time() - status.st_mtime <= _STALE_AFTER_S:
+                if time.time() - status.st_mtime <= _lasts_s(path, status.st_size):
                     return status.st_size
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -216,9 +218,9 @@ class Folder:
                 os.ftruncate(fd, nbytes)  # takes no room
             yield
         finally:
-            self._reserved.discard(path)
             with contextlib.suppress(OSError):
                 os.unlink(path)
+            self._reserved.discard(path)  # only then: it would count as another process's
             os.close(fd)
 
     def reserved_bytes(self) -> int:
@@ -359,6 +361,15 @@ class Folder:
             yield
         finally:
             os.close(fd)
+
+
+def _lasts_s(path: str, nbytes: int) -> float:
+    """The age up to which a temporary file may have a live writer, where nothing but the age tells.
+
+    A file that is being written would be lost with its name. A reservation costs its writer nothing when it goes early,
+    but others would count on its bytes while it is there: it lasts as long as writing them does on a slow disk.
+    """
+    return _RESERVED_FOR_S + nbytes / _WRITTEN_BYTES_PER_S if path.endswith(_RESERVED) else _STALE_AFTER_S
 
 
 def _absolute(path: Path) -> Path:

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError, StoreError
+from cacheblend.core.load.breaker import CircuitBreaker
 from cacheblend.core.naming import BlockName
 from cacheblend.store.base import LOGGER_NAME, Damage
 from cacheblend.store.checks import check_layer, head_range
 from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header
 from cacheblend.store.format.checksum import DamagedError
-from cacheblend.store.remote.breaker import CircuitBreaker
 from cacheblend.store.remote.objects import Bytes, Objects, Range
 
 _MAX_KNOWN = 65_536  # headers that are cached

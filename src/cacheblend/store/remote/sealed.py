@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from cacheblend.core.errors import StoreError, StoreReadOnlyError
+from cacheblend.core.load.breaker import CircuitBreaker
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store.base import LOGGER_NAME, Damage
@@ -19,7 +20,6 @@ from cacheblend.store.empty_chunks import Listed
 from cacheblend.store.format.checksum import DamagedError
 from cacheblend.store.format.document_file import decode_document, encode_document
 from cacheblend.store.format.manifest_file import decode_manifest
-from cacheblend.store.remote.breaker import CircuitBreaker
 from cacheblend.store.remote.capacity import RemoteCapacity
 from cacheblend.store.remote.objects import DOCUMENTS, MANIFESTS, Objects, Sealed
 

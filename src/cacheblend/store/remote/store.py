@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from cacheblend.core.errors import BlockLostError, StoreError, StoreReadOnlyError, StoreUnreachableError
+from cacheblend.core.load.breaker import CircuitBreaker
 from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
@@ -24,7 +25,6 @@ from cacheblend.store.expiry import Expiry
 from cacheblend.store.format.block_file import BlockHeader, encode_block
 from cacheblend.store.format.manifest_file import encode_manifest
 from cacheblend.store.remote.blocks import RemoteBlocks
-from cacheblend.store.remote.breaker import CircuitBreaker
 from cacheblend.store.remote.capacity import RemoteCapacity
 from cacheblend.store.remote.objects import MANIFESTS, Objects
 from cacheblend.store.remote.sealed import RemoteDocuments, RemoteManifestPlace, RemoteManifests

@@ -1,0 +1,298 @@
+"""Stores whose calls take drawn times, by a clock that only waits move: how long requests wait in all, what one request
+tells the next, and that each answer is that of what was loaded."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cacheblend.serve.store_metrics import StoreWatch
+
+from cacheblend.core.cost.pace import Pace
+from cacheblend.core.load import budget, threads
+from cacheblend.core.load.breaker import LateTiers
+from cacheblend.core.load.budget import LoadBudget
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.select.selectors import NoRows
+from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warming
+from cacheblend.engines.hf import engine as engine_module
+from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
+from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
+from families import tiny_model
+from integration.test_controller_engine import cost_model_file
+from parity.scenes import RAG, A, B, C, Outcome, assert_as_reference, open_engine, run
+from parity.test_lost_blocks import TOLERANCE
+from reference import blend
+
+STORED = len(A) + len(B) + len(C)
+LEAST_S, NEVER = 0.5, 1e9
+KINDS: dict[str, Callable[[Path], KVStore]] = {
+    "memory": lambda folder: MemoryStore(),
+    "disk": lambda folder: DiskStore(folder, durable=False),
+    "tiered": lambda folder: TieredStore(MemoryStore(), DiskStore(folder, durable=False), keeps_written=False),
+}
+
+
+class WaitedTime:
+    """A clock that goes on only while the thread that computes waits for a store; takes the place of `futures.wait`.
+
+    Attributes:
+        now: its time.
+        waits: of the thread that computes, in seconds of this clock.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.waits = 1000.0, 0.0
+        self._changed, self._is_over = threading.Condition(), False
+        self._ends: dict[Future[Any], float] = {}  # of calls under way that take time
+        self._call, self._answer = threading.local(), threads._answer
+        monkeypatch.setattr(threads, "_answer", self._answered)
+        monkeypatch.setattr(budget, "wait", self._wait)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def take(self, seconds: float) -> None:
+        """The store's call that runs in this thread takes so long."""
+        with self._changed:
+            end = self._ends[self._call.own] = self.now + seconds
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_over or self.now >= end)
+            del self._ends[self._call.own]
+
+    def _answered(self, future: "Future[Any]", call: Callable[[], Any]) -> None:
+        self._call.own = future
+        self._answer(future, call)
+
+    def _wait(self, calls: Sequence["Future[Any]"], timeout: float) -> None:
+        (call,) = calls
+        deadline = self.now + timeout
+        with self._changed:
+            while not call.done() and self.now < deadline:
+                if (end := self._ends.get(call, self.now)) > self.now:
+                    self.waits += min(deadline, end) - self.now
+                    self.now = min(deadline, end)
+                    self._changed.notify_all()
+                self._changed.wait(0.001)  # others go on
+
+    def end(self) -> None:
+        """Calls that never end do."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[WaitedTime]:
+    made = WaitedTime(monkeypatch)
+    monkeypatch.setattr(budget, "LEAST_S", LEAST_S)
+    monkeypatch.setattr(prefiller, "LoadBudget", partial(LoadBudget, clock=made))
+    monkeypatch.setattr(prefiller, "CLOSE_S", 0.05)
+    yield made
+    made.end()
+
+
+def timed(engine: BlendEngine, time: WaitedTime, monkeypatch: pytest.MonkeyPatch, full_s: float = 1.0) -> BlendEngine:
+    """An engine by that clock, that takes computing any prompt to last so long."""
+    monkeypatch.setattr(engine.prefiller, "_compute_s", lambda tokens, planner: full_s)
+    monkeypatch.setattr(engine.prefiller, "late_tiers", LateTiers(time), raising=False)
+    return engine
+
+
+def slowed(store: KVStore, time: WaitedTime, takes: Callable[[str], float]) -> list[str]:
+    """From now on each call of the store takes as long as `takes` says of it; the calls so far."""
+    calls: list[str] = []
+
+    def slow(name: str) -> Callable[..., Any]:
+        real = getattr(store, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            time.take(takes(name))
+            return real(*args, **options)
+
+        return called
+
+    for name in ("find", "read_layers"):
+        setattr(store, name, slow(name))
+    return calls
+
+
+def left_out_rows(plan: BlendPlan) -> list[int]:
+    spans = [span for span in plan.spans if span.source is Source.MISS and span.name in plan.left_out]
+    return [row for span in spans for row in range(span.start, span.stop)]
+
+
+def assert_computed(outcome: Outcome, model: torch.nn.Module) -> None:
+    """The answer is the reference's with what was left out missing."""
+    missing = left_out_rows(outcome.result.plan)
+    assert_as_reference(outcome, blend(model, RAG, NoRows(), missing=missing), TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_request_waits_no_longer_than_its_budget_whatever_each_call_takes(
+    kind: str, seed: int, time: WaitedTime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that its first token is never later than the budget and a full prefill; and it is that of what was loaded."""
+    draw = random.Random(f"{kind} {seed}")
+    model, given = tiny_model("llama"), draw.choice([None, None, 0.3, 2.0])
+    full_s, kinds = draw.choice([0.1, 1.0, 5.0]), draw.choice([[0.8], [0.0, 0.1, 0.8, 3.0], [0.0, 0.3, NEVER]])
+    bound = max(LEAST_S, full_s) if given is None else given
+    with open_engine(
+        model, store=KINDS[kind](tmp_path), load_timeout_s=given, read_ahead=draw.choice([0, 2, 8])
+    ) as engine:
+        timed(engine, time, monkeypatch, full_s)
+        slowed(engine.store, time, lambda call: draw.choice(kinds))
+        for _ in range(6):
+            before = time.waits
+            outcome = run(engine, RAG, NoRows())
+            waited = time.waits - before
+            assert waited <= bound + min(bound, LEAST_S) + 1e-3  # the look-up, and then the one tier that has blocks
+            missing = left_out_rows(outcome.result.plan)
+            assert bool(missing) <= bool(outcome.report.load_timeouts)
+            assert (outcome.report.missed_tokens, outcome.report.left_out_tokens) == (0, len(missing))
+            assert_computed(outcome, model)
+            time.now += draw.choice([0.0, 1.0, 20.0])
+        time.end()
+
+
+@pytest.mark.parametrize("hangs", ["find", "read_layers"])
+def test_a_store_that_hangs_holds_up_one_request_and_is_tried_again_later(
+    hangs: str, time: WaitedTime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, is_hung = tiny_model("llama"), [True]
+    with open_engine(model, load_timeout_s=None, capture=True) as engine:
+        timed(engine, time, monkeypatch)
+        calls = slowed(engine.store, time, lambda call: NEVER if call == hangs and is_hung[0] else 0.0)
+        for number in range(8):
+            outcome = run(engine, RAG, NoRows())
+            assert len(outcome.report.load_timeouts) == 1 and outcome.report.left_out_tokens == STORED
+            assert_computed(outcome, model)
+            assert ("took too long before" in outcome.report.load_timeouts[0]) == (number > 0)
+            assert not outcome.result.plan.missed_chunks()
+        assert time.waits == pytest.approx(1.0) and calls.count(hangs) == 1
+        watch = StoreWatch(engine.store, engine.prefiller.late_tiers)
+        assert watch.down() == ["memory"]
+        time.now += 11.0
+        assert watch.down() == []
+        assert run(engine, RAG, NoRows()).report.load_timeouts and time.waits == pytest.approx(2.0)
+        is_hung[0] = False
+        time.now += 11.0
+        assert run(engine, RAG, NoRows()).report.hit_tokens["memory"] == STORED
+        said = [each for each in caplog.messages if "is asked again" in each]
+        assert len(said) == 1
+        time.end()
+
+
+def test_requests_that_run_together_wait_for_a_hung_tier_once(
+    time: WaitedTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were planned before anyone knew."""
+    with open_engine(tiny_model("llama"), load_timeout_s=None) as engine:
+        timed(engine, time, monkeypatch)
+        slowed(engine.store, time, lambda call: NEVER if call == "read_layers" else 0.0)
+        scheduler, ended = Scheduler(engine, has_thread=False), list[Event]()
+        for _ in range(5):
+            scheduler.submit(Ask(RAG, SamplingParams(max_new_tokens=2)), ended.append)
+        while sum(isinstance(event, DoneEvent) for event in ended) < 5:
+            scheduler.run()
+        assert [event.error for event in ended if isinstance(event, DoneEvent)] == [None] * 5
+        assert time.waits == pytest.approx(1.0)
+        scheduler.close()
+        time.end()
+
+
+def test_the_time_waited_is_no_pace_of_computing(time: WaitedTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that gave a tier up teaches nothing; one that passed it over has not waited, and does."""
+    learnt: list[int] = []
+    monkeypatch.setattr(Pace, "learn", lambda pace, row_layers, seconds: learnt.append(row_layers))
+    with open_engine(tiny_model("llama"), load_timeout_s=None) as engine:
+        timed(engine, time, monkeypatch)
+        slowed(engine.store, time, lambda call: NEVER if call == "read_layers" else 0.0)
+        assert engine.prefill(RAG).report.load_timeouts and not learnt
+        report = engine.prefill(RAG).report
+        assert report.load_timeouts and learnt == [report.row_layers]
+        time.end()
+
+
+@pytest.mark.may_fail(prefiller.UNMEASURED)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("can't allocate"), MemoryError()])
+def test_a_pace_that_cannot_be_measured_fails_no_request(
+    error: Exception, time: WaitedTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits as long as every request may."""
+
+    def measure(planner: object) -> None:
+        raise error
+
+    model = tiny_model("llama")
+    with open_engine(model, load_timeout_s=None) as engine:
+        monkeypatch.setattr(engine.prefiller, "late_tiers", LateTiers(time), raising=False)
+        monkeypatch.setattr(engine.prefiller, "_measure_pace", measure)
+        slowed(engine.store, time, lambda call: NEVER if call == "read_layers" else 0.0)
+        outcome = run(engine, RAG, NoRows())
+        assert len(outcome.report.load_timeouts) == 1 and time.waits == pytest.approx(LEAST_S)
+        assert_computed(outcome, model)
+        time.end()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_closing_does_not_wait_for_a_tier_that_hangs(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose blocks the loading controller left out, so that they are being promoted."""
+    gate, promoted = threading.Event(), list[int]()
+    monkeypatch.setattr(engine_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(warming, "PROMOTE_S", 0.1)
+    store = MemoryStore()
+    monkeypatch.setattr(store, "promote", lambda names: (promoted.append(len(names)), gate.wait()))
+    with open_engine(tiny_model("llama"), store=store) as engine:
+        file = cost_model_file(tmp_path / "cost-model.json", engine, memory=1.0)
+    engine = open_engine(tiny_model("llama"), [], store=store, cost_model=file)
+    blocks = {span.name for span in engine.planner.plan(RAG, store).spans if span.source is Source.LOADED}
+    closing = threading.Thread(target=engine.close, kwargs={"wait": wait}, daemon=True)
+    try:
+        for _ in range(3):
+            engine.generate(RAG, SamplingParams(max_new_tokens=1))
+        assert engine.flush(60)
+        assert promoted == [len(blocks)]  # one at a time: nothing queues behind it
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+    finally:
+        gate.set()
+
+
+def test_what_a_hung_tier_has_is_not_promoted(
+    time: WaitedTime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left out, but not by the loading controller."""
+    promoted = list[Sequence[bytes]]()
+    store = MemoryStore()
+    with open_engine(tiny_model("llama"), store=store) as engine:
+        file = cost_model_file(tmp_path / "cost-model.json", engine, memory=1e12)
+    with open_engine(tiny_model("llama"), [], store=store, cost_model=file, load_timeout_s=1.0) as engine:
+        monkeypatch.setattr(store, "promote", promoted.append)
+        timed(engine, time, monkeypatch)
+        slowed(store, time, lambda call: NEVER if call == "read_layers" else 0.0)
+        for _ in range(2):
+            assert engine.generate(RAG, SamplingParams(max_new_tokens=1)).report.left_out_tokens == STORED
+        time.end()
+        assert engine.flush(60) and not promoted
+
+
+def test_closing_does_not_wait_for_a_job_that_hangs_in_the_store() -> None:
+    begun, gate, queue = threading.Event(), threading.Event(), Background(4)
+    queue.submit("hangs", lambda: (begun.set(), gate.wait()))
+    assert begun.wait(60)
+    assert not queue.close(0.05)
+    gate.set()
+    assert queue.close()
