@@ -235,8 +235,8 @@ def _check_device(model: PreTrainedModel, folder: Path) -> None:
     """Refuses a model whose weights are left in files or in another memory, and brought at each use."""
     if elsewhere := [name for name, weight in model.named_parameters() if weight.is_meta]:
         raise InvalidInputError(
-            f"of the weights in {folder} {_named(elsewhere)} would be on no device (device_map and max_memory leave them "
-            "in files or in the host's memory); blending needs the whole model on one device"
+            f"of the weights in {folder} {_named(elsewhere)} would be on no device (device_map and max_memory leave "
+            "them in files or in the host's memory); blending needs the whole model on one device"
         )
 
 
@@ -246,8 +246,8 @@ def _check_quantised(model: PreTrainedModel, folder: Path) -> None:
     if method is not None and getattr(model, "hf_quantizer", None) is None:
         name = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", None)
         raise InvalidInputError(
-            f"the weights in {folder} are quantised by {name}, which this version of transformers does not know, so that "
-            "it would take them for plain numbers; take a copy of the model that is not quantised, or another method's"
+            f"the weights in {folder} are quantised by {name}, which this version of transformers does not know, so "
+            "that it would take them for plain numbers; take a copy of the model that is not quantised so"
         )
 
 
