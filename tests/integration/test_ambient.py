@@ -3,12 +3,14 @@
 import contextlib
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt, chunk, text
@@ -37,6 +39,23 @@ def default_dtype(dtype: torch.dtype) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
+@contextlib.contextmanager
+def everything(turn_on: Callable[[Any], None], on: Any, off: Any) -> Any:
+    """What is the process's or the thread's, and has no context of its own."""
+    turn_on(on)
+    try:
+        yield
+    finally:
+        turn_on(off)
+
+
+class Passing(TorchFunctionMode):
+    """A caller's own mode, which changes nothing."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "autocast float16": lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
@@ -45,6 +64,13 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "default device": lambda: torch.device("meta"),
     "default dtype float64": lambda: default_dtype(torch.float64),
     "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default dtype float16": lambda: default_dtype(torch.float16),
+    "default device of the thread": lambda: everything(torch.set_default_device, "meta", None),
+    "deterministic algorithms": lambda: everything(torch.use_deterministic_algorithms, True, False),
+    "denormals": lambda: everything(torch.set_flush_denormal, True, False),
+    "no oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "hooks of saved tensors": torch.autograd.graph.save_on_cpu,
+    "a mode": Passing,
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
     "math attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
 }
@@ -83,9 +109,12 @@ def outcomes(engine: BlendEngine, draws: Callable[[], AbstractContextManager[Any
         found.append(engine.prefill(LONE).logits)
     with draws():
         prefill = engine.open_prefill(PROMPT)
-    while not prefill.done:
+    is_done = False
+    while not is_done:
         with draws():
-            prefill.advance()
+            assert isinstance(prefill.is_ready, bool) and prefill.awaited is not prefill
+        with draws():
+            is_done = prefill.advance() and prefill.done
     with draws():
         found.append(prefill.result().logits)
         prefill.close()
@@ -97,6 +126,12 @@ def outcomes(engine: BlendEngine, draws: Callable[[], AbstractContextManager[Any
     with draws():
         request.finish()
     found.append(request.token_ids)
+    with draws():
+        pieces, answers = engine.stream(PROMPT, GREEDY), list[Any]()
+    while not answers or answers[-1] is not None:
+        with draws():
+            answers.append(next(pieces, None))
+    found.append(answers[-2].answer.token_ids)
     for baseline in (full_recompute, prefix_caching):
         with draws():
             found.append(baseline(engine, PROMPT).logits)
@@ -105,6 +140,11 @@ def outcomes(engine: BlendEngine, draws: Callable[[], AbstractContextManager[Any
     with draws():
         engine.flush()
     return [torch.as_tensor(each).float() for each in found]
+
+
+def in_another_thread(work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def drawn(seed: int) -> Callable[[], AbstractContextManager[Any]]:
@@ -142,7 +182,8 @@ def test_no_setting_around_any_call_changes_what_is_computed_or_stored(family: s
         for number, (one, two) in enumerate(zip(wanted, found, strict=True)):
             torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-4, msg=lambda text, n=number: f"{n}: {text}")
         again = outcomes(other, nothing)  # from what was stored inside of settings
-        for one, two in zip(wanted, again, strict=True):
+        elsewhere = in_another_thread(lambda: outcomes(other, drawn(200 + seed)))
+        for one, two in zip([*wanted, *wanted], [*again, *elsewhere], strict=True):
             torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-4)
 
 
@@ -182,11 +223,58 @@ def test_a_scheduler_and_background_work_started_inside_of_settings_compute_outs
 
 @pytest.mark.parametrize("kind", [BlendEngine, Request, HfPrefill, PlainDecoding])
 def test_all_public_methods_are_entry_points(kind: type) -> None:
-    """One that is added is, without anything to think of; a generator's body is run by its caller's `next`."""
-    members = inspect.getmembers_static(kind)
-    functions = [(name, each) for name, each in members if inspect.isfunction(each) and not name.startswith("_")]
-    own = [(name, each) for name, each in functions if not inspect.isgeneratorfunction(each)]
-    assert own and all(hasattr(each, "__wrapped__") for _, each in own)
+    """One that is added is, without anything to think of, and so are properties."""
+    public = [each for name, each in inspect.getmembers_static(kind) if not name.startswith("_")]
+    functions = [each.fget if isinstance(each, property) else each for each in public]
+    functions = [each for each in functions if inspect.isfunction(each)]
+    assert functions and all(hasattr(each, "__wrapped__") for each in functions)
+
+
+class Entries:
+    """Of each kind one, which says what it finds set around it."""
+
+    @property
+    def found(self) -> bool:
+        return torch.is_autocast_enabled("cpu") or torch.is_grad_enabled() or torch.empty(1).is_meta
+
+    @found.setter
+    def found(self, value: bool) -> None:
+        assert not self.found
+
+    @staticmethod
+    def static() -> bool:
+        return Entries().found
+
+    def method(self) -> bool:
+        return self.found
+
+    def pieces(self) -> Iterator[bool]:
+        try:
+            received = yield self.found
+            assert received == "sent"
+            yield self.found
+        finally:
+            self.ended = self.found
+
+    def given(self) -> Iterator[bool]:
+        return self.pieces()
+
+
+def test_every_kind_of_entry_is_computed_outside_of_settings() -> None:
+    inner = without_ambient(type("Guarded", (Entries,), {}))()
+    for setting in (SETTINGS["autocast bfloat16"], SETTINGS["default device"], torch.enable_grad):
+        with setting():
+            inner.found = True
+            assert not inner.found and not inner.static() and not inner.method()
+            for pieces in (inner.pieces(), inner.given()):
+                assert next(pieces) is pieces.send("sent") is False
+                with pytest.raises(StopIteration):
+                    next(pieces)
+                assert Entries().found, "the caller's own settings stay"
+            left = inner.pieces()
+            next(left)
+            left.close()
+            assert inner.ended is False
 
 
 def test_settings_come_back_after_an_error() -> None:

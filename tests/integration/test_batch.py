@@ -1,5 +1,6 @@
 """`generate_batch`: many prompts, each answered as if it were alone, whatever happens to the others."""
 
+import random
 import signal
 import threading
 import time
@@ -9,8 +10,19 @@ from typing import Any
 import pytest
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, PromptTooLongError
+from cacheblend.core.fuse.batching import PrefillBatcher
 from cacheblend.engines.hf import BatchError, BlendEngine, Passage, SamplingParams
+from cacheblend.engines.hf import batch as batch_module
+from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.prompts import PromptLike
+from cacheblend.engines.hf.sampling import Sampler
+from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.hf.text_stream import TextStream
+from cacheblend.engines.hf.watching import watch
+from cacheblend.engines.shadow import ShadowSettings
+from cacheblend.nano import model_path
 from lab.nano.questions import Prompts, draw_questions
 from serving import shallow
 
@@ -170,6 +182,100 @@ def test_an_interrupt_at_any_time_leaves_the_engine_whole(
         signal.signal(signal.SIGALRM, before)
     assert engine.background._requests == 0
     assert [answer.token_ids for answer in engine.generate_batch(PROMPTS, PARAMS)] == alone
+
+
+AT_THE_END: list[tuple[type, str]] = [
+    (ShadowCheck, "submit"),
+    (Background, "end_request"),
+    (Scheduler, "_leave"),
+]
+ON_THE_WAY: list[tuple[type, str]] = [
+    *AT_THE_END,
+    (PrefillBatcher, "remove"),
+    (HfPrefill, "close"),
+    (ShadowCheck, "begin"),
+    (BlendEngine, "store_missed"),
+    (TextStream, "push"),
+    (Sampler, "sample"),
+    (BlendEngine, "open_prefill"),
+    (BlendEngine, "follow"),
+]
+
+
+@pytest.mark.may_fail("scheduler", "background work")
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_fails_no_answer_is_lost_and_none_is_waited_for(
+    alone: list[list[int]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At random, a step of a request's end or way fails, after it was taken: what was computed is returned, the rest
+    has its error, and nothing stays behind."""
+    draw, places = random.Random(seed), AT_THE_END if seed % 2 else ON_THE_WAY
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        watch(engine, ShadowSettings(share=1.0), seed=seed)
+        engine.warm(part for prompt in PROMPTS for part in prompt if isinstance(part, Passage))  # type: ignore[union-attr]
+        with monkeypatch.context() as patched:
+            for owner, name in draw.sample(places, draw.randint(1, 3)):
+                patched.setattr(owner, name, failing(getattr(owner, name), draw))
+            batch = Thread(PROMPTS, engine)
+            batch.start()
+            batch.join(120)
+            assert not batch.is_alive()
+        for place, (answer, tokens) in enumerate(zip(batch.answers, alone, strict=True)):
+            assert place in batch.errors if answer is None else answer.token_ids == tokens
+        if places is AT_THE_END:
+            assert not batch.errors
+        assert engine.background._requests == 0
+        assert [answer.token_ids for answer in engine.generate_batch(PROMPTS, PARAMS)] == alone
+        assert engine.flush(60)
+
+
+def failing(real: Any, draw: random.Random) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
+        if draw.random() < 0.3:
+            raise OSError("injected")
+        return found
+
+    return call
+
+
+class Thread(threading.Thread):
+    """Answers a batch, so that a test can tell that it does not end."""
+
+    def __init__(self, prompts: list[PromptLike], engine: BlendEngine) -> None:
+        super().__init__(daemon=True)
+        self.prompts, self.engine = prompts, engine
+        self.answers: list[Any] = []
+        self.errors: dict[int, Exception] = {}
+
+    def run(self) -> None:
+        try:
+            self.answers = [*self.engine.generate_batch(self.prompts, PARAMS, concurrency=3)]
+        except BatchError as error:
+            self.answers, self.errors = error.answers, error.errors
+
+
+@pytest.mark.may_fail("scheduler")
+def test_a_prompt_whose_end_is_never_told_is_an_error(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "DoneEvent", int)  # its collector takes the last event for a token's
+    with pytest.raises(BatchError, match=r"9 of 9 .* ended without an answer; see the log"):
+        engine.generate_batch(PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize("place", ["store_missed", "submit", "begin"])
+def test_a_single_request_that_fails_at_its_end_has_ended(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+        watch(engine, ShadowSettings(share=1.0), seed=1)
+        engine.warm(part for part in PROMPTS[0] if isinstance(part, Passage))  # type: ignore[union-attr]
+
+        def fail(*arguments: Any, **options: Any) -> None:
+            raise OSError("injected")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine if place == "store_missed" else engine.shadow, place, fail)
+            with pytest.raises(OSError, match="injected"):
+                engine.generate(PROMPTS[0], PARAMS)
+        assert engine.background._requests == 0
 
 
 def test_closing_the_engine_meanwhile_keeps_what_was_answered(alone: list[list[int]]) -> None:

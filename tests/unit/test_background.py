@@ -176,6 +176,25 @@ def test_patient_jobs_do_not_take_all_places() -> None:
     background.close()
 
 
+@pytest.mark.may_fail("background work")
+def test_a_thread_that_cannot_be_started_is_started_later(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request ends whatever the system's limits are, and what waits is done once there is a thread."""
+    start, tries, done = threading.Thread.start, iter(range(9)), list[int]()
+
+    def scarce(thread: threading.Thread) -> None:
+        if next(tries) < 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with request_on(background):
+        assert background.submit("a", lambda: done.append(1))
+    assert not done and background.flush(SOON) and done == [1]
+    background.close()
+
+
 def test_no_thread_is_kept(background: Background) -> None:
     background.submit("a", lambda: None)
     assert background.flush(SOON)

@@ -1,6 +1,7 @@
 """Norms in one call: those that compute what PyTorch's does, and no others."""
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -62,3 +63,56 @@ def test_what_a_norm_does_besides_stays() -> None:
     same[0].register_forward_hook(lambda *_: seen.append(1))
     same[0].weight.data.mul_(3)
     assert torch.allclose(same[0](rows), 3 * OddRMSNorm(1.0)(rows), atol=1e-5) and seen == [1]
+
+
+class ManyRMSNorm(nn.Module):
+    """One class of many norms, as models have them: what it computes is decided by what each is given."""
+
+    def __init__(self, eps: float, kind: str, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.eps, self.kind = nn.Parameter(weight), eps, kind
+        self.inner = nn.Linear(16, 16) if kind == "inner" else None
+        self.register_buffer("shift", torch.full((16,), 0.5) if kind == "shift" else None)
+        self.options = {"factor": 0.5 if kind == "options" else 1.0}
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        eps = self.eps * (4.0 if self.kind == "eps" else 1.0)
+        normed = hidden_states.float() * torch.rsqrt(hidden_states.float().square().mean(-1, keepdim=True) + eps)
+        weight = {"offset": 1 + self.weight, "absolute": self.weight.abs(), "square": self.weight.square()}
+        normed = normed if self.kind != "coarse" else normed.to(torch.float8_e5m2).float()
+        out = (normed * weight.get(self.kind, self.weight).float()).to(hidden_states.dtype)
+        out = out if self.inner is None else self.inner(out)
+        return (out if self.shift is None else out + self.shift) * self.options["factor"]
+
+
+KINDS = ["plain", "plain", "offset", "absolute", "square", "coarse", "eps", "inner", "shift", "options"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@torch.no_grad()
+def test_modules_of_one_class_are_told_apart_by_what_they_compute(seed: int) -> None:
+    """In any order, and also where the first one's weight, all ones or positive, hides what another's shows."""
+    draw, drawn = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    weights = (torch.ones(16), torch.rand(16, generator=drawn), torch.randn(16, generator=drawn), torch.zeros(16))
+    each = [ManyRMSNorm(draw.choice((1e-5, 1e-3)), kind, draw.choice(weights).clone()) for kind in KINDS * 2]
+    draw.shuffle(each)
+    norms = nn.ModuleList(each).to(dtype)
+    own = copy.deepcopy(norms)
+    assert run_norms_in_one_call(norms) == sum(norm.kind == "plain" for norm in each)
+    for norm, other in zip(own, norms, strict=True):
+        weight = torch.randn(16, generator=drawn)  # which may be written to later
+        norm.weight.copy_(weight), other.weight.copy_(weight)
+        for scale in (1.0, 0.01):
+            rows = (torch.randn(5, 16, generator=drawn) * scale).to(dtype)
+            error = (norm(rows).float() - other(rows).float()).abs()
+            assert bool((error <= 2 * torch.finfo(dtype).eps * norm(rows).float().abs() + 1e-6).all()), norm.kind
+
+
+def test_the_weights_of_a_model_that_runs_are_never_touched() -> None:
+    norm = OddRMSNorm(1.0)
+    shared, weight = norm._parameters, norm.weight
+    seen = list[bool]()
+    norm.register_forward_hook(lambda *_: seen.append(shared["weight"] is weight))
+    assert run_norms_in_one_call([norm]) == 1 and norm._parameters is shared
+    assert seen == [True] and norm.weight is weight

@@ -1,11 +1,13 @@
 """Fewer threads where others use the cores, and how long those of a command spin."""
 
+import contextlib
 import json
 import logging
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -97,6 +99,102 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "40 % of the time" in record.message and "OMP_NUM_THREADS=2" in record.message
+
+
+def number_of_a_new_thread() -> int:
+    found = list[int]()
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def busy() -> ThreadCount:
+    count = ThreadCount()
+    learn(count, 0.02, 0.4)
+    assert count.is_single
+    return count
+
+
+def test_the_number_of_other_threads_never_changes() -> None:
+    """Not of those that begin to use torch meanwhile, nor what the program sets elsewhere for them."""
+    count = busy()
+    with count.held():
+        assert (torch.get_num_threads(), number_of_a_new_thread()) == (1, 2)
+    ready, go = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        torch.get_num_threads()
+        ready.set()
+        go.wait(60)
+        assert used(count) == [1, 1, 1, 2]
+        served.append(1)
+
+    served = list[int]()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    ready.wait(60)
+    torch.set_num_threads(4)
+    go.set()
+    thread.join(60)
+    assert served == [1] and (torch.get_num_threads(), number_of_a_new_thread()) == (4, 4)
+
+
+def test_the_number_comes_back_whatever_fails_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = busy()
+    for context in (count.held, count.layer):
+        with pytest.raises(KeyError), context():
+            raise KeyError
+        assert torch.get_num_threads() == 2
+
+    def fail(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(ThreadCount, "learn", fail)
+    with pytest.raises(KeyError), count.layer():
+        pass
+    assert torch.get_num_threads() == 2
+
+
+def test_engines_and_a_program_in_several_threads_keep_their_numbers() -> None:
+    """At random: threads run layers of two engines, some of them with numbers that the program has given them."""
+    counts, ends = (busy(), busy()), list[tuple[int, int]]()
+
+    def run(seed: int) -> None:
+        draw = random.Random(seed)
+        own = draw.choice((None, None, 1, 3))
+        if own is not None:
+            torch.set_num_threads(own)
+        before = torch.get_num_threads()
+        for _ in range(40):
+            count = draw.choice(counts)
+            count.is_single = draw.random() < 0.7
+            with contextlib.suppress(ZeroDivisionError), count.held(), draw.choice(counts).layer():
+                torch.ones(40, 40) @ torch.ones(40, 40)
+                draw.choice((int, lambda: 1 // 0))()
+        ends.append((before, torch.get_num_threads()))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ends) == 12 and all(before == after for before, after in ends)
+
+
+def test_a_number_that_is_set_inside_stays() -> None:
+    count = busy()
+    with count.held():
+        torch.set_num_threads(3)
+    assert torch.get_num_threads() == 3
+
+
+def test_where_one_thread_has_no_number_of_its_own_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_count, "_libraries", lambda: None)
+    count = ThreadCount()
+    assert not count.is_following
+    count.is_single = True
+    assert used(count) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("shares", [[1.0], [0.3], [0.3, 1.0]])

@@ -124,13 +124,13 @@ class PrefillBatcher(Generic[Job]):
 
     def remove(self, job: Job) -> None:
         """Removes a job that is done or cancelled, in the middle of a layer too; no error if it is not there."""
-        if self._under_way is not None and job in self._under_way[0]:
-            jobs, running = self._under_way
-            running.drop(jobs.index(job))
         if job in self._running:
             self._running.remove(job)
         elif job in self._waiting:
             self._waiting.remove(job)
+        if self._under_way is not None and job in self._under_way[0]:  # may fail: a step ends in the middle
+            jobs, running = self._under_way
+            running.drop(jobs.index(job))
 
     def next(self, is_ready: Callable[[Job], bool] = _always) -> list[Job]:
         """The jobs to advance by one layer, all at the same layer; requires at least one job.
@@ -255,9 +255,9 @@ class _TogetherPass:
 
     def drop(self, number: int) -> None:
         """Ends a pass where it is."""
-        self._passes[number].close()
         if self._waiting is not None:
             self._waiting.pop(number, None)
+        self._passes[number].close()
 
     def advance(self, most_rows: int | None = None) -> int:
         """Runs tiles until no row is left, or so many rows were run; returns how many were."""

@@ -11,6 +11,7 @@ end.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -27,6 +28,8 @@ QUIET_S = 0.05
 
 CLOSE_S = 30.0
 """Seconds that closing waits for what is under way, which a store that hangs may never end."""
+RETRY_S = 0.5
+"""Seconds after which `flush` tries again to start the thread, where the system had none."""
 
 Found = TypeVar("Found")
 logger = logging.getLogger("cacheblend.engine")
@@ -166,9 +169,15 @@ class Background:
         work is not waited for, but for a slice that is under way."""
         with self._changed:
             self._flushing += 1
-            self._start()
+            end = math.inf if timeout is None else time.monotonic() + timeout
             try:
-                return self._changed.wait_for(lambda: not self._jobs and not self._working, timeout)
+                while self._jobs or self._working:
+                    self._start()
+                    left = end - time.monotonic()
+                    if left <= 0:
+                        return False
+                    self._changed.wait(min(left, RETRY_S))
+                return True
             finally:
                 self._flushing -= 1
 
@@ -203,8 +212,14 @@ class Background:
 
     def _start(self) -> None:
         if self._thread is None and (self._may_work() or self._may_idle()):
-            self._thread = threading.Thread(target=self._work, name="cacheblend-background", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="cacheblend-background", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                logger.warning("the system has no thread for background work, which waits", exc_info=True)
+                count_failure("background work")
+            else:
+                self._thread = thread
 
     def _work(self) -> None:
         while True:

@@ -154,6 +154,7 @@ def finish(
     return stream.text, decoding.token_ids
 
 
+@without_ambient
 def load_prefix(engine: BlendEngine, plan: BlendPlan) -> DynamicCache:
     """Loads the plan's exact prefix, and nothing else, into a transformers cache: prefix caching without blending.
 

@@ -60,9 +60,13 @@ class Batch:
                 self._scheduler.run()
         finally:  # an interrupt, or an error of `prompts`: what is under way is given up
             self._scheduler.close()
+        answers = [answer for answer in self._answers if answer is not None]
+        for place, answer in enumerate(self._answers):
+            if answer is None and place not in self._errors:
+                self._errors[place] = CacheBlendError("its request ended without an answer; see the log for the reason")
         if self._errors:
             raise BatchError(self._answers, self._errors)
-        return [answer for answer in self._answers if answer is not None]
+        return answers
 
     def _feed(self, rest: Iterator[PromptLike]) -> bool:
         """Submits prompts until enough wait; False if there are no more."""

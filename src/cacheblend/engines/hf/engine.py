@@ -302,11 +302,11 @@ class BlendEngine(Answering, FollowedModel):
                 origin = self.origin(state, own=ratio is None)
                 result = self._run(prefill)
             sampler = Sampler(self.ids_of(ask.prompt), result.logits, ask.params, self.eos_ids, ask.grammar)
+            decoding = Decoding.of(sampler, result)
+            watched = None if self.shadow is None else self.shadow.begin(result, origin)
         except BaseException:
             self.background.end_request()
             raise
-        decoding = Decoding.of(sampler, result)
-        watched = None if self.shadow is None else self.shadow.begin(result, origin)
         return Request(state.view, decoding, result, started, self.store_missed, partial(self._end, watched), watched)
 
     def _ask(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Ask:
@@ -368,9 +368,11 @@ class BlendEngine(Answering, FollowedModel):
         return Origin(state.adapted.version, self.shadow.watch.step if own and self.shadow else None, tenant)
 
     def _end(self, watched: Watched | None) -> None:
-        if watched is not None and self.shadow is not None:
-            self.shadow.submit(watched)
-        self.background.end_request()
+        try:
+            if watched is not None and self.shadow is not None:
+                self.shadow.submit(watched)
+        finally:
+            self.background.end_request()
 
     def prefill(
         self,

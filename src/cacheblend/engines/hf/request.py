@@ -104,8 +104,10 @@ class Request:
         """Ends the request, so that missed chunks can be captured. Idempotent."""
         if not self._finished:
             self._finished = True
-            self._take_stored()
-            self._end()
+            try:
+                self._take_stored()
+            finally:
+                self._end()
 
     def __enter__(self) -> "Request":
         return self

@@ -9,6 +9,7 @@ as large a share of the time as it draws of the requests.
 Knows the engine; knows nothing of HTTP.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -235,10 +236,10 @@ class Scheduler:
     def _begin_answer(self, ticket: Ticket, prefill: BlendedPrefill) -> None:
         try:
             self._open_choices(ticket, prefill)
+            self._batcher.remove(ticket)
         except Exception as error:
             self._end(ticket, error)
             return
-        self._batcher.remove(ticket)
         self._answering.append(ticket)
 
     def _open_choices(self, ticket: Ticket, prefill: BlendedPrefill) -> None:
@@ -317,47 +318,64 @@ class Scheduler:
     # ---- end of a request -------------------------------------------------------------------------------
 
     def _end(self, ticket: Ticket, error: Exception | None) -> None:
-        try:
-            self._leave(ticket)
-        finally:  # also where the caller's thread is interrupted
-            if ticket.is_admitted:
-                ticket.is_admitted = False
-                self._engine.background.end_request()
-        try:
-            ticket.on_event(DoneEvent(ticket.report, error))
-        except Exception:
-            logger.exception("a request's last event could not be delivered")
-            count_failure("scheduler")
+        """Lets go of a request, completes its report, and delivers its last event: each step whatever becomes of those
+        before it, also where the caller's thread is interrupted."""
+        steps: tuple[tuple[Callable[[Ticket], None], str], ...] = (
+            (self._leave, "a request could not be taken out"),
+            (self._complete, "a request's report could not be completed"),
+            (self._release, "a prefill could not be closed"),
+            (self._hand_over, "an answer could not be handed to the shadow check"),
+            (self._leave_engine, "the engine could not be told of a request's end"),
+            (lambda ended: ended.on_event(DoneEvent(ended.report, error)), "a last event could not be delivered"),
+        )
+        with contextlib.ExitStack() as ends:
+            for step, failed in reversed(steps):
+                ends.callback(_attempt, step, ticket, failed)
 
     def _leave(self, ticket: Ticket) -> None:
-        """Lets go of what a request holds, and completes its report."""
         with self._changed:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
         if self._opening is ticket:
             self._opening = None
-        self._batcher.remove(ticket)
         if ticket in self._answering:
             self._answering.remove(ticket)
+        self._batcher.remove(ticket)
+
+    def _complete(self, ticket: Ticket) -> None:
         took = time.perf_counter() - ticket.submitted
         self._recent_s += 0.1 * (took - self._recent_s)
         if ticket.report is not None:
             ticket.report.total_s = took
             ticket.report.generated_tokens = sum(each.decoding.sampler.count for each in ticket.choices)
+
+    def _release(self, ticket: Ticket) -> None:
         prefill, ticket.prefill, ticket.choices, ticket.to_store = ticket.prefill, None, [], None
-        try:
-            if prefill is not None:
-                prefill.close()
-        except Exception:
-            logger.exception("a prefill could not be closed")
-            count_failure("scheduler")
+        if prefill is not None:
+            prefill.close()
+
+    def _hand_over(self, ticket: Ticket) -> None:
         watched, ticket.watched = ticket.watched, None
         if watched is not None and self._engine.shadow is not None:
             self._engine.shadow.submit(watched)
 
+    def _leave_engine(self, ticket: Ticket) -> None:
+        if ticket.is_admitted:
+            ticket.is_admitted = False
+            self._engine.background.end_request()
+
     def _end_all(self, error: Exception) -> None:
         for ticket in list(self._all()):
             self._end(ticket, error)
+
+
+def _attempt(step: Callable[[Ticket], None], ticket: Ticket, failed: str) -> None:
+    """A step of a request's end; its failure is this request's own, and what was computed is still delivered."""
+    try:
+        step(ticket)
+    except Exception:
+        logger.exception(failed)
+        count_failure("scheduler")
 
 
 def _log_probabilities(logits: torch.Tensor, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:

@@ -6,13 +6,22 @@ as on one thread. That others use the cores shows in the thread that computes: i
 
     quiet, 2 threads   ran / took = 1            busy, 2 threads   .2 to .5     one thread from the next layer on
     quiet, 1 thread    1 for a while: 2 again    busy, 1 thread    .2 to .5     stays
+
+`torch.set_num_threads` is the process's: threads that begin to use torch meanwhile would stay at that, and setting the
+number back would undo what the program has set elsewhere. So the libraries under it are told, for this thread alone.
 """
 
+import contextlib
+import ctypes
+import functools
 import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,9 +42,8 @@ _OWN_THREADS = torch.get_num_threads()
 class ThreadCount:
     """Decides how many threads compute a layer: one while others use the cores, else as many as torch has.
 
-    Left alone where the environment sets a number, or the program has set another one than there was when this module
-    was loaded. Says once that it has come to one thread. Meanwhile torch gives one to new threads of the program, too:
-    a thread that begins to use torch then stays at that.
+    Left alone where the environment sets a number, where the program has set another one than there was when this
+    module was loaded, and where it cannot be set for one thread alone. Says once that it has come to one thread.
 
     Attributes:
         is_following: False leaves the number alone.
@@ -43,7 +51,8 @@ class ThreadCount:
     """
 
     def __init__(self, is_following: bool = True) -> None:
-        self.is_following = is_following and not any(name in os.environ for name in _CHOICES)
+        chosen = any(name in os.environ for name in _CHOICES)
+        self.is_following = is_following and not chosen and _libraries() is not None
         self.is_single = False
         self._took = self._ran = 0.0
         self._quiet = 0.0  # seconds in which nobody else used the cores, since `is_single` changed
@@ -101,13 +110,17 @@ class _Held:
         self._count, self._is_set = count, False
 
     def __enter__(self) -> None:
-        if self._count.is_single and torch.get_num_threads() == _OWN_THREADS:
+        libraries = _libraries() if self._count.is_single and self._count.is_following else None
+        if libraries is not None and torch.get_num_threads() == _OWN_THREADS:
             self._is_set = True
-            torch.set_num_threads(1)
+            libraries.openmp(1)
+            self._mkl_before = libraries.mkl(1)
 
     def __exit__(self, *_: object) -> None:
-        if self._is_set:
-            torch.set_num_threads(_OWN_THREADS)
+        libraries = _libraries() if self._is_set else None
+        if libraries is not None and torch.get_num_threads() == 1:  # else the program has set another one inside
+            libraries.openmp(_OWN_THREADS)
+            libraries.mkl(self._mkl_before)
 
 
 class _Layer(_Held):
@@ -118,5 +131,28 @@ class _Layer(_Held):
         self._began, self._ran = time.perf_counter(), time.thread_time()
 
     def __exit__(self, *_: object) -> None:
-        self._count.learn(time.perf_counter() - self._began, time.thread_time() - self._ran)
+        took, ran = time.perf_counter() - self._began, time.thread_time() - self._ran
         super().__exit__()
+        self._count.learn(took, ran)
+
+
+class _Libraries(NamedTuple):
+    """What sets how many threads compute for the calling thread, in the libraries that torch has loaded.
+
+    Attributes:
+        openmp: takes the number.
+        mkl: likewise, 0 for OpenMP's; returns what was set before.
+    """
+
+    openmp: Callable[[int], object]
+    mkl: Callable[[int], int]
+
+
+@functools.cache
+def _libraries() -> _Libraries | None:
+    """None: they cannot be found."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            return _Libraries(library.omp_set_num_threads, getattr(library, "MKL_Set_Num_Threads_Local", lambda _: 0))
+    return None
