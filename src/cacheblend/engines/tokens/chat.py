@@ -146,7 +146,7 @@ _HALVES = re.compile(r"^\s*\\u(?P<low>d[c-f][0-9a-f]{2})|\\u(?P<high>db[89a-f][0
 """A half of that at an end of a text, to which another text may bring the other half."""
 _UNSUITED = frozenset("\"'`\\/&<>{}[]()|")  # no marks: templates escape them, or look for them
 _LONG_ENOUGH = 8  # characters of a content that is looked up by its text
-_TRIES = 48  # renderings, at most, in which the letters are looked for that a template reads
+_TRIES = 96  # renderings, at most, in which the letters are looked for that a template reads
 _MARKS = 0xF2000  # the letters from here on are marks; those before stand in for letters of special tokens
 _MARK = re.compile(f"[{chr(_MARKS)}-󿿽􀀀-􏿽]")
 
@@ -329,7 +329,7 @@ class Conversation:
             traced = self._same(self._traced(render, read, marked=False), guarded)
             traced = guarded if traced is None else traced  # of a template that tells the time
             marked = self._same(self._traced(render, read), guarded)
-            self._check_own(guarded, traced, everywhere, {letter for _, letter in read})
+            self._check_own(render, guarded, traced, read)
         text = self._letters.put_right(guarded)
         places = self._places(self._places_by_text(text) if marked is None else self._marked_places(text, marked))
         spans, own = tuple(self._letters.guards_in(guarded)), tuple(self._own(text, traced))
@@ -458,40 +458,44 @@ class Conversation:
 
     def _read(self, render: Render, guarded: str) -> Set[_Letter]:
         """Letters of the conversation that the template reads: with others in their place it does something else."""
-        inside = {letter for field in [*self._fields, *self._documents] if field for letter in set(field.guarded)}
-        titles = [content.title for content in self.contents if isinstance(content, Passage)]
-        outside = {
-            letter for text in chain(strings_in([self._messages, self._options]), titles) for letter in set(text)
-        }
-        letters = sorted((True, letter) for letter in inside & self._guard.letters)
-        letters += sorted((False, letter) for letter in outside & self._guard.letters)
-        read = set(letters)
-        # Halves of halves of them: first the letters of no word, of which most special tokens have some.
-        waiting = deque([[letter for letter in letters if letter[1].isalnum() == is_word] for is_word in (False, True)])
+        titles = (content.title for content in self.contents if isinstance(content, Passage))
+        beside = chain(strings_in([self._messages, self._options]), titles)
+        contents = (field.guarded for field in [*self._fields, *self._documents] if field)
+        waiting = deque[
+            list[_Letter]
+        ]()  # halves of halves of these; first the letters of no word: most tokens have some
+        for texts, is_content in ((contents, True), (beside, False)):
+            letters = sorted(self._guard.letters & set[str]().union(*texts))
+            for is_word in (False, True):
+                waiting.append([(is_content, letter) for letter in letters if letter.isalnum() == is_word])
+        read = set(chain.from_iterable(waiting))
         tries = 0
         while waiting and tries < _TRIES:
             some = waiting.popleft()
+            tries += 1
             if self._same(self._traced(render, read - {*some}, marked=False), guarded) is not None:
                 read -= {*some}
             elif len(some) > 1:
                 waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
-            tries += 1
         return read
 
-    def _check_own(self, guarded: str, traced: str, everywhere: str | None, read: Set[str]) -> None:
-        """Raises `InvalidInputError` if a special token of letters that the template reads alone may be made of the
-        conversation's: the template writes others where other letters stand in for all of these (`everywhere`)."""
-        text = self._letters.put_right(guarded)
+    def _check_own(self, render: Render, guarded: str, traced: str, read: Set[_Letter]) -> None:
+        """Raises `InvalidInputError` if a special token of which the template reads all letters may be made of the
+        conversation's: with others in the place of any of its letters, other special tokens are rendered."""
+        text, letters = self._letters.put_right(guarded), {letter for _, letter in read}
         own = [text[start:stop] for start, stop in self._own(text, traced)]
-        doubtful = next((token for token in own if {*token} <= read), None)
-        if doubtful is None:
-            return
-        other = "" if everywhere is None else self._letters.put_right(everywhere)
-        if own != [other[start:stop] for start, stop in self._own(other, everywhere or "")]:
-            raise InvalidInputError(
-                f"the chat template makes {doubtful!r}, which is a special token, of texts that are none; leave out of "
-                "the messages what it takes away or replaces"
-            )
+
+        def is_rendered_without(letter: str) -> bool:
+            other = self._traced(render, read - {(True, letter), (False, letter)}, marked=False)
+            found = self._letters.put_right(other or "")
+            return own == [found[start:stop] for start, stop in self._own(found, other or "")]
+
+        for token in {token for token in own if {*token} <= letters}:
+            if not any(map(is_rendered_without, sorted({*token}))):
+                raise InvalidInputError(
+                    f"the chat template makes {token!r}, which is a special token, of texts that are none; leave out "
+                    "of the messages what it takes away or replaces"
+                )
 
     def _own(self, text: str, traced: str) -> Iterator[tuple[int, int]]:
         """Where special tokens are of which no letter is the conversation's."""
