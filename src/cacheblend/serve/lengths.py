@@ -7,9 +7,9 @@ seconds and 1.5 GB.
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
 
 from cacheblend.engines.hf import BlendEngine
+from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Document, Message
 
@@ -117,18 +117,3 @@ def texts_of_chat(messages: Iterable[Message], documents: Iterable[Document] | N
         [content] if isinstance(content, str) else [part.text or "" for part in content or ()] for content in contents
     )
     return chain(chain.from_iterable(parts), (document.text for document in documents or ()), extras)
-
-
-def strings_in(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys included, and its numbers as text: a template writes them out, too."""
-    waiting = [value]  # no recursion: it may be nested deeply
-    while waiting:
-        inner = waiting.pop()
-        if isinstance(inner, str):
-            yield inner
-        elif isinstance(inner, dict):
-            waiting += [*inner, *inner.values()]
-        elif isinstance(inner, list):
-            waiting += inner
-        elif inner is not None:
-            yield str(inner)

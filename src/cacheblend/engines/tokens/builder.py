@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -24,9 +24,12 @@ from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.engines.tokens.chat import Content, Conversation, Document, Guard, Message, Passage, Place, Rendered
 from cacheblend.engines.tokens.detokenizer import Detokenizer
 from cacheblend.engines.tokens.encoder import Encoded, TextEncoder
+from cacheblend.engines.tokens.template import Source
 
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 """In what a model writes around its thoughts, which are part of its earlier answers."""
+_CHANNEL = re.compile(r"think|thought|reason|channel", re.IGNORECASE)
+"""In what thoughts may begin or end with, where a template looks for it."""
 
 
 class PromptBuilder:
@@ -55,10 +58,11 @@ class PromptBuilder:
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self._all = TextEncoder(spec)
         self._front, self._back = self._find_specials_around()
+        self._source = Source.of(self._templates())
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
-        self._guard = Guard(self._guarded.values(), filter(_THOUGHT.search, self._guarded.values()))
+        self._guard = Guard(self._guarded.values(), self._find_thoughts(), self._source.words)
         self._bytes = _byte_tokens(spec, backend)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.bos_id = self._find_bos()
@@ -221,7 +225,8 @@ class PromptBuilder:
         for start, stop in rendered.guarded:
             apart |= {(start, stop), *((place.start, place.stop) for place in rendered.places_in(start, stop))}
         while True:
-            encoded = self._encode_but(rendered.text, _merged(apart))
+            pieces = chain.from_iterable(rendered.without_own(*span) for span in _merged(apart))
+            encoded = self._encode_but(rendered.text, [(start, stop) for start, stop in pieces if start < stop])
             found = {span for span in self._forged(rendered, encoded) if span not in apart}
             if not found:
                 return encoded
@@ -237,8 +242,8 @@ class PromptBuilder:
         return Encoded.joined(parts)
 
     def _forged(self, rendered: Rendered, encoded: Encoded) -> list[tuple[int, int]]:
-        """Spans of the text in which special tokens were found that are not the template's: they begin in a content,
-        lie in it in part, or are no more than like their text once the tokenizer has normalised it."""
+        """Spans of the text in which special tokens were found that are not the template's: a letter of them is the
+        conversation's, or they are no more than like their text once the tokenizer has normalised it."""
         spans = []
         for number, (start, stop) in zip(*encoded, strict=True):
             if number not in self._guarded:
@@ -246,10 +251,8 @@ class PromptBuilder:
             found = rendered.text[start:stop]
             start += len(found) - len(found.lstrip())
             text = self._guarded[number].strip()
-            places = rendered.places_in(start, start + len(text))
-            is_own = found.strip() == text and start not in rendered.openers
-            is_own = is_own and not any(_cuts(place.sure, start, start + len(text)) for place in places)
-            if not is_own:
+            if found.strip() != text or not rendered.is_own(start, start + len(text)):
+                places = rendered.places_in(start, start + len(text))
                 spans += [(start, stop), *((place.start, place.stop) for place in places)]
         return spans
 
@@ -304,19 +307,25 @@ class PromptBuilder:
         at = next((at for at in range(len(ids)) if ids[at : at + len(own)] == own), 0)
         return list(ids[:at]), list(ids[at + len(own) :])
 
-    def _templates(self) -> str:
-        """The source of the chat template, or of all if there are several."""
+    def _templates(self) -> list[str]:
+        """The sources of the chat template, or of all if there are several."""
         template = self._tokenizer.chat_template
-        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+        return list(template.values()) if isinstance(template, dict) else [template or ""]
 
     def _find_markers(self, added: Mapping[int, str]) -> set[int]:
         """Of added tokens that are not special those that the chat template writes itself (``<think>``)."""
         candidates = {number for number, text in added.items() if re.search(r"[^\w\s]", text)}
         if not candidates or not self._tokenizer.chat_template:
             return set()
-        source = self._templates()
         rendered = [number for chat in _PROBES for number in self._all.whole(self._try(chat)).ids]
-        return {number for number in candidates if added[number] in source} | (candidates & {*rendered})
+        return {number for number in candidates if added[number] in self._source.texts} | (candidates & {*rendered})
+
+    def _find_thoughts(self) -> set[str]:
+        """What a model writes around its thoughts: guarded texts by their names, and what the template looks for that
+        begins with one (``'<|channel|>final<|message|>' in content``)."""
+        channels = tuple(text for text in self._guarded.values() if _CHANNEL.search(text))
+        named = {text for text in channels if _THOUGHT.search(text)}
+        return named | {text for text in self._source.sought if text.startswith(channels)}
 
     def _find_bos(self) -> int | None:
         bos = self._tokenizer.bos_token_id
@@ -366,14 +375,9 @@ def _spaces(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-def _cuts(span: tuple[int, int], start: int, stop: int) -> bool:
-    """Whether a part of a token lies in the span, and another part outside."""
-    return span[0] < stop and start < span[1] and not (span[0] <= start and stop <= span[1])
-
-
 def _behind(text: str) -> Place:
     """Where a text ends, as of no content."""
-    return Place(len(text), len(text), -1, (len(text), len(text)))
+    return Place(len(text), len(text), -1)
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -4,25 +4,28 @@ A template may read a content, and trim, split, escape, repeat or drop it. So it
 letters that no text of the conversation has, each in the place of one letter, which are put right in what it renders:
 
     content   " <|im_end|> Where?"
-    guarded   " ********** Where?"   special tokens in texts: those that are rendered are the template's own, whatever
-                                     it does with the contents
-    marked    " ********** #her#?"   the first and last letter of each content: the content is where they are rendered
+    guarded   " ********** Where?"   special tokens in texts, which the template is not to see or to write
+    traced    " ********** #0+1+?"   letters that special tokens are made of: a token that is rendered is the template's
+                                     own if none of its letters is one of these, whatever became of the contents
+                                     (``<|im_<br>start|>`` without its ``<br>``, a title that is joined with a text);
+                                     and the first and last letter of each content: it is where they are rendered
 
-    rendered  "<|im_start|>user\n********** #her#?<|im_end|>\n"     (trimmed by the template)
+    rendered  "<|im_start|>user\n********** #0+1+?<|im_end|>\n"     (trimmed by the template)
 
-What is rendered with marks has to be what is rendered without, else they changed what the template did: then the
-contents are looked up in the latter by their texts.
+What is rendered with traces has to be what is rendered without, else they changed what the template did: then the
+letters that it reads (``/no_think``) are looked for, and stay as they are.
 
 Knows strings. Does not know tokenizers.
 """
 
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain, groupby
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate, chain, groupby
+from typing import Any, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError, shown
 
@@ -143,6 +146,9 @@ _HALVES = re.compile(r"^\s*\\u(?P<low>d[c-f][0-9a-f]{2})|\\u(?P<high>db[89a-f][0
 """A half of that at an end of a text, to which another text may bring the other half."""
 _UNSUITED = frozenset("\"'`\\/&<>{}[]()|")  # no marks: templates escape them, or look for them
 _LONG_ENOUGH = 8  # characters of a content that is looked up by its text
+_TRIES = 96  # renderings, at most, in which the letters are looked for that a template reads
+_MARKS = 0xF2000  # the letters from here on are marks; those before stand in for letters of special tokens
+_MARK = re.compile(f"[{chr(_MARKS)}-󿿽􀀀-􏿽]")
 
 
 class Document(dict[str, str]):
@@ -162,20 +168,20 @@ class Guard:
 
     Args:
         texts: of the special tokens and the template's own markers.
-        thoughts: those of `texts` that a model writes around its thoughts (``</think>``): templates look for them in
-            earlier answers, where they stay as they are.
+        thoughts: what a model writes around its thoughts (``</think>``): templates look for it in earlier answers,
+            where it stays as it is.
+        words: what a template looks up, or compares with: names, keys and values of which it makes no text.
 
     Attributes:
-        everywhere: finds one of `texts`.
-        in_answers: finds one that is not in `thoughts`.
-        left: finds one of `thoughts`.
-        openers: finds a first letter of one of `texts`.
+        pattern: finds one of `texts`.
+        in_answers: finds one of `texts` or `thoughts`.
+        letters: of which `texts` are made, but for spaces.
     """
 
-    def __init__(self, texts: Iterable[str], thoughts: Iterable[str] = ()) -> None:
-        texts, thoughts = set(texts), set(thoughts)
-        self.everywhere, self.in_answers, self.left = map(_any_of, (texts, texts - thoughts, thoughts))
-        self.openers = _any_of({text.strip()[:1] for text in texts} - {""})
+    def __init__(self, texts: Iterable[str], thoughts: Iterable[str] = (), words: Iterable[str] = ()) -> None:
+        texts, self.thoughts, self.words = set(texts), frozenset(thoughts), frozenset(words)
+        self.pattern, self.in_answers = _any_of(texts), _any_of(texts | self.thoughts)
+        self.letters = frozenset(letter for text in texts for letter in text if not letter.isspace())
 
 
 @dataclass(frozen=True)
@@ -186,13 +192,11 @@ class Place:
         start: its first character.
         stop: the one behind its last.
         content: its number, from 0.
-        sure: (start, stop) of what is certainly the content's: around it the text is only the same as the content's.
     """
 
     start: int
     stop: int
     content: int
-    sure: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -201,16 +205,18 @@ class Rendered:
 
     Attributes:
         text: as the template renders it without any stand-in.
+        traced: the same, with other letters for those of the conversation that special tokens are made of.
         places: of the contents, ascending, without overlap.
         guarded: (start, stop) of special tokens that stood in a text of the conversation, ascending.
-        openers: where a content has the first character of a special token, but for `guarded`.
+        own: (start, stop) of the template's special tokens and of thought markers in answers, ascending.
         changed: how many contents the text does not have exactly once as they are.
     """
 
     text: str
+    traced: str
     places: tuple[Place, ...]
     guarded: tuple[tuple[int, int], ...]
-    openers: frozenset[int]
+    own: tuple[tuple[int, int], ...]
     changed: int
 
     def places_in(self, start: int, stop: int) -> Sequence[Place]:
@@ -219,14 +225,56 @@ class Rendered:
         last = bisect_left(self.places, stop, key=lambda place: place.start)
         return self.places[first:last]
 
+    def is_own(self, start: int, stop: int) -> bool:
+        """Whether the template wrote all of a special token."""
+        return self.text[start:stop] == self.traced[start:stop]
+
+    def without_own(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What is left of a span without the template's special tokens that are in it."""
+        at = bisect_left(self.own, (start, start))
+        while at < len(self.own) and self.own[at][1] <= stop:
+            yield start, self.own[at][0]
+            start = self.own[at][1]
+            at += 1
+        yield start, stop
+
 
 class _Field(NamedTuple):
-    """A text that a template is handed: as it is, but for guarded tokens; with marks; and with letters for first
-    characters of special tokens, too."""
+    """Contents as one text.
 
+    Attributes:
+        text: as it is.
+        guarded: with other letters for special tokens.
+        left: (start, stop) of thought markers, which stay as they are.
+        contents: (number, start, stop) of each.
+    """
+
+    text: str
     guarded: str
-    marked: str
-    opened: str
+    left: list[tuple[int, int]]
+    contents: list[tuple[int, int, int]]
+
+
+_Letter = tuple[bool, str]
+"""A letter of contents (True), or of the texts beside them: roles, titles, names, tools."""
+
+
+class _Trace(NamedTuple):
+    """Which letters a template is handed in place of the conversation's own, by code point.
+
+    Attributes:
+        contents: for those of contents.
+        beside: for those of texts beside them.
+        roles: for those of roles.
+        read: letters of contents that stay as they are, and are not marked.
+        marked: whether the first and last letter of each content are marked.
+    """
+
+    contents: Mapping[int, str]
+    beside: Mapping[int, str]
+    roles: Mapping[int, str]
+    read: Set[str]
+    marked: bool
 
 
 class Conversation:
@@ -250,31 +298,42 @@ class Conversation:
     ) -> None:
         self.contents: list[Content] = []
         self._messages, self._options, self._guard = list(messages), dict(options), guard
-        self._parts = [self._numbers(message) for message in messages]  # of each one's contents; None: it has no text
-        self._documents = [self._number(document) for document in documents]
+        parts = [self._numbers(message) for message in messages]
+        self._passages = [self._number(document) for document in documents]
         titles = [document.title for document in documents]
-        beside = _strings_in([self._messages, self._options])
+        beside = strings_in([self._messages, self._options])
         self._letters = _StandIns(chain(map(_text, self.contents), titles, beside))
         self._marks: dict[str, tuple[int, int]] = {}  # by letter: a content's number, and the place of its letter in it
+        self._mark_of: dict[tuple[int, int], str] = {}  # the other way round
+        # What the template is handed: of each message, None if it has no text; and of each document.
+        self._fields = [None if part is None else self._field(at, part) for at, part in enumerate(parts)]
+        self._documents = [self._field(None, [number]) for number in self._passages]
+        self._parts = parts
 
     def render(self, render: Render) -> Rendered:
         """The conversation by a template. Documents that it does not use start the last user message.
 
         Raises:
-            InvalidInputError: as `render`.
+            InvalidInputError: as `render`; or the template makes a special token of what is none in the conversation,
+                in a way in which it cannot be told from the template's own.
         """
-        fields = [None if part is None else self._field(at, part) for at, part in enumerate(self._parts)]
-        documents = [self._field(None, [number]) for number in self._documents]
-        marked = self._rendered(render, fields, documents, "opened")
-        if documents and not all(self._is_in(number, marked) for number in self._documents):
+        guarded, everywhere = self._rendered(render, None), self._traced(render)
+        if self._documents and not self._has_all_documents(guarded, everywhere):
             question = max((i for i, m in enumerate(self._messages) if m.get("role") == "user"), default=-1)
-            fields[question] = self._field(question, [*self._documents, *(self._parts[question] or ())])
-            documents = []
-            marked = self._rendered(render, fields, documents, "opened")
-        guarded = self._rendered(render, fields, documents, "guarded")
-        if self._letters.without_marks(marked) != guarded:  # it looks for characters like "<", or escapes them
-            marked = self._rendered(render, fields, documents, "marked")
-        return self._found(guarded, marked)
+            self._fields[question] = self._field(question, [*self._passages, *(self._parts[question] or ())])
+            self._documents = []
+            guarded, everywhere = self._rendered(render, None), self._traced(render)
+        traced = marked = self._same(everywhere, guarded)
+        if traced is None:
+            read = self._read(render, guarded)
+            traced = self._same(self._traced(render, read, marked=False), guarded)
+            traced = guarded if traced is None else traced  # of a template that tells the time
+            marked = self._same(self._traced(render, read), guarded)
+            self._check_own(render, guarded, traced, read)
+        text = self._letters.put_right(guarded)
+        places = self._places(self._places_by_text(text) if marked is None else self._marked_places(text, marked))
+        spans, own = tuple(self._letters.guards_in(guarded)), tuple(self._own(text, traced))
+        return Rendered(text, traced, places, spans, own, self._changed(text, places))
 
     # ---- what the template is handed --------------------------------------------------------------------
 
@@ -291,95 +350,184 @@ class Conversation:
     def _field(self, message: int | None, numbers: Sequence[int]) -> _Field:
         """Contents as one text. `message`: whose they are; None: it is a document."""
         is_answer = message is not None and self._messages[message].get("role") == "assistant"
-        text = "".join(_text(self.contents[number]) for number in numbers)
-        guarded = self._guarded(text, self._guard.in_answers if is_answer else self._guard.everywhere)
-        left = [found.span() for found in self._guard.left.finditer(guarded)] if is_answer else []
-        fixed = {at for span in left for at in range(*span)}
-        marked, opened = list(guarded), list(guarded)
-        for found in self._guard.openers.finditer(guarded):
-            if found.start() not in fixed:
-                opened[found.start()] = self._letters.opener(found[0])
-        start = 0
-        for number in numbers:
-            stop = start + len(_text(self.contents[number]))
+        texts = [_text(self.contents[number]) for number in numbers]
+        stops = list(accumulate(map(len, texts)))
+        spans = [(number, stop - len(text), stop) for number, text, stop in zip(numbers, texts, stops, strict=True)]
+        left = list[tuple[int, int]]()
+
+        def stand_in(found: re.Match[str]) -> str:
+            number, _, stop = spans[bisect_right(stops, found.start())]
+            if found[0] not in self._guard.thoughts or found.end() > stop or isinstance(self.contents[number], Passage):
+                return self._letters.guarded(found[0])
+            left.append(found.span())
+            return found[0]
+
+        text = "".join(texts)
+        guarded = self._guard.in_answers.sub(stand_in, text) if is_answer else self._guarded(text)
+        return _Field(text, guarded, left, spans)
+
+    def _guarded(self, text: str) -> str:
+        return self._guard.pattern.sub(lambda found: self._letters.guarded(found[0]), text)
+
+    def _content(self, field: _Field, trace: _Trace | None) -> str:
+        """A field as the template is handed it; `trace`: None, it is not traced."""
+        if trace is None:
+            return field.guarded
+        pieces, at = list[str](), 0
+        for start, stop in [*field.left, (len(field.text), len(field.text))]:
+            pieces += [field.guarded[at:start].translate(trace.contents), field.guarded[start:stop]]
+            at = stop
+        if not trace.marked:
+            return "".join(pieces)
+        letters = list("".join(pieces))
+        fixed = {at for span in field.left for at in range(*span)}
+        for number, start, stop in field.contents:
             free = [at for at in range(start, stop) if at not in fixed] if fixed else range(start, stop)
-            suited = {_first_suited(text, opened, free), _first_suited(text, opened, free[::-1])}
-            for at in (at for at in suited if at is not None):
-                opened[at] = marked[at] = self._letters.mark(opened[at])
-                self._marks[opened[at]] = number, at - start
-            start = stop
-        return _Field(guarded, "".join(marked), "".join(opened))
+            for places in (free, free[::-1]):
+                suited = _first_suited(field.guarded, field.text, places, trace.read, self._guard.letters)
+                if suited is not None:
+                    letters[suited] = self._mark(number, suited - start, field.guarded[suited])
+        return "".join(letters)
 
-    def _guarded(self, text: str, guard: re.Pattern[str] | None = None) -> str:
-        return (guard or self._guard.everywhere).sub(lambda found: self._letters.guarded(found[0]), text)
+    def _mark(self, number: int, place: int, letter: str) -> str:
+        if (number, place) not in self._mark_of:
+            mark = self._mark_of[number, place] = self._letters.mark(letter)
+            self._marks[mark] = number, place
+        return self._mark_of[number, place]
 
-    def _guard_all(self, value: Any) -> Any:
-        """A JSON value with all of its texts guarded; the value itself where there is nothing to guard."""
-        if not any(map(self._guard.everywhere.search, _strings_in(value))):
-            return value
-        if isinstance(value, str):
-            return self._guarded(value)
-        try:
-            if isinstance(value, Mapping):
-                return {self._guard_all(key): self._guard_all(inner) for key, inner in value.items()}
-            return [self._guard_all(inner) for inner in value]
-        except RecursionError as error:
-            raise InvalidInputError("the messages or tools are nested too deeply; nest them less") from error
+    def _trace(self, read: Set[_Letter], *, marked: bool) -> _Trace:
+        """Of all letters of special tokens but those that are read."""
+        contents, beside = (
+            {ord(letter): self._letters.traced(letter) for letter in self._guard.letters if (kind, letter) not in read}
+            for kind in (True, False)
+        )
+        # Templates write roles into special tokens (``<|user|>``), those of harmless messages, too.
+        roles = {code: letter for code, letter in beside.items() if not chr(code).isalnum() and chr(code) != "_"}
+        return _Trace(contents, beside, roles, {letter for is_content, letter in read if is_content}, marked)
 
-    def _rendered(
-        self,
-        render: Render,
-        fields: Sequence[_Field | None],
-        documents: Sequence[_Field],
-        which: Literal["guarded", "marked", "opened"],
-    ) -> str:
-        messages = []
-        for message, field in zip(self._messages, fields, strict=True):
-            beside = {key: value for key, value in message.items() if field is None or key != "content"}
-            text = {} if field is None else {"content": getattr(field, which)}
-            guarded = self._guard_all(beside)
-            kept = message if guarded.keys() == beside.keys() else {}  # for the order of the keys
-            messages.append({**kept, **guarded, **text})
-        handed = []
-        for number, field in zip(self._documents, documents, strict=False):
+    def _beside(self, value: Any, trace: _Trace | None) -> Any:
+        """A JSON value for the template; itself where nothing stands in for anything."""
+        if trace is None:
+            is_free = not any(map(self._guard.pattern.search, strings_in(value)))
+            return value if is_free else _with_texts(value, self._guarded)
+
+        def change(text: str) -> str:
+            guarded = self._guarded(text)
+            return guarded if text in self._guard.words else guarded.translate(trace.beside)
+
+        return _with_texts(value, change)
+
+    def _handed(self, message: Message, field: _Field | None, trace: _Trace | None) -> Message:
+        """A message for the template, its keys in order."""
+        handed: Message = {}
+        for key, value in message.items():
+            if key == "content" and field is not None:
+                handed[key] = ""
+            elif key == "role" and isinstance(value, str):
+                handed[key] = self._guarded(value).translate({} if trace is None else trace.roles)
+            else:
+                handed |= self._beside({key: value}, trace)
+        return handed if field is None else handed | {"content": self._content(field, trace)}
+
+    def _rendered(self, render: Render, trace: _Trace | None) -> str:
+        messages = [self._handed(*pair, trace) for pair in zip(self._messages, self._fields, strict=True)]
+        documents = []
+        for number, field in zip(self._passages, self._documents, strict=False):
             passage = self.contents[number]
-            title = self._guarded(passage.title) if isinstance(passage, Passage) else ""
-            text = getattr(field, which)
-            handed.append(Document({"title": title, "text": text} if title else {"text": text}))
-        options = {name: value for name, value in self._options.items() if name != "chat_template"}
-        handed_on = {**self._options, **self._guard_all(options)}
-        return self._letters.unescaped(render(messages, handed, handed_on))
+            title = self._beside(passage.title, trace) if isinstance(passage, Passage) else ""
+            text = self._content(field, trace)
+            documents.append(Document({"title": title, "text": text} if title else {"text": text}))
+        options = {
+            name: value if name == "chat_template" else self._beside(value, trace)
+            for name, value in self._options.items()
+        }
+        return self._letters.unescaped(render(messages, documents, options))
+
+    def _traced(self, render: Render, read: Set[_Letter] = frozenset(), *, marked: bool = True) -> str | None:
+        """With traces of all letters but those that are read; None if the template refuses them."""
+        try:
+            return self._rendered(render, self._trace(read, marked=marked))
+        except InvalidInputError:
+            return None
+
+    def _same(self, traced: str | None, guarded: str) -> str | None:
+        """The text with traces if it is the other one but for these."""
+        return traced if traced is not None and self._letters.without_traces(traced) == guarded else None
+
+    # ---- what the template reads ------------------------------------------------------------------------
+
+    def _read(self, render: Render, guarded: str) -> Set[_Letter]:
+        """Letters of the conversation that the template reads: with others in their place it does something else."""
+        titles = (content.title for content in self.contents if isinstance(content, Passage))
+        beside = chain(strings_in([self._messages, self._options]), titles)
+        contents = (field.guarded for field in [*self._fields, *self._documents] if field)
+        waiting = deque[
+            list[_Letter]
+        ]()  # halves of halves of these; first the letters of no word: most tokens have some
+        for texts, is_content in ((contents, True), (beside, False)):
+            letters = sorted(self._guard.letters & set[str]().union(*texts))
+            for is_word in (False, True):
+                waiting.append([(is_content, letter) for letter in letters if letter.isalnum() == is_word])
+        read = set(chain.from_iterable(waiting))
+        tries = 0
+        while waiting and tries < _TRIES:
+            some = waiting.popleft()
+            tries += 1
+            if self._same(self._traced(render, read - {*some}, marked=False), guarded) is not None:
+                read -= {*some}
+            elif len(some) > 1:
+                waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
+        return read
+
+    def _check_own(self, render: Render, guarded: str, traced: str, read: Set[_Letter]) -> None:
+        """Raises `InvalidInputError` if a special token of which the template reads all letters may be made of the
+        conversation's: with others in the place of any of its letters, other special tokens are rendered."""
+        text, letters = self._letters.put_right(guarded), {letter for _, letter in read}
+        own = [text[start:stop] for start, stop in self._own(text, traced)]
+
+        def is_rendered_without(letter: str) -> bool:
+            other = self._traced(render, read - {(True, letter), (False, letter)}, marked=False)
+            found = self._letters.put_right(other or "")
+            return own == [found[start:stop] for start, stop in self._own(found, other or "")]
+
+        for token in {token for token in own if {*token} <= letters}:
+            if not any(map(is_rendered_without, sorted({*token}))):
+                raise InvalidInputError(
+                    f"the chat template makes {token!r}, which is a special token, of texts that are none; leave out "
+                    "of the messages what it takes away or replaces"
+                )
+
+    def _own(self, text: str, traced: str) -> Iterator[tuple[int, int]]:
+        """Where special tokens are of which no letter is the conversation's."""
+        found = (found.span() for found in self._guard.pattern.finditer(text))
+        return ((start, stop) for start, stop in found if text[start:stop] == traced[start:stop])
 
     # ---- what it made of it -----------------------------------------------------------------------------
 
-    def _is_in(self, number: int, marked: str) -> bool:
-        letters = [letter for letter, (content, _) in self._marks.items() if content == number]
-        if letters:
-            return any(letter in marked for letter in letters)
-        return _text(self.contents[number]) in self._letters.put_right(marked)
+    def _has_all_documents(self, guarded: str, traced: str | None) -> bool:
+        """Whether the template used each document: its marks are rendered, or its text if it has none."""
+        text, numbers = self._letters.put_right(guarded), {number for number, _, _ in self._marks_in(traced or "")}
+        marked = set[int]() if traced is None else {number for number, _ in self._marks.values()}
+        return all(n in numbers if n in marked else _text(self.contents[n]) in text for n in self._passages)
 
-    def _found(self, guarded: str, marked: str) -> Rendered:
-        text = self._letters.put_right(guarded)
-        openers = frozenset[int]()
-        if self._letters.without_marks(marked) == guarded:
-            found = self._marked_places(text, marked)
-            openers = frozenset(self._letters.openers_in(marked))
-        else:
-            found = self._places_by_text(text)
+    def _marks_in(self, marked: str) -> Iterator[tuple[int, int, int]]:
+        """The marks of a text: a content's number, the place of its letter in it, and that in the text."""
+        found = ((found[0], found.start()) for found in _MARK.finditer(marked))
+        return ((*self._marks[letter], position) for letter, position in found if letter in self._marks)
+
+    @staticmethod
+    def _places(found: Iterable[Place]) -> tuple[Place, ...]:
         places: list[Place] = []
         for place in sorted(found, key=lambda place: (place.start, -place.stop)):
             if place.start < place.stop and (not places or place.start >= places[-1].stop):
                 places.append(place)
-        spans = tuple(self._letters.guards_in(guarded))
-        return Rendered(text, tuple(places), spans, openers, self._changed(text, places))
+        return tuple(places)
 
     def _marked_places(self, text: str, marked: str) -> Iterator[Place]:
         """The contents by their marks; text around these that is the content's, too, belongs to them."""
         seen: dict[int, list[tuple[int, int]]] = {}  # by content: (position in the text, place in the content)
-        for found in _PRIVATE.finditer(marked):
-            if found[0] in self._marks:
-                number, place = self._marks[found[0]]
-                seen.setdefault(number, []).append((found.start(), place))
+        for number, place, position in self._marks_in(marked):
+            seen.setdefault(number, []).append((position, place))
         for number, marks in seen.items():
             content = _text(self.contents[number])
             while marks:
@@ -390,7 +538,7 @@ class Conversation:
                 before = _common(content[:first][::-1], text[max(0, start - first) : start][::-1])
                 behind = content[last + 1 :]
                 behind_it = _common(behind, text[stop + 1 : stop + 1 + len(behind)])
-                yield Place(start - before, stop + 1 + behind_it, number, (start, stop + 1))
+                yield Place(start - before, stop + 1 + behind_it, number)
 
     def _places_by_text(self, text: str) -> Iterator[Place]:
         """The contents by their texts: as they are, trimmed, or as JSON."""
@@ -403,7 +551,7 @@ class Conversation:
                     start = text.find(form)
                 if start >= 0:
                     at = start + len(form)
-                    yield Place(start, at, number, (start, at))
+                    yield Place(start, at, number)
                     break
 
     def _changed(self, text: str, places: Sequence[Place]) -> int:
@@ -433,40 +581,30 @@ class _StandIns:
                 for found in _HALVES.finditer(text):
                     halves[str(found.lastgroup)].add(found[str(found.lastgroup)])
         used.update(_of_escape(high, low) for high in halves["high"] for low in halves["low"])
-        planes = chain(range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-        self._free = (letter for letter in map(chr, planes) if letter not in used)
+        planes = (range(0xF0000, _MARKS), chain(range(_MARKS, 0xFFFFE), range(0x100000, 0x10FFFE)))
+        self._free, self._free_marks = ((c for c in map(chr, plane) if c not in used) for plane in planes)
         self._guards: dict[str, str] = {}  # by letter
-        self._openers: dict[str, str] = {}
-        self._opening: set[str] = set()  # openers, and marks that stand for one
+        self._traces: dict[str, str] = {}
         self._guarded: dict[int, str] = {}  # what the guards stand for
-        self._marked: dict[int, str] = {}  # what marks and openers stand for: a letter as it is guarded
+        self._traced: dict[int, str] = {}  # what marks and traces stand for: a letter as it is guarded
 
     def guarded(self, text: str) -> str:
         """Letters for a special token's; the same for the same letters."""
         for letter in text:
             if letter not in self._guards:
-                self._guards[letter] = self._next()
+                self._guards[letter] = self._next(self._free)
                 self._guarded[ord(self._guards[letter])] = letter
         return "".join(self._guards[letter] for letter in text)
 
-    def opener(self, letter: str) -> str:
-        """A letter for one that a special token begins with; the same for the same letter."""
-        if letter not in self._openers:
-            self._openers[letter] = self.mark(letter)
-            self._opening.add(self._openers[letter])
-        return self._openers[letter]
+    def traced(self, letter: str) -> str:
+        """A letter for one of which special tokens are made; the same for the same letter."""
+        if letter not in self._traces:
+            self._traces[letter] = self._stand_in(self._free, letter)
+        return self._traces[letter]
 
     def mark(self, letter: str) -> str:
         """Another letter at each call, for one of a text or one that stands in for it."""
-        mark = self._next()
-        self._marked[ord(mark)] = self._marked.get(ord(letter), letter)
-        if letter in self._opening:
-            self._opening.add(mark)
-        return mark
-
-    def openers_in(self, text: str) -> Iterator[int]:
-        """Where letters that `opener` returned, or marks for them, are."""
-        return (found.start() for found in _PRIVATE.finditer(text) if found[0] in self._opening)
+        return self._stand_in(self._free_marks, letter)
 
     def guards_in(self, text: str) -> Iterator[tuple[int, int]]:
         """Where runs of letters that `guarded` returned are: (start, stop)."""
@@ -481,27 +619,33 @@ class _StandIns:
         if stop >= 0:
             yield start, stop
 
-    def without_marks(self, text: str) -> str:
-        """The text with what marks and openers stand for."""
-        return text.translate(self._marked)
+    def without_traces(self, text: str) -> str:
+        """The text with what marks and traces stand for."""
+        return text.translate(self._traced)
 
     def put_right(self, text: str) -> str:
         """The text with what all letters stand for."""
-        return text.translate(self._marked).translate(self._guarded)
+        return text.translate(self._traced).translate(self._guarded)
 
     def unescaped(self, text: str) -> str:
         """The text with these letters where JSON has their escapes: templates may write ASCII only."""
 
         def letter_of(found: re.Match[str]) -> str:
             letter = _of_escape(*found.groups())
-            return letter if ord(letter) in self._guarded or ord(letter) in self._marked else found[0]
+            return letter if ord(letter) in self._guarded or ord(letter) in self._traced else found[0]
 
         return _ESCAPE.sub(letter_of, text) if "\\ud" in text else text
 
-    def _next(self) -> str:
-        letter = next(self._free, None)
+    def _stand_in(self, free: Iterator[str], letter: str) -> str:
+        other = self._next(free)
+        self._traced[ord(other)] = letter
+        return other
+
+    @staticmethod
+    def _next(free: Iterator[str]) -> str:
+        letter = next(free, None)
         if letter is None:
-            raise InvalidInputError("the messages have more than 65,000 contents, or as many letters for private use")
+            raise InvalidInputError("the messages have more than 60,000 contents, or as many letters for private use")
         return letter
 
 
@@ -537,13 +681,15 @@ def _prefix_tree(texts: Sequence[str]) -> str:
     return re.escape(alike) + (f"(?:{'|'.join(branches)}){ending}" if branches else "")
 
 
-def _first_suited(text: str, letters: Sequence[str], places: Sequence[int]) -> int | None:
+def _first_suited(guarded: str, text: str, places: Sequence[int], read: Set[str], traced: Set[str]) -> int | None:
     """The first of the places whose letter can be marked: a letter or digit if there is one."""
     other = None
     for at in places:
-        if letters[at] == text[at] and text[at].isalnum():
+        if text[at] in read or text[at].isspace():
+            continue
+        if guarded[at] == text[at] and text[at].isalnum():
             return at
-        if other is None and not text[at].isspace() and (letters[at] != text[at] or text[at] not in _UNSUITED):
+        if other is None and (guarded[at] != text[at] or text[at] in traced or text[at] not in _UNSUITED):
             other = at
     return other
 
@@ -557,8 +703,8 @@ def _common(one: str, other: str) -> int:
     return low
 
 
-def _strings_in(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys included."""
+def strings_in(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included, and its numbers as text: a template writes them out, too."""
     waiting = [value]  # no recursion: it may be nested deeply
     while waiting:
         inner = waiting.pop()
@@ -568,3 +714,23 @@ def _strings_in(value: Any) -> Iterator[str]:
             waiting += [*inner, *inner.values()]
         elif isinstance(inner, list | tuple):
             waiting += inner
+        elif inner is not None:
+            yield str(inner)
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with all of its texts changed, keys included."""
+    top = [value]
+    waiting: list[tuple[Any, Any]] = [(top, 0)]  # no recursion: it may be nested deeply
+    while waiting:
+        holder, key = waiting.pop()
+        inner = holder[key]
+        if isinstance(inner, str):
+            holder[key] = change(inner)
+        elif isinstance(inner, Mapping):
+            holder[key] = copy = {change(k) if isinstance(k, str) else k: v for k, v in inner.items()}
+            waiting += [(copy, k) for k in copy]
+        elif isinstance(inner, list | tuple):
+            holder[key] = items = list(inner)
+            waiting += [(items, at) for at in range(len(items))]
+    return top[0]
