@@ -243,8 +243,7 @@ class BlendPlan:
         spans, in_prefix = [], True
         for span in self.spans:
             if span.name in gone and span.source in (Source.PREFIX, Source.LOADED):
-                is_chunk = self.prompt.segments[span.segment].is_chunk
-                span = replace(span, source=Source.MISS if is_chunk else Source.TEXT, tier="")
+                span = self._computed(span)
             in_prefix = in_prefix and span.source is Source.PREFIX
             if span.source is Source.PREFIX and not in_prefix:
                 span = replace(span, source=Source.LOADED)
@@ -269,11 +268,19 @@ class BlendPlan:
         spans, left_out = [], set[BlockName]()
         for span in self.spans:
             if span.start >= stop and (span.source is Source.PREFIX or (span.source is Source.LOADED and not loads)):
-                is_chunk = self.prompt.segments[span.segment].is_chunk
                 left_out.add(span.name)
-                span = replace(span, source=Source.MISS if is_chunk else Source.TEXT, tier="")
+                span = self._computed(span)
             spans.append(span)
         return replace(self, spans=tuple(spans), left_out=self.left_out | left_out)
+
+    def _computed(self, span: Span) -> Span:
+        """A stored span that is computed instead. Text that begins a longer block has a name of its own again."""
+        if self.prompt.segments[span.segment].is_chunk:
+            return replace(span, source=Source.MISS, tier="")
+        if span.record_start == 0 and not span.is_whole:
+            name = block_name(span.parent, self.prompt.token_ids[span.start : span.stop])
+            span = replace(span, name=name, record_tokens=len(span))
+        return replace(span, source=Source.TEXT, tier="")
 
     def exact_ends(self, *, chunks: bool) -> dict[int, BlockName]:
         """Ends of the leading blocks that a store keeps, and whose rows have nothing but their own chain in front of
