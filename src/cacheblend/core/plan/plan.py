@@ -11,8 +11,8 @@ Blocks are cut at segment boundaries, so a passage has the same blocks wherever 
 its anchor; the prompt's own chain extends the anchor's chain, and its leading hits are exact. `planner` makes plans.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Literal
@@ -114,6 +114,7 @@ class BlendPlan:
         anchor_name: name of that chain.
         spans: all blocks in order, without gaps.
         left_out: stored blocks that are computed nevertheless, because that is faster.
+        chunk_ids: names under which the chunks are listed, by their segments' indices.
     """
 
     prompt: Prompt
@@ -121,6 +122,7 @@ class BlendPlan:
     anchor_name: BlockName
     spans: tuple[Span, ...]
     left_out: frozenset[BlockName] = frozenset()
+    chunk_ids: Mapping[int, BlockName] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.spans[-1].stop
@@ -194,13 +196,11 @@ class BlendPlan:
 
         Not of chunks that are held as part of an exact prefix: the store was not asked for their own blocks.
         """
-        last = {span.segment: span.name for span in self.spans}  # of a chunk the name of its last block
-        exact = {span.segment for span in self.spans if span.source is Source.PREFIX}
+        exact = {span.segment for span in self.spans if span.source is Source.PREFIX and span.name != RESIDENT}
         held: dict[BlockName, bool] = {}
         for span in self.spans:
-            segment = self.prompt.segments[span.segment]
-            if segment.is_chunk and span.segment not in exact:
-                name = last[span.segment] if segment.found_in is None else segment.found_in.chunk_id
+            name = self.chunk_ids.get(span.segment)
+            if name is not None and span.name != RESIDENT and span.segment not in exact:
                 held[name] = held.get(name, True) and (span.source is not Source.MISS or span.name in self.left_out)
         return held
 
@@ -303,7 +303,8 @@ class BlendPlan:
             spans.append(last.part(last.start, last.stop - 1))
         *segments, end = self.prompt.segments
         if len(end) > 1:
-            segments.append(replace(end, token_ids=end.token_ids[:-1]))
+            whole = end.stored_ids if end.is_chunk and end.found_in is None else None  # it is stored as it was
+            segments.append(replace(end, token_ids=end.token_ids[:-1], whole=whole))
         return replace(self, prompt=replace(self.prompt, segments=tuple(segments)), spans=tuple(spans))
 
     def leaving_out(self, names: frozenset[BlockName]) -> "BlendPlan":

@@ -147,7 +147,19 @@ class Planner:
                     span = replace(span, source=Source.LOADED, record_tokens=len(entry.token_ids), tier=_tier(entry))
             above = chain
             spans.append(span)
-        return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans))
+        chunk_ids = self._chunk_ids(prompt, anchor_name, blocks)
+        return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans), chunk_ids=chunk_ids)
+
+    def _chunk_ids(self, prompt: Prompt, anchor_name: BlockName, blocks: Sequence["_Placed"]) -> dict[int, BlockName]:
+        """Of each chunk the name of its last block, whatever the prompt has of it; by its segment's index."""
+        ids = {span.segment: span.name for span, *_ in blocks if prompt.segments[span.segment].is_chunk}
+        for index in ids:
+            segment = prompt.segments[index]
+            if segment.found_in is not None:
+                ids[index] = segment.found_in.chunk_id
+            elif segment.whole is not None:
+                *_, ids[index] = chain_names(anchor_name, split_blocks(segment.whole, self.block_size))
+        return ids
 
     @property
     def _prompts_root(self) -> BlockName:
