@@ -3,6 +3,7 @@ missing, and neither stored again nor waited for by anybody else."""
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -96,6 +97,8 @@ def test_what_a_slow_tier_has_is_computed_as_if_it_were_missing(family: str, see
         assert (len(report.load_timeouts), report.fallbacks) == (1, [])
         assert f"from {SLOW} takes longer than the 0.25 s allowed (load_timeout_s)" in report.load_timeouts[0]
         assert (report.missed_tokens, report.left_out_tokens) == (0, len(lost))
+        assert report.wait_s > TIMEOUT_S / 2  # in the pass that was given up
+        assert report.plan_s + report.wait_s + report.compute_s <= report.ttft_s
         assert not outcome.result.plan.missed_chunks()  # they are held: nothing is stored again
         assert_as_reference(outcome, blend(model, RAG, SELECTORS[name], missing=sorted(lost)), TOLERANCE)
         store.layer = None
@@ -186,3 +189,15 @@ def test_states_that_do_not_come_are_computed(family: str, store: HangingStore) 
         store.layer = None
         store.gate.set()
         assert run(engine, prompt, NoRows()).report.hit_tokens["prefix"] == len(A)
+
+
+def test_what_passes_between_two_steps_is_no_computing() -> None:
+    with open_engine(tiny_model("llama")) as engine, engine.open_prefill(RAG) as prefill:
+        paused, done = 0.0, False
+        while not done:
+            done = prefill.advance()
+            began = time.perf_counter()
+            time.sleep(0.02)
+            paused += time.perf_counter() - began
+        report = prefill.result().report
+        assert report.plan_s + report.wait_s + report.compute_s <= report.ttft_s - paused

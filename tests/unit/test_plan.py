@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name, split_blocks
+from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, chain_names, root_name, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Anchor, Planner, cut_bos
-from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
+from cacheblend.core.plan.prompt import Prompt, Segment, chunk, part_of, text
 from campaign import share
 
 ROOT = root_name("model", "float32")
@@ -361,3 +361,36 @@ def test_the_bytes_of_a_block_are_those_of_its_records_whenever_they_are_asked(c
         assert layout.block_bytes(tokens) == sum(layout.encode(record).nbytes for record in records)
     assert len(layout._block_bytes) == 3  # of the lengths that blocks have
     assert layout == KVLayout(layout.layers, torch.bfloat16, codec) == pickle.loads(pickle.dumps(layout))
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_a_part_of_a_chunk_is_counted_under_the_whole_ones_name(data: st.DataObject) -> None:
+    """Whichever of its blocks the prompt has, and as what engines make of the plan."""
+    planner = Planner(ROOT, Anchor("bos", BOS), data.draw(st.integers(1, 9)))
+    ids = as_token_ids(data.draw(st.lists(st.integers(2, 5), min_size=2, max_size=30)))
+    offset = data.draw(st.integers(0, len(ids) - 1))
+    tokens = data.draw(st.integers(1, len(ids) - offset))
+    blocks = split_blocks(ids, planner.block_size)
+    names = chain_names(planner.chain_of([as_token_ids([BOS])]), blocks)
+    held = {name: block for name, block in zip(names, blocks, strict=True) if data.draw(st.booleans())}
+    prompt = Prompt.of([text([BOS, 6]), part_of(ids, offset, tokens), text([7])])
+    plan = planner.plan(prompt, FakeSource(held))
+    used = {names[at // planner.block_size] for at in range(offset, offset + tokens)}
+    assert plan.held_chunks() == {names[-1]: used <= held.keys()}
+    assert plan.without_last_row().held_chunks() == plan.held_chunks()
+    stop = data.draw(st.integers(1, 2 + tokens))
+    rest = {names[at // planner.block_size] for at in range(offset + max(0, stop - 2), offset + tokens)}
+    assert plan.with_resident(stop).held_chunks() == ({names[-1]: rest <= held.keys()} if rest else {})
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_a_last_chunk_without_its_last_row_is_stored_whole(data: st.DataObject) -> None:
+    planner = Planner(ROOT, Anchor("bos", BOS), data.draw(st.integers(1, 9)))
+    ids = data.draw(st.lists(st.integers(2, 5), min_size=1, max_size=30))
+    plan = planner.plan(Prompt.of([text([BOS, 6]), chunk(ids)]), EMPTY)
+    without = plan.without_last_row()
+    assert without.prompt.token_ids.tolist() == [BOS, 6, *ids[:-1]]
+    assert [c.token_ids.tolist() for c in without.missed_chunks()] == ([ids] if len(ids) > 1 else [])
+    assert without.held_chunks() == (dict.fromkeys(plan.held_chunks(), False) if len(ids) > 1 else {})

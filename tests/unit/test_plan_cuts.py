@@ -103,7 +103,7 @@ def cases(draw: st.DrawFn) -> Case:
     prompt = Prompt.of([*segments, text([2])])
     anchored = planner.chain_of(anchor.segments(None))
     blocks = planner._blocks(prompt, anchored, len(join_ids(anchor.segments(None))), sizes)
-    chain = {name: ids for span, ids, name in blocks[: rng.randint(0, len(blocks))] if not span.record_start}
+    chain = {name: ids for span, ids, name, _ in blocks[: rng.randint(0, len(blocks))] if not span.record_start}
     raw = {name: ids for name, ids in chain.items() if name not in own}
     kept = {name: ids for name, ids in own.items() if rng.random() < 0.9}
     store = Stored(raw, kept, codec)

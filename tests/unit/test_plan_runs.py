@@ -54,7 +54,7 @@ class SlowPlanner(Planner):
                 lengths = [len(e.token_ids) for e in source.find(found_in.block_names) if e is not None]
                 sizes[found_in.chunk_id] = max(lengths, default=self.block_size)
         blocks = self._blocks(prompt, anchor_name, anchor_length, sizes)
-        wanted = list(dict.fromkeys(name for span, _, chain in blocks for name in (chain, span.name)))
+        wanted = list(dict.fromkeys(name for span, _, chain, _ in blocks for name in (chain, span.name)))
         return blocks, dict(zip(wanted, source.find(wanted), strict=True))
 
 
@@ -113,7 +113,7 @@ def cases(draw: st.DrawFn) -> Case:
     for manifest in stored:
         every |= zip(manifest.block_names, split_blocks(manifest.token_ids, sizes[manifest.chunk_id]), strict=True)
     length = len(join_ids(anchor.segments(None)))
-    for span, ids, chain in planner._blocks(prompt, planner.chain_of(anchor.segments(None)), length, sizes):
+    for span, ids, chain, _ in planner._blocks(prompt, planner.chain_of(anchor.segments(None)), length, sizes):
         every |= {chain: ids} if span.record_start == 0 else {}
     names = sorted(every)
     share = draw(st.sampled_from([0.1, 0.5, 0.9, 1.0]))

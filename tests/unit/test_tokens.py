@@ -302,7 +302,8 @@ def test_documents_stand_where_the_template_puts_them() -> None:
     tokenizer = byte_level(CHATML_WITH_DOCUMENTS)
     prompt = PromptBuilder(tokenizer).chat([{"role": "user", "content": "Who?"}], [Passage("one"), Passage("two")])
     assert texts_of(tokenizer, prompt) == [
-        (False, "<|im_start|>documents\n[1] on"),  # " on" is one token, of the template's space and the passage
+        (False, "<|im_start|>documents\n[1]"),
+        (False, " on"),  # one token, of the template's space and the passage
         (True, "e"),
         (False, "\n[2] t"),
         (True, "wo"),

@@ -23,8 +23,8 @@ class BlendReport:
         projected_rows: rows that only went through a layer's norm and projections.
         plan_s: naming, look-ups and planning.
         load_s: time that the host spent reading and re-positioning, most of it while layers computed.
-        wait_s: time that computing waited for the loader.
-        compute_s: the pass without `wait_s`.
+        wait_s: time that computing waited for the loader, in passes that were given up too.
+        compute_s: the passes without `wait_s`, and without what passed between two steps of whoever has the prefill.
         ttft_s: from the call to the first logits.
         total_s: from the call to the last token.
         generated_tokens: tokens of the answer.

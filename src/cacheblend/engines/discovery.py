@@ -225,11 +225,9 @@ class Discovery(Generic[Asker]):
     def _count_hits(self, plan: BlendPlan) -> list[ChunkManifest]:
         """Returns what is to be deleted: evicted chunks of runs that were split, which would hide their parts."""
         lost = {name for name, is_held in plan.held_chunks().items() if not is_held and name in self._stored}
-        last = {span.segment: span.name for span in plan.spans}  # of a marked chunk the name of its last block
         for span in plan.spans:
-            segment = plan.prompt.segments[span.segment]
-            name = last[span.segment] if segment.found_in is None else segment.found_in.chunk_id
-            stored = self._stored.get(name) if segment.is_chunk else None
+            name = plan.chunk_ids.get(span.segment)
+            stored = None if name is None else self._stored.get(name)
             if stored is not None and span.source in (Source.LOADED, Source.PREFIX):
                 self._add(hit_tokens=len(span), wasted_tokens=-len(stored) if stored.is_wasted else 0)
                 stored.hits += len(span)

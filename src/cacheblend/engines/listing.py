@@ -298,4 +298,4 @@ def with_matches(prompt: Prompt, index: ChunkIndex) -> Prompt:
             segments += [text(segment.token_ids[at : match.start]), run_of(match.chunk, match.offset, len(match))]
             at = match.stop
         segments.append(text(segment.token_ids[at:]) if at else segment)
-    return Prompt.of(segments, prompt.changed_contents)
+    return Prompt.of(segments, prompt.changed_contents, prompt.front)

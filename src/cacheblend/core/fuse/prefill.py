@@ -25,7 +25,7 @@ from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.question import Asking, OverRanks
 from cacheblend.core.fuse.recurrent import Recurrence
-from cacheblend.core.fuse.result import ComputedRows, PrefillResult, report_of
+from cacheblend.core.fuse.result import PrefillResult, Work, report_of
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.runner import Attend, LayerRunner
@@ -118,7 +118,7 @@ class BlendedPrefill:
         self._open_runner, self._open_loader, self._selector = open_runner, open_loader, selector
         self._named = (named or selector).name, (named or selector).share
         self._options = options or PrefillOptions()
-        self._computed, self._fallbacks = ComputedRows(), list[str]()
+        self._work, self._fallbacks = Work(), list[str]()
         self._restarts = 0  # after rows had been dropped
         self._is_alone = True
         self._started = time.perf_counter() if started is None else started
@@ -191,6 +191,7 @@ class BlendedPrefill:
 
     def next_layer(self) -> LayerSteps:
         """The next layer, of the question's passes or of the prompt, or a restart; for `PrefillBatcher`."""
+        began = time.perf_counter()
         try:
             if self._question is not None:
                 self._ask(self._question)
@@ -202,9 +203,12 @@ class BlendedPrefill:
                 self._fallbacks.append(str(error))
                 count_failure(LOST_BLOCK)
             self._restarts += self._rows.has_dropped
+            self._work.add_loads(self._loader)
             self.close()
             names = {span.name for span in self._plan.spans} if self._restarts > 1 else error.names
             self._start(self._plan.leaving_out(frozenset(names)) if is_late else self._plan.without(names))
+        finally:
+            self._work.busy_s += time.perf_counter() - began
 
     def mark_shared(self) -> None:
         """Something else is computed before this is done: its times then say little about this prompt."""
@@ -214,17 +218,20 @@ class BlendedPrefill:
         """Logits, KV cache and report; valid once `done`, asked for once."""
         if not self.done:
             raise InvalidInputError(f"the prefill is at layer {self.layer} of {self._runner.num_layers}; advance it")
+        began = time.perf_counter()
         logits = self._runner.logits(self._rows.hidden[-self._options.last_rows :])
         self._options.synchronize()
-        plan_s, prefill_s = self._planned - self._started, time.perf_counter() - self._planned
-        report = report_of(self._plan, self._computed, self._loader, self._rows.recomputed, plan_s, prefill_s)
+        self._work.busy_s += (ended := time.perf_counter()) - began
+        self._work.add_loads(self._loader)
+        plan_s, ttft_s = self._planned - self._started, ended - self._started
+        report = report_of(self._plan, self._work, self._rows.recomputed, plan_s, ttft_s)
         recurrence = self._options.recurrence
         report.fallbacks, report.saveable_share = [*self._fallbacks, *recurrence.lost], recurrence.saveable_share
         report.load_timeouts = list(self._options.budget.timeouts)
         if self._rows.total:
             report.selector, report.recompute_ratio = self._named
         states = recurrence.kept(self._runner)
-        result = PrefillResult(logits, self._kv, self._plan, report, self._loader.read_s, states)
+        result = PrefillResult(logits, self._kv, self._plan, report, self._work.read_s, states)
         if self._options.on_result is not None:
             self._options.on_result(result, self._is_alone)
         return result
@@ -243,7 +250,7 @@ class BlendedPrefill:
 
     def _ask(self, question: Asking) -> None:
         """A layer of the question's pass, or of a hop's."""
-        self._computed.question_row_layers += len(question.asking)
+        self._work.question_row_layers += len(question.asking)
         if question.advance():
             self._question = None
 
@@ -261,7 +268,7 @@ class BlendedPrefill:
         for tile in rows.tiles(self._options.tile_rows):
             attend = self._fuse_and_attend(layer, kv, rows.positions(tile))
             rows.put(tile, (yield LayerRows(self._runner, layer, rows.hidden[tile], rows.index_of(tile), attend)))
-        self._computed.row_layers += len(rows)
+        self._work.row_layers += len(rows)
         self._layer += 1
         self._hand_out(layer, kv)
 
@@ -287,7 +294,7 @@ class BlendedPrefill:
 
     def _project(self, layer: int, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
         index = self._rows.index_of(tile)
-        self._computed.projected_rows += len(index)
+        self._work.projected_rows += len(index)
         return self._runner.project(layer, self._rows.hidden[tile], index)
 
     def _fuse_and_attend(self, layer: int, kv: LayerCache, positions: torch.Tensor) -> Attend:

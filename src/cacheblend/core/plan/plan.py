@@ -11,8 +11,8 @@ Blocks are cut at segment boundaries, so a passage has the same blocks wherever 
 its anchor; the prompt's own chain extends the anchor's chain, and its leading hits are exact. `planner` makes plans.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Literal
@@ -114,6 +114,7 @@ class BlendPlan:
         anchor_name: name of that chain.
         spans: all blocks in order, without gaps.
         left_out: stored blocks that are computed nevertheless, because that is faster.
+        chunk_ids: names under which the chunks are listed, by their segments' indices.
     """
 
     prompt: Prompt
@@ -121,6 +122,7 @@ class BlendPlan:
     anchor_name: BlockName
     spans: tuple[Span, ...]
     left_out: frozenset[BlockName] = frozenset()
+    chunk_ids: Mapping[int, BlockName] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.spans[-1].stop
@@ -194,13 +196,11 @@ class BlendPlan:
 
         Not of chunks that are held as part of an exact prefix: the store was not asked for their own blocks.
         """
-        last = {span.segment: span.name for span in self.spans}  # of a chunk the name of its last block
-        exact = {span.segment for span in self.spans if span.source is Source.PREFIX}
+        exact = {span.segment for span in self.spans if span.source is Source.PREFIX and span.name != RESIDENT}
         held: dict[BlockName, bool] = {}
         for span in self.spans:
-            segment = self.prompt.segments[span.segment]
-            if segment.is_chunk and span.segment not in exact:
-                name = last[span.segment] if segment.found_in is None else segment.found_in.chunk_id
+            name = self.chunk_ids.get(span.segment)
+            if name is not None and span.name != RESIDENT and span.segment not in exact:
                 held[name] = held.get(name, True) and (span.source is not Source.MISS or span.name in self.left_out)
         return held
 
@@ -243,8 +243,7 @@ class BlendPlan:
         spans, in_prefix = [], True
         for span in self.spans:
             if span.name in gone and span.source in (Source.PREFIX, Source.LOADED):
-                is_chunk = self.prompt.segments[span.segment].is_chunk
-                span = replace(span, source=Source.MISS if is_chunk else Source.TEXT, tier="")
+                span = self._computed(span)
             in_prefix = in_prefix and span.source is Source.PREFIX
             if span.source is Source.PREFIX and not in_prefix:
                 span = replace(span, source=Source.LOADED)
@@ -269,11 +268,19 @@ class BlendPlan:
         spans, left_out = [], set[BlockName]()
         for span in self.spans:
             if span.start >= stop and (span.source is Source.PREFIX or (span.source is Source.LOADED and not loads)):
-                is_chunk = self.prompt.segments[span.segment].is_chunk
                 left_out.add(span.name)
-                span = replace(span, source=Source.MISS if is_chunk else Source.TEXT, tier="")
+                span = self._computed(span)
             spans.append(span)
         return replace(self, spans=tuple(spans), left_out=self.left_out | left_out)
+
+    def _computed(self, span: Span) -> Span:
+        """A stored span that is computed instead. Text that begins a longer block has a name of its own again."""
+        if self.prompt.segments[span.segment].is_chunk:
+            return replace(span, source=Source.MISS, tier="")
+        if span.record_start == 0 and not span.is_whole:
+            name = block_name(span.parent, self.prompt.token_ids[span.start : span.stop])
+            span = replace(span, name=name, record_tokens=len(span))
+        return replace(span, source=Source.TEXT, tier="")
 
     def exact_ends(self, *, chunks: bool) -> dict[int, BlockName]:
         """Ends of the leading blocks that a store keeps, and whose rows have nothing but their own chain in front of
@@ -296,7 +303,8 @@ class BlendPlan:
             spans.append(last.part(last.start, last.stop - 1))
         *segments, end = self.prompt.segments
         if len(end) > 1:
-            segments.append(replace(end, token_ids=end.token_ids[:-1]))
+            whole = end.stored_ids if end.is_chunk and end.found_in is None else None  # it is stored as it was
+            segments.append(replace(end, token_ids=end.token_ids[:-1], whole=whole))
         return replace(self, prompt=replace(self.prompt, segments=tuple(segments)), spans=tuple(spans))
 
     def leaving_out(self, names: frozenset[BlockName]) -> "BlendPlan":

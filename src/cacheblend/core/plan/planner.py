@@ -51,19 +51,26 @@ class Anchor:
                 raise InvalidInputError(
                     "the anchor 'system' needs the text in front of the chunks: warm(..., system=...)"
                 )
-            segments = cut_bos(prompt, self.bos_id).segments
-            first_chunk = next((i for i, s in enumerate(segments) if s.is_chunk), len(segments))
-            return [segment.token_ids for segment in segments[:first_chunk]]
+            return [segment.token_ids for segment in cut_bos(prompt, self.bos_id).in_front]
         return [np.array([self.bos_id], dtype="<u4")] if self.rule == "bos" else []
 
 
 def cut_bos(prompt: Prompt, bos_id: int | None) -> Prompt:
     """The prompt with a leading BOS token as a segment of its own, so that its chain starts like the anchor's."""
-    first = prompt.segments[0]
-    if bos_id is None or first.is_chunk or len(first) == 1 or int(first.token_ids[0]) != bos_id:
-        return prompt
+    segments = _behind_bos(prompt.segments, bos_id)
+    front = None if prompt.front is None else _behind_bos(prompt.front, bos_id)
+    is_same = segments is prompt.segments and front is prompt.front
+    return prompt if is_same else replace(prompt, segments=segments, front=front)
+
+
+def _behind_bos(segments: tuple[Segment, ...], bos_id: int | None) -> tuple[Segment, ...]:
+    if bos_id is None or not segments:
+        return segments
+    first, *others = segments
+    if first.is_chunk or len(first) == 1 or int(first.token_ids[0]) != bos_id:
+        return segments
     head, rest = replace(first, token_ids=first.token_ids[:1]), replace(first, token_ids=first.token_ids[1:])
-    return replace(prompt, segments=(head, rest, *prompt.segments[1:]))
+    return (head, rest, *others)
 
 
 @dataclass(frozen=True)
@@ -114,19 +121,23 @@ class Planner:
         blocks, entries = self._look_up(prompt, anchor_name, len(anchor_ids), source)
 
         spans, in_prefix, above = [], self.has_exact_hits, self._prompts_root
-        for span, tokens, chain in blocks:
-            in_prefix = in_prefix and _holds(entries[chain], tokens)
-            if in_prefix:
+        for span, tokens, chain, longer in blocks:
+            exact = chain
+            if longer is not None and _holds_run(entries[longer], tokens, 0) and not _holds(entries[chain], tokens):
+                exact = longer
+            entry = entries[exact]
+            in_prefix = in_prefix and (exact == longer or _holds(entry, tokens))
+            if in_prefix and entry is not None:
                 span = replace(
                     span,
                     source=Source.PREFIX,
-                    name=chain,
+                    name=exact,
                     parent=above,
                     stored_start=span.start,
-                    record_tokens=len(tokens),
+                    record_tokens=len(entry.token_ids),
                     record_start=0,
                     is_raw=True,
-                    tier=_tier(entries[chain]),
+                    tier=entry.tier,
                 )
             elif span.source is Source.MISS:
                 segment, entry = prompt.segments[span.segment], entries[span.name]
@@ -136,7 +147,19 @@ class Planner:
                     span = replace(span, source=Source.LOADED, record_tokens=len(entry.token_ids), tier=_tier(entry))
             above = chain
             spans.append(span)
-        return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans))
+        chunk_ids = self._chunk_ids(prompt, anchor_name, blocks)
+        return BlendPlan(prompt, anchor_ids, anchor_name, tuple(spans), chunk_ids=chunk_ids)
+
+    def _chunk_ids(self, prompt: Prompt, anchor_name: BlockName, blocks: Sequence["_Placed"]) -> dict[int, BlockName]:
+        """Of each chunk the name of its last block, whatever the prompt has of it; by its segment's index."""
+        ids = {span.segment: span.name for span, *_ in blocks if prompt.segments[span.segment].is_chunk}
+        for index in ids:
+            segment = prompt.segments[index]
+            if segment.found_in is not None:
+                ids[index] = segment.found_in.chunk_id
+            elif segment.whole is not None:
+                *_, ids[index] = chain_names(anchor_name, split_blocks(segment.whole, self.block_size))
+        return ids
 
     @property
     def _prompts_root(self) -> BlockName:
@@ -173,12 +196,15 @@ class Planner:
     ) -> list["_Placed"]:
         """Every block's span as if nothing were stored; `sizes`: block sizes of the runs' chunks, by id."""
         first_chunk = next((i for i, s in enumerate(prompt.segments) if s.is_chunk), 0)
+        front = self._front_of(prompt)
         blocks, position, chain = [], 0, self._prompts_root
         for index, segment in enumerate(prompt.segments):
             offset, parent = 0, anchor_name
             for piece in self._pieces(segment, anchor_name, anchor_length, position, sizes):
                 tokens = piece.token_ids
+                longer = None if segment.is_chunk else front.get(chain)
                 above, chain = chain, block_name(chain, tokens)
+                longer = None if longer == chain else longer
                 if piece.name is not None:
                     name = piece.name
                 else:  # directly behind its anchor a chunk has the same name in both chains: no second hash
@@ -189,16 +215,24 @@ class Planner:
                     source=Source.MISS if segment.is_chunk else Source.TEXT,
                     name=name,
                     parent=parent if segment.is_chunk else above,
-                    storable=index < first_chunk,
+                    storable=index < first_chunk and position < prompt.shared_tokens,
                     stored_start=piece.stored_start,
                     segment=index,
                     chunk_offset=offset,
                     record_tokens=piece.record_start + len(tokens),
                     record_start=piece.record_start,
                 )
-                blocks.append(_Placed(span, tokens, chain))
+                blocks.append(_Placed(span, tokens, chain, longer))
                 parent, offset, position = name, offset + len(tokens), position + len(tokens)
         return blocks
+
+    def _front_of(self, prompt: Prompt) -> dict[BlockName, BlockName]:
+        """Names of the blocks of a prompt's front, where that is another one, by the name of the block before them."""
+        names, above = dict[BlockName, BlockName](), self._prompts_root
+        for segment in prompt.front or ():
+            for name in chain_names(above, split_blocks(segment.token_ids, self.block_size)):
+                names[above], above = name, name
+        return names
 
     def _pieces(
         self,
@@ -242,11 +276,13 @@ class Planner:
 
 
 class _Placed(NamedTuple):
-    """A block of the prompt: its span, its tokens, and its name in the prompt's own chain."""
+    """A block of the prompt: its span, its tokens, its name in the prompt's own chain, and that of a block of the
+    prompt's front which begins with these tokens, if it is another one."""
 
     span: Span
     token_ids: TokenIds
     chain: BlockName
+    longer: BlockName | None = None
 
 
 class _Piece(NamedTuple):
@@ -259,8 +295,9 @@ class _Piece(NamedTuple):
 
 
 def _names(blocks: Sequence[_Placed]) -> dict[BlockName, None]:
-    """Both names of each block, each once, in order."""
-    return dict.fromkeys(name for block in blocks for name in (block.chain, block.span.name))
+    """All names of each block, each once, in order."""
+    named = (name for block in blocks for name in (block.chain, block.span.name, block.longer))
+    return dict.fromkeys(name for name in named if name is not None)
 
 
 def _holds(entry: BlockEntry | None, tokens: TokenIds) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError, check_encodable, check_type
-from cacheblend.core.naming import TokenIds, as_token_ids
+from cacheblend.core.naming import TokenIds, as_token_ids, join_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 
 
@@ -103,14 +103,18 @@ class Prompt:
     Attributes:
         segments: see above.
         changed_contents: how many texts of a chat its template trimmed, escaped, repeated, dropped or else changed.
+        front: the text in front of the first passage as it is on its own, where its last tokens, or those behind them,
+            are others in this prompt because of the passage that follows; None: what stands in front of the first
+            chunk. It is the same whichever passage is first.
     """
 
     segments: tuple[Segment, ...]
     changed_contents: int = 0
+    front: tuple[Segment, ...] | None = None
 
     @staticmethod
-    def of(segments: Iterable[Segment], changed_contents: int = 0) -> "Prompt":
-        """A prompt of these segments.
+    def of(segments: Iterable[Segment], changed_contents: int = 0, front: Iterable[Segment] | None = None) -> "Prompt":
+        """A prompt of these segments, cut where it leaves its front.
 
         Raises:
             InvalidInputError: the prompt has no tokens, or a part of it is no segment.
@@ -121,7 +125,23 @@ class Prompt:
         kept = tuple(segment for segment in segments if len(segment))
         if not kept:
             raise InvalidInputError("the prompt is empty; it needs at least one token")
-        return Prompt(kept, changed_contents)
+        if front is None:
+            return Prompt(kept, changed_contents)
+        own = tuple(segment for segment in front if len(segment))
+        return Prompt(_cut_behind(kept, own), changed_contents, own)
+
+    @property
+    def in_front(self) -> tuple[Segment, ...]:
+        """The text in front of the first chunk, whichever passage that is."""
+        if self.front is not None:
+            return self.front
+        first = next((at for at, segment in enumerate(self.segments) if segment.is_chunk), len(self.segments))
+        return self.segments[:first]
+
+    @cached_property
+    def shared_tokens(self) -> int:
+        """Tokens in front of the first passage that do not depend on it."""
+        return _shared(self.token_ids, join_ids([segment.token_ids for segment in self.in_front]))
 
     @cached_property
     def token_ids(self) -> TokenIds:
@@ -158,6 +178,27 @@ def check_ids(token_ids: TokenIds, vocab_size: int, what: str) -> None:
             f"{what} has token id {int(token_ids[at])} at index {at}, outside the vocabulary 0..{vocab_size - 1}; "
             "was it tokenised with another model's tokenizer?"
         )
+
+
+def _shared(one: TokenIds, other: TokenIds) -> int:
+    """How many tokens both begin with."""
+    size = min(len(one), len(other))
+    others = np.flatnonzero(one[:size] != other[:size])
+    return int(others[0]) if len(others) else size
+
+
+def _cut_behind(segments: tuple[Segment, ...], front: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """The segments, the text among them in which they leave the front cut in two there."""
+    at, ids = 0, join_ids([segment.token_ids for segment in front])
+    for number, segment in enumerate(segments):
+        shared = _shared(segment.token_ids, ids[at:])
+        if 0 < shared < len(segment) and not segment.is_chunk:
+            parts = (replace(segment, token_ids=part) for part in np.split(segment.token_ids, [shared]))
+            return (*segments[:number], *parts, *segments[number + 1 :])
+        if shared < len(segment):
+            break
+        at += shared
+    return segments
 
 
 def _checked(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:

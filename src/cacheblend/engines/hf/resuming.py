@@ -113,7 +113,8 @@ class Resuming(Recurrence):
         for span in plan.spans:
             if span.source is not Source.PREFIX or span.stop >= len(plan):
                 break
-            if not self._kinds.stepped or (len(plan) - span.stop) * STEP_ROWS < len(plan):
+            is_close = not self._kinds.stepped or (len(plan) - span.stop) * STEP_ROWS < len(plan)
+            if span.is_whole and is_close:  # of a part of a block the state behind it is not known
                 ends[span.stop] = state_name(span.name)
         entries = self._source.find(list(ends.values())) if ends else []
         held = [(stop, name) for (stop, name), entry in zip(ends.items(), entries, strict=True) if entry is not None

@@ -308,7 +308,7 @@ class Scheduler:
         reason = "stop" if choice.stream.stopped else sampler.finish_reason
         if reason is not None:
             text += choice.stream.finish()
-            choice.finish_reason = reason
+            choice.finish_reason = reason = "stop" if choice.stream.stopped else reason
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if ticket.ask.logprobs is not None:

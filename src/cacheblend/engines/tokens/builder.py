@@ -12,13 +12,14 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import partial
-from itertools import chain, pairwise
+from functools import lru_cache, partial
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
+from cacheblend.core.naming import join_ids
 from cacheblend.core.plan import prompt as core_prompt
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.engines.tokens.chat import Content, Conversation, Document, Guard, Message, Passage, Place, Rendered
@@ -63,6 +64,7 @@ class PromptBuilder:
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
         self._guard = Guard(self._guarded.values(), self._find_thoughts(), self._source.words)
+        self._encode_front = lru_cache(_FRONTS)(self._encode_rendered)
         self._bytes = _byte_tokens(spec, backend)
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.bos_id = self._find_bos()
@@ -119,7 +121,11 @@ class PromptBuilder:
         rendered = conversation.render(self._render)
         check_encodable(rendered.text, "the chat template's text")
         segments = self._segments(rendered, self._encode_rendered(rendered), conversation.contents)
-        return Prompt.of(segments, changed_contents=rendered.changed)
+        front = self._front_of(rendered, conversation.contents)
+        ids = [] if front is None else join_ids([segment.token_ids for segment in front]).tolist()
+        before = takewhile(lambda segment: not segment.is_chunk, segments)
+        is_same = front is None or join_ids([segment.token_ids for segment in before]).tolist() == ids
+        return Prompt.of(segments, rendered.changed, None if is_same else front)
 
     def encode_in_frame(self, text: str, frame: str) -> list[int]:
         """Ids that a passage has inside a larger text, as in a server that tokenises whole prompts.
@@ -277,6 +283,21 @@ class PromptBuilder:
                 segments.append(core_prompt.text(ids[start:stop]))
         return [*segments, core_prompt.text(ids[at:])]
 
+    def _front_of(self, rendered: Rendered, contents: Sequence[Content]) -> list[Segment] | None:
+        """The text in front of the first passage as it is whichever passage that is: as in front of a letter, or on its
+        own where it shares a token with one. None: there is no passage."""
+        passages = (place.start for place in rendered.places if isinstance(contents[place.content], Passage))
+        stop = next(passages, None)
+        if stop is None:
+            return None
+        for behind in (_LETTER, ""):
+            front = rendered.front(stop, behind)
+            ids, offsets = self._encode_front(front)
+            tokens = sum(start < stop for start, _ in offsets)
+            if not behind or not tokens or offsets[tokens - 1][1] <= stop:
+                break
+        return self._segments(front, Encoded(ids[:tokens], offsets[:tokens]), contents)
+
     def _chunk(self, passage: Passage, text: str, run: Encoded) -> list[Segment]:
         """The tokens that a passage has in a prompt: those in a row that it has on its own, too, are a chunk.
 
@@ -351,6 +372,12 @@ def _byte_tokens(spec: dict[str, Any], backend: Tokenizer) -> frozenset[int]:
     found = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
     return frozenset(number for number in found if number is not None)
 
+
+_FRONTS = 16
+"""Texts in front of passages whose tokens are kept: system prompts come again and again."""
+
+_LETTER = "a"
+"""What most passages begin like, as far as the tokens in front of them go."""
 
 _PROBES: list[list[Message]] = [
     [{"role": "user", "content": "a"}],

@@ -219,6 +219,16 @@ class Rendered:
     own: tuple[tuple[int, int], ...]
     changed: int
 
+    def front(self, stop: int, behind: str) -> "Rendered":
+        """What is in front of a content that begins at `stop`, with another text behind it."""
+        return Rendered(
+            self.text[:stop] + behind,
+            tuple(place for place in self.places if place.stop <= stop),
+            tuple(span for span in self.guarded if span[1] <= stop),
+            frozenset(at for at in self.openers if at < stop),
+            0,
+        )
+
     def places_in(self, start: int, stop: int) -> Sequence[Place]:
         """The contents that have a character in a span."""
         first = bisect_left(self.places, start + 1, key=lambda place: place.stop)

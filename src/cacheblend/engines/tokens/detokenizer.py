@@ -7,8 +7,9 @@ text  ... | returned  tail   of an id may depend on the one in front of it
 from collections.abc import Callable, Sequence
 
 _RUN = 16
-"""Ids that are decoded again with each new one, at most, unless the bytes of a character stay incomplete."""
+"""Ids that are decoded again with each new one, beside the context, unless nothing of them is settled."""
 _INCOMPLETE = "\ufffd"
+_LONGEST_CHARACTER = 4  # bytes
 
 
 def _never(token_id: int) -> bool:
@@ -18,9 +19,10 @@ def _never(token_id: int) -> bool:
 class Detokenizer:
     """The text of ids that come one by one: all that it returns, put together, is the text of all ids.
 
-    Text is returned as soon as no later id can change it. Two kinds may change: bytes that are not a whole character
-    yet, and a run of byte tokens (``<0x0A>``), which one invalid byte makes undecodable as a whole. While such a run
-    goes on for more than `_RUN` ids, it is decoded each time that its length has doubled.
+    Text is returned as soon as no later id can change it. Two kinds may change: the bytes at the end that are not a
+    whole character yet, which are one replacement character, and a run of byte tokens (``<0x0A>``), which one invalid
+    byte makes undecodable as a whole. While such a run goes on for more than `_RUN` ids, it is decoded each time that
+    its length has doubled.
 
     Args:
         decode: text of ids. That of an id depends on the ids next to it only.
@@ -28,7 +30,7 @@ class Detokenizer:
         is_byte: whether an id is a byte token, of a tokenizer that decodes a run of them together.
 
     Attributes:
-        tail: what the ids so far decode to behind the text that was returned. Out of date in a long run.
+        tail: what the ids so far decode to behind the text that was returned. Out of date in a long run of byte tokens.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Detokenizer:
         self._decode, self._is_skipped, self._is_byte = decode, is_skipped, is_byte
         self._context, self._run = list[int](), list[int]()
         self._returned = 0  # characters of the text of context and run
-        self._unsettled = 0  # ids since a tail was empty
+        self._unsettled = 0  # ids since `_run` was short, or became so
         self._in_bytes = False
         self.tail = ""
 
@@ -62,22 +64,30 @@ class Detokenizer:
 
     def _advance(self, final: bool) -> str:
         text = self._decode([*self._context, *self._run])[self._returned :]
-        certain = text if final else "" if self._in_bytes else text.rstrip(_INCOMPLETE)
+        certain = text if final else "" if self._in_bytes else text.removesuffix(_INCOMPLETE)
         self._returned += len(certain)
         self.tail = text[len(certain) :]
-        if not self.tail and (len(self._run) < _RUN or self._begin_run()):
+        if not self._in_bytes and (len(self._run) < _RUN or self._begin_run()):
             self._unsettled = 0
         return certain
 
     def _begin_run(self) -> bool:
-        """Begins a new run behind ids that have a text; False: there are none.
+        """Begins a new run behind the last ids that have a text in front of the tail; False: there are none.
 
         A first id loses its leading space in many tokenizers, so that one without a text is no context. One that begins
-        inside of a character is: what follows a whole character is decoded alike.
+        inside of a character is: what follows a whole character is decoded alike, and what follows as many bytes as a
+        character can have.
         """
-        ids = [*self._context, *self._run]
-        for size in range(1, len(ids) + 1):
-            if text := self._decode(ids[-size:]):
-                self._context, self._run, self._returned = ids[-size:], [], len(text)
+        ids, size = [*self._context, *self._run], 1
+        while size < 2 * len(ids):
+            context = ids[-size:]
+            text = self._decode(context)
+            settled = text.removesuffix(self.tail)
+            if settled.strip(_INCOMPLETE) or len(settled) >= _LONGEST_CHARACTER:
+                self._context, self._run, self._returned = context, [], len(settled)
                 return True
-        return False
+            size *= 2
+        if self._returned or self.tail or self._decode(few := [ids[0], ids[-1]]):
+            return False
+        self._context, self._run = few, []  # ids without any text, of which the first may differ
+        return True
