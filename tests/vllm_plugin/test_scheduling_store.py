@@ -95,6 +95,25 @@ def test_a_list_that_is_long_in_coming_takes_no_thread_from_those_who_name_their
     assert store.asked == ["manifests", "find"] + ["find"] * 10  # nothing for those that went
 
 
+@pytest.mark.may_fail("slow store")
+def test_a_list_that_others_have_waited_for_in_vain_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines import listing as module
+
+    store = SlowList()
+    side = scheduling([CHUNK], store, lookup_timeout_s=30.0)
+    first, second = (Request([number, *PROMPT], name=f"r{number}") for number in range(2))
+    side.on_new(first)
+    now = time.monotonic
+    with monkeypatch.context() as later:
+        later.setattr(module.time, "monotonic", lambda: now() + 40.0)
+        side.on_new(second)
+        assert side.claim(second, 0) == 0 and side.claim(first, 0) == 0
+    for request in (first, second):
+        assert side.finished(request)["cacheblend"]["reason"] == "slow store"
+    store.listed.set()
+    assert start(side, Request([5, *PROMPT], name="third")) == 142
+
+
 @pytest.mark.may_fail("store", "slow store", "list of chunks")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_list_that_fails_is_read_by_nobody_twice_at_once(seed: int) -> None:

@@ -145,6 +145,11 @@ class ChunkListing:
         return self._reading
 
     @property
+    def age_s(self) -> float:
+        """Seconds since the reading that is under way, or the last one, began."""
+        return time.monotonic() - self._read_at
+
+    @property
     def has_read(self) -> bool:
         """The list has been read at least once."""
         return self._is_read

@@ -118,6 +118,8 @@ class ChunkFinder:
                 prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
             else:
                 after = self._listing.first_reading()
+                if after is not None and self._listing.age_s > self._lookups.timeout_s:  # others have waited in vain
+                    return SLOW_STORE
         if prompt is not None and not prompt.chunks:
             return NOTHING_STORED
         look_up = partial(self._look_up, token_ids, prompt, options, planner, settings, adapter)

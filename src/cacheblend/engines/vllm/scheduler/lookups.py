@@ -60,11 +60,11 @@ class LookUps(Generic[Found]):
     """The look-ups of one engine.
 
     Args:
-        timeout_s: how long a request waits for one.
+        timeout_s: seconds that a request waits for one.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._pool = DaemonPool(THREADS, "cacheblend-lookup")
         self._open: list[LookUp[Found]] = []
 
@@ -80,7 +80,7 @@ class LookUps(Generic[Found]):
             return None
         began = time.monotonic()
         future = self._pool.submit(find) if after is None else self._pool.submit_after(after, find)
-        made = LookUp(future, began, began + self._timeout_s)
+        made = LookUp(future, began, began + self.timeout_s)
         self._open.append(made)
         return made
 
