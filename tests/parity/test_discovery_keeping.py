@@ -1,14 +1,18 @@
 """What discovery takes off the store, and what it remembers.
 
 Situations: too many runs while a chunk is pinned, is a document's, was marked by a client, or is nobody's; runs that
-were used and are seen no more; weights that change while a request is being watched; a run that nobody saw again.
+were used and are seen no more; weights that change while a request is being watched; a run that nobody saw again; a
+store that hangs.
 """
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
+from cacheblend.core.load.capture import ChunkJob, manifest_of
+from cacheblend.core.naming import BlockName
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf import BlendEngine
@@ -88,4 +92,44 @@ def test_nothing_that_was_asked_before_a_reset_is_wanted_after_it(monkeypatch: p
     assert discovery.flush(30)
     wanted = discovery.take(lambda run: True)
     assert wanted is not None and (wanted.asker, wanted.run.sightings) == ("new weights", 2)
+    discovery.close()
+
+
+def test_a_store_that_hangs_keeps_no_idle_engine_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked to take off what is given up; vLLM steps, without a request, for as long as there is work."""
+    store, hangs, let_go = MemoryStore(1 << 20), threading.Event(), threading.Event()
+    planner = open_engine(store).planner_of("")
+    discovery = Discovery[str](store, ChunkListing(store, None, 64, 30.0), 64, FEW)
+    pinned, moment = store.pinned, time.monotonic()
+
+    def slow() -> set[BlockName]:
+        hangs.set()
+        assert let_go.wait(60)
+        return pinned()
+
+    monkeypatch.setattr(store, "pinned", slow)
+
+    def see(run: list[int], seed: int) -> None:
+        discovery.watch(planner.root, Prompt.of([text([*ids(seed, 5), *run, *ids(seed + 1, 9)])]), None, "asker")
+
+    for number in range(30):
+        for seed in (100 * number, 100 * number + 50):
+            see(ids(5000 + number, 150), seed)
+            if not hangs.is_set() and not discovery.flush(0.2):
+                break
+        if hangs.is_set():
+            break
+        while (wanted := discovery.take(lambda run: True)) is not None:
+            discovery.stored(wanted.run, manifest_of(ChunkJob((), wanted.run.token_ids), planner, ""))
+    assert hangs.wait(30) and discovery.has_work  # it may answer soon
+    monkeypatch.setattr("cacheblend.engines.discovery.time.monotonic", lambda: moment + 3600)
+    while discovery.take(lambda run: True) is not None:
+        pass
+    assert not discovery.has_work
+    see(A, 9000)
+    assert not discovery.has_work  # nobody gets any further
+    let_go.set()
+    assert discovery.flush(30)
+    see(A, 9100)
+    assert discovery.has_work and discovery.flush(30)
     discovery.close()

@@ -1,6 +1,7 @@
 """The listing that keeps an engine up to date with a store that others write to."""
 
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,7 @@ def found(listing: ChunkListing, root: BlockName = ROOT) -> set[BlockName]:
     """The chunks that prompts of this root find."""
     longest = as_token_ids(np.arange(100) % 977)
     listing.match(root, Prompt.of([text(longest)]))
-    return set(listing._indexes[root].chunk_ids)
+    return set(listing._index(root).chunk_ids)
 
 
 def refreshed(listing: ChunkListing, is_done: Callable[[], bool]) -> None:
@@ -286,3 +287,67 @@ def test_an_index_is_made_once_however_many_ask_for_it_and_no_change_waits_for_i
         thread.join()
     assert len(made) == 1
     assert found(listing) == {first.chunk_id, second.chunk_id}
+
+
+def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's scheduler matches, and takes changes, between two steps."""
+    from cacheblend.core.plan.matching import ChunkIndex
+
+    store, is_applied, let_go = MemoryStore(1 << 20), Event(), Event()
+    first, second = manifests(2)
+    store.put_manifest(first)
+    listing = open_listing(store, refresh_s=0)
+    listing.update()
+    assert found(listing) == {first.chunk_id}
+    copy = ChunkIndex.copy
+
+    def slow(self: ChunkIndex) -> ChunkIndex:
+        is_applied.set()
+        assert let_go.wait(60)
+        return copy(self)
+
+    monkeypatch.setattr(ChunkIndex, "copy", slow)
+    store.put_manifest(second)
+    reader = Thread(target=listing.update)
+    reader.start()
+    assert is_applied.wait(30)
+    answers: list[object] = []
+
+    def step() -> None:
+        answers.append(found(listing))
+        answers.append(listing.take_changes(64))
+
+    scheduler = Thread(target=step, daemon=True)
+    scheduler.start()
+    scheduler.join(20)
+    assert answers == [{first.chunk_id}, ListChanges()]
+    let_go.set()
+    reader.join()
+    assert found(listing) == {first.chunk_id, second.chunk_id}
+    assert [chunk.chunk_id for chunk in listing.take_changes(64).added] == [first.chunk_id, second.chunk_id]
+    listing.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tenants_who_have_stored_nothing_take_no_place_of_those_who_have(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend.engines import listing as module
+
+    monkeypatch.setattr(module, "MOST_INDEXES", 8)
+    rng, store = random.Random(seed), MemoryStore(1 << 20)
+    roots = [root_name("model", "float32", salt=str(number)) for number in range(20)]
+    for root, chunk in zip(roots, manifests(20), strict=True):
+        store.put_manifest(replace(chunk, root=root))
+    listing = open_listing(store, refresh_s=0)
+    listing.update()
+    used: list[BlockName] = []
+    for number in range(200):
+        nobody = root_name("model", "float32", salt=f"nobody {number}")
+        root = rng.choice([rng.choice(roots), nobody, nobody])
+        assert len(found(listing, root)) == (root in roots)
+        used = [each for each in used if each != root] + [root] * (root in roots)
+        assert len(listing._indexes) <= 8 and all(map(listing.has_index, used[-8:]))
+    listing.add([replace(make_manifest(make_block(77), token_count=90), root=nobody)])
+    assert len(found(listing, nobody)) == 1
+    listing.close()

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError
+from functools import partial
 
 import pytest
 
@@ -40,6 +41,33 @@ def test_as_many_calls_run_at_once_as_there_are_threads() -> None:
     assert not waiting.running()
     gate.set()
     assert waiting.result()
+
+
+def test_what_follows_another_call_takes_no_thread_until_then() -> None:
+    first, pool, gate = DaemonPool(1, "first"), DaemonPool(1, "test"), threading.Event()
+    for what in (gate.wait, lambda: int("x") if gate.wait() else 0):
+        gate.clear()
+        call, done = first.submit(what), list[int]()
+        followers = [pool.submit_after(call, partial(done.append, number)) for number in range(9)]
+        assert pool.submit(lambda: 7).result(30) == 7
+        assert all(follower.cancel() for follower in followers[::2]) and not done
+        gate.set()
+        if what == gate.wait:
+            assert [follower.result(30) for follower in followers[1::2]] == [None] * 4 and done == [1, 3, 5, 7]
+            assert pool.submit_after(call, lambda: 8).result(30) == 8
+            continue
+        for follower in followers[1::2]:
+            with pytest.raises(ValueError, match="invalid literal"):
+                follower.result(30)
+        assert not done
+    gate.clear()
+    waits = [pool.submit_after(first.submit(gate.wait), lambda: 9) for _ in range(2)]
+    pool.close()
+    first.close()  # cancels the second
+    gate.set()
+    for follower in waits:
+        with pytest.raises(CancelledError):
+            follower.result(30)
 
 
 def test_closing_cancels_what_waits_and_waits_for_nothing() -> None:

@@ -1,5 +1,7 @@
 """The scheduler side alone: a store that is slow, hangs, fails or does not answer."""
 
+import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +62,87 @@ def test_a_look_up_of_which_nobody_waits_takes_no_thread() -> None:
     side._finder._lookups._pool.close()
     side._finder._lookups._pool.join(30)
     assert len(store.asked) <= 8  # those that had begun
+
+
+class SlowList(SlowStore):
+    """Its list is there when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed, self.error = threading.Event(), False
+
+    def manifests(self) -> Any:
+        self.asked.append("manifests")
+        assert self.listed.wait(60)
+        if self.error:
+            raise StoreError("gone")
+        return super().manifests()
+
+
+def test_a_list_that_is_long_in_coming_takes_no_thread_from_those_who_name_their_chunks() -> None:
+    store = SlowList()
+    side = scheduling([CHUNK], store)
+    waiting = [Request([number, *PROMPT], name=f"r{number}") for number in range(20)]
+    for request in waiting:
+        side.on_new(request)
+        assert side.claim(request, 0) is None
+    assert start(side, Request([9, *CHUNK, 4, 5], [[1, 101]], "named")) == 102
+    for request in waiting[:10]:
+        assert side.finished(request)["cacheblend"]["reason"] == "ended before its look-up"
+    store.listed.set()
+    claimed = [claim(side, request, 0) for request in waiting[10:]]
+    assert set(claimed) == {142}
+    assert store.asked == ["manifests", "find"] + ["find"] * 10  # nothing for those that went
+
+
+@pytest.mark.may_fail("slow store")
+def test_a_list_that_others_have_waited_for_in_vain_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend.engines import listing as module
+
+    store = SlowList()
+    side = scheduling([CHUNK], store, lookup_timeout_s=30.0)
+    first, second = (Request([number, *PROMPT], name=f"r{number}") for number in range(2))
+    side.on_new(first)
+    now = time.monotonic
+    with monkeypatch.context() as later:
+        later.setattr(module.time, "monotonic", lambda: now() + 40.0)
+        side.on_new(second)
+        assert side.claim(second, 0) == 0 and side.claim(first, 0) == 0
+    for request in (first, second):
+        assert side.finished(request)["cacheblend"]["reason"] == "slow store"
+    store.listed.set()
+    assert start(side, Request([5, *PROMPT], name="third")) == 142
+
+
+@pytest.mark.may_fail("store", "slow store", "list of chunks")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_list_that_fails_is_read_by_nobody_twice_at_once(seed: int) -> None:
+    """Requests that come before, while and after it fails; some go, and some are not waited for any longer."""
+    rng, store = random.Random(seed), SlowList()
+    store.error = True
+    side = scheduling([CHUNK], store, lookup_timeout_s=rng.choice([0.001, 30.0]))
+    failures = 0
+    for round_ in range(5):
+        requests = [Request([number, *PROMPT], name=f"r{round_} {number}") for number in range(rng.randint(1, 12))]
+        for request in requests:
+            side.on_new(request)
+        assert store.asked.count("manifests") <= round_ + 1
+        for request in rng.sample(requests, len(requests) // 3):
+            side.finished(request)
+        store.listed.set()
+        for request in requests:
+            assert claim(side, request, 0) == 0
+            told = side.finished(request)
+            failures += told is not None and told["cacheblend"]["reason"] in ("store", "slow store")
+        refreshed = time.monotonic() + 30
+        while side._finder._listing._reading is not None and not side._finder._listing._reading.done():
+            assert time.monotonic() < refreshed
+        store.listed.clear()
+    assert failures
+    store.listed.set()
+    store.error = False
+    if side._config.lookup_timeout_s > 1:
+        assert start(side, Request(PROMPT, name="last")) == 141
 
 
 def test_what_loading_may_take_goes_to_the_workers_less_the_look_up() -> None:

@@ -9,6 +9,7 @@ Knows prompts, plans and the list. Does not know how a chunk is computed, or whe
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +32,10 @@ MOST_WANTED = 1024
 
 MOST_BEHIND = 64
 """Requests that wait to be watched; further ones are not, and counted."""
+
+STUCK_S = 10.0
+"""Seconds without a watched request after which the rest waits for the next one: a store hangs that is asked to take
+something off."""
 
 Asker = TypeVar("Asker")
 logger = logging.getLogger("cacheblend.engine")
@@ -108,6 +113,7 @@ class Discovery(Generic[Asker]):
         self._chunk_of: dict[BlockName, BlockName] = {}  # by run
         self._figures, self._resets = DiscoveryFigures(), 0
         self._pool, self._behind = DaemonPool(1, "cacheblend-discovery"), 0
+        self._progress_at = float("-inf")  # when a request had been watched, or the first of those that wait came
         self._caught_up = threading.Condition(self._lock)
 
     @property
@@ -117,8 +123,8 @@ class Discovery(Generic[Asker]):
 
     @property
     def has_work(self) -> bool:
-        """A request is being watched, or a run is wanted."""
-        return bool(self._behind or self._wanted)
+        """A request is being watched, or a run is wanted; not while the store hangs: that keeps no engine stepping."""
+        return bool(self._wanted) or (bool(self._behind) and time.monotonic() - self._progress_at < STUCK_S)
 
     def watch(
         self,
@@ -141,6 +147,8 @@ class Discovery(Generic[Asker]):
             if self._behind >= MOST_BEHIND:
                 self._figures = replace(self._figures, unwatched=self._figures.unwatched + 1)
                 return
+            if not self._behind:
+                self._progress_at = time.monotonic()
             self._behind, resets = self._behind + 1, self._resets
         try:
             self._pool.submit(self._watch, resets, root, prompt, plan, asker, wanted)
@@ -219,7 +227,7 @@ class Discovery(Generic[Asker]):
             count_failure("discovery")
         finally:
             with self._caught_up:
-                self._behind = max(0, self._behind - 1)
+                self._behind, self._progress_at = max(0, self._behind - 1), time.monotonic()
                 self._caught_up.notify_all()
 
     def _count_hits(self, plan: BlendPlan) -> list[ChunkManifest]:

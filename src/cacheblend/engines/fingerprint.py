@@ -93,7 +93,12 @@ def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -
     except ValueError as error:
         raise InvalidInputError(f"{config} is not JSON ({error}); fetch the model again") from error
     names = [file.relative_to(folder).as_posix() for file in files]
-    fingerprint = _join(fields, [*zip(names, digests, strict=True), *([("loaded", chosen)] if chosen else [])])
+    plain = _join(fields, [*zip(names, digests, strict=True), *([("loaded", chosen)] if chosen else [])])
+    return loaded_with(plain, options)
+
+
+def loaded_with(fingerprint: str, options: Mapping[str, Any]) -> str:
+    """The fingerprint of a model folder that is loaded with options, from that of the folder as it is."""
     if not options:
         return fingerprint
     described = repr(sorted((name, repr(_described(value))) for name, value in options.items()))

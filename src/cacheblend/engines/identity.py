@@ -24,6 +24,7 @@ class ModelIdentity:
         name: for people.
         adapters: digest of the adapters in effect (`AdapterWatch`); empty: none.
         has_exact_hits: see `Planner`.
+        weights: fingerprint of the folder's files alone, however they are loaded; empty: nobody compares it.
     """
 
     folder: Path | None
@@ -33,6 +34,7 @@ class ModelIdentity:
     name: str
     adapters: str = ""
     has_exact_hits: bool = True
+    weights: str = ""
 
     def anchor(self, rule: AnchorKind) -> Anchor:
         """The anchor of chunks; ``auto`` is the BOS token where the tokenizer sets one, else nothing.

@@ -27,7 +27,8 @@ from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
 from cacheblend.store import KVStore
 
 MOST_INDEXES = 256
-"""Tenants whose chunks are indexed at a time; the index of another one is made again when it is needed."""
+"""Tenants whose chunks are indexed at a time; the index of another one is made again when it is needed.
+Those without chunks go first, so that any number of tenants who have stored nothing takes nobody's place."""
 
 logger = logging.getLogger("cacheblend.store")
 
@@ -118,9 +119,12 @@ class ChunkListing:
     def match(self, root: BlockName, prompt: Prompt) -> Prompt:
         """A prompt whose plain text is cut at the chunks of this root that it contains."""
         index = self._index(root)
-        with self._lock:
-            if root in self._indexes:
-                self._indexes.move_to_end(root)
+        if self._lock.acquire(blocking=False):  # while a list is applied, the order of use matters less than this call
+            try:
+                if root in self._indexes:
+                    self._indexes.move_to_end(root)
+            finally:
+                self._lock.release()
         return with_matches(prompt, index)
 
     def match_now(self, root: BlockName, prompt: Prompt) -> Prompt:
@@ -130,6 +134,20 @@ class ChunkListing:
             self.prepare(root)
             return prompt
         return self.match(root, prompt)
+
+    def first_reading(self) -> Future[None] | None:
+        """The reading of a list that was never read, which begins if none is under way; None: only `update` is to be
+        waited for."""
+        if self._refresh_s == 0 or self._is_read:
+            return None
+        if self._reading is None:
+            self._start_reading()
+        return self._reading
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the reading that is under way, or the last one, began."""
+        return time.monotonic() - self._read_at
 
     @property
     def has_read(self) -> bool:
@@ -183,13 +201,18 @@ class ChunkListing:
             self._note([self._listed[name] for name in back], [self._listed[name] for name in lost])
 
     def take_changes(self, most: int) -> ListChanges:
-        """What was listed and taken off since the last call, at most so many; none unless `keeps_changes`."""
+        """What was listed and taken off since the last call, at most so many; none unless `keeps_changes`, nor while a
+        list is applied, which is not waited for."""
         taken, seen = ListChanges(), set[BlockName]()
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return taken
+        try:
             while self._changes and len(seen) < most and self._changes[0][1].chunk_id not in seen:
                 is_added, chunk = self._changes.popleft()  # in their order: of a chunk one at a time
                 (taken.added if is_added else taken.removed).append(chunk)
                 seen.add(chunk.chunk_id)
+        finally:
+            self._lock.release()
         return taken
 
     def withdraw(self) -> None:
@@ -247,7 +270,9 @@ class ChunkListing:
             self._by_root[chunk.root].pop(chunk.chunk_id, None)
         for chunk in changes.added:
             self._by_root.setdefault(chunk.root, {})[chunk.chunk_id] = chunk
-        for root in {chunk.root for chunk in (*changes.added, *changes.removed)} & self._indexes.keys():
+        for root in {chunk.root for chunk in (*changes.added, *changes.removed)}:
+            if root not in self._indexes:
+                continue
             index = self._indexes[root].copy()
             index.remove(chunk.chunk_id for chunk in changes.removed if chunk.root == root)
             index.add(chunk for chunk in changes.added if chunk.root == root)
@@ -282,7 +307,8 @@ class ChunkListing:
                 index.add(now.values())
                 self._indexes[root] = index
                 while len(self._indexes) > MOST_INDEXES:
-                    self._indexes.popitem(last=False)
+                    oldest = next(iter(self._indexes))
+                    del self._indexes[next((each for each, made in self._indexes.items() if not made), oldest)]
             return index
 
 

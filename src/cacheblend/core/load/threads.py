@@ -50,6 +50,25 @@ class DaemonPool:
             shared.changed.notify()
         return future
 
+    def submit_after(self, first: "Future[Any]", fn: Callable[[], Result]) -> "Future[Result]":
+        """Has `fn` called once another call has succeeded, and takes no thread until then; its error is this one's."""
+        future = Future[Result]()
+
+        def begin(done: "Future[Any]") -> None:
+            if done.cancelled():
+                future.cancel()
+            elif (error := done.exception()) is not None:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
+            elif not future.cancelled():
+                try:
+                    self.submit(_answer, future, fn)
+                except RuntimeError:
+                    future.cancel()
+
+        first.add_done_callback(begin)
+        return future
+
     def _own(self) -> "_Shared":
         """This process's part: after a fork threads are not copied, and a lock may be held for ever."""
         if self._shared.process != os.getpid():

@@ -14,6 +14,7 @@ from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
+from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
 from cacheblend.engines.vllm.scheduler.controlling import LoadControl, open_load_control
 from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
 from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
@@ -54,6 +55,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         self._scheduling: Scheduling | None = None
         self._worker: Worker | Refusal | None = None
         self._unblendable = ""  # the reason, where `on_unblendable` is "plain"
+        self._is_compared = False  # the weights of this worker with those that the scheduler's side names
         self._publishes_events = compat.publishes_events(vllm_config)
         try:
             self._check(vllm_config, kv_cache_config)
@@ -177,7 +179,9 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         """The jobs that the workers start in this step."""
         if self._scheduling is None:
             return StepJobs()
-        return self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
+        jobs = self._scheduler.take_jobs(is_idle=not scheduler_output.total_num_scheduled_tokens)
+        jobs.weights = self.identity.weights
+        return jobs
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `Scheduling.holds` and `Scheduling.finished`; vLLM adds the second to the request's answer."""
@@ -276,8 +280,30 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Takes this step's jobs and computes some layers of those that wait."""
         jobs = self._get_connector_metadata()
-        if self._worker is not None and isinstance(jobs, StepJobs):
-            self._worker.step(jobs)
+        if self._worker is None or not isinstance(jobs, StepJobs):
+            return
+        if jobs.weights and not self._is_compared and not isinstance(self._worker, Refusal):
+            self._compare_weights(self._worker, jobs.weights)
+        self._worker.step(jobs)
+
+    def _compare_weights(self, worker: Worker, named: str) -> None:
+        """Refuses all jobs if blocks would get the names of weights that some rank does not run; all ranks call it.
+
+        The scheduler's side reads the files after the workers have loaded them, and perhaps minutes after. No handshake
+        says so: inside a `MultiConnector` vLLM passes one connector's only.
+        """
+        self._is_compared = True
+        own = self.identity.weights
+        if not worker.is_any(named != own):
+            return
+        running = f"this worker runs {own[:12]}" if own != named else "another rank runs others"
+        reason = (
+            f"the files in {self.identity.folder} were changed while vLLM started: stored KV would be named by the "
+            f"weights {named[:12]}, and {running}; nothing is blended or stored: restart vLLM once they are complete"
+        )
+        logger.error(reason)
+        worker.close()
+        self._worker = Refusal(self._block_size, reason, OTHER_WEIGHTS)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a prompt's KV is complete before vLLM computes its last token."""
@@ -311,7 +337,8 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         if worker is None:
             return None
         ended, seconds = worker.checks.take_ended()
-        return StepReport(worker.captured, worker.take_outcomes(), ended, seconds, worker.adapters.take_seen())
+        found = worker.captured, worker.take_outcomes(), ended, seconds, worker.adapters.take_seen()
+        return StepReport(*found, has_other_weights=worker.has_other_weights)
 
     def capture(self, jobs: list[CaptureJob]) -> None:
         """Computes chunks and stores them; returns when they are stored."""

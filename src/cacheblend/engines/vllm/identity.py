@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cacheblend.engines.fingerprint import fingerprint_folder
+from cacheblend.engines.fingerprint import fingerprint_folder, loaded_with
 from cacheblend.engines.folders import cached_snapshot, name_of
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.tokens import PromptBuilder
@@ -50,13 +50,15 @@ def identify(config: Any, tokenizer: Any) -> ModelIdentity:
         "weights": _other_weights(config.load_config),
         "float32": float32_precision(model.dtype),
     }
+    weights = fingerprint_folder(folder)
     return ModelIdentity(
         folder=folder,
-        fingerprint=fingerprint_folder(folder, {name: value for name, value in options.items() if value}),
+        fingerprint=loaded_with(weights, {name: value for name, value in options.items() if value}),
         dtype=str(model.dtype).removeprefix("torch."),
         bos_id=None if tokenizer is None else PromptBuilder(tokenizer).bos_id,
         name=name_of(folder),
         has_exact_hits=not is_fp8(config.cache_config, model.hf_config),
+        weights=weights,
     )
 
 

@@ -150,6 +150,7 @@ class StepJobs(KVConnectorMetadata):
         is_idle: vLLM computes no token in this step, so that a worker may wait for reads.
         is_reset: the weights have changed: of what came before, prompts are given up and chunks are not stored.
         adapters: vLLM's `LoRARequest`s whose weights' digests are wanted.
+        weights: the fingerprint of the model's files that the scheduler's side names blocks by (`ModelIdentity`).
     """
 
     blend: list[BlendJob] = field(default_factory=list)
@@ -162,6 +163,7 @@ class StepJobs(KVConnectorMetadata):
     is_idle: bool = False
     is_reset: bool = False
     adapters: list[Any] = field(default_factory=list)
+    weights: str = ""
 
 
 @dataclass
@@ -174,6 +176,7 @@ class StepReport(KVConnectorWorkerMetadata):
         checked: of the check jobs that ended since the last report, by number: the result, or why there is none.
         check_s: seconds that the check took since the last report, where somebody may have waited.
         adapters: that were seen since the last report, by number.
+        has_other_weights: some rank runs other weights than those that blocks are named by, and refuses every job.
     """
 
     captured: int = 0
@@ -181,6 +184,7 @@ class StepReport(KVConnectorWorkerMetadata):
     checked: dict[int, Compared | str] = field(default_factory=dict)
     check_s: float = 0.0
     adapters: dict[int, AdapterSeen] = field(default_factory=dict)
+    has_other_weights: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """The report of two ranks: the smaller count, the longer time; ranks agree on the rest, so the first one's is
@@ -192,6 +196,7 @@ class StepReport(KVConnectorWorkerMetadata):
             other.checked | self.checked,
             max(self.check_s, other.check_s),
             other.adapters | self.adapters,
+            self.has_other_weights or other.has_other_weights,
         )
 
 

@@ -20,6 +20,7 @@ NO_SLOT = "no LoRA slot"
 ADAPTER_UNUSABLE = "LoRA not loaded"
 ADAPTER_SLOW = "LoRA not loaded in time"
 RANK_FAILED = "another rank failed"
+OTHER_WEIGHTS = "other weights"
 
 DECISIONS = frozenset({BAD_SPANS, RESET, QUEUE_FULL, TOO_LARGE, ADAPTER_CHANGED, LOAD_TIMEOUT})
 """A client's or an operator's doing, or a limit that was set. Every other reason is a failure."""
@@ -34,6 +35,7 @@ __all__ = [
     "LOST_BLOCK",
     "NOT_WRITTEN",
     "NO_SLOT",
+    "OTHER_WEIGHTS",
     "QUEUE_FULL",
     "RANK_FAILED",
     "RESET",

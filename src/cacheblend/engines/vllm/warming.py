@@ -50,8 +50,13 @@ def warm_with_vllm(
     started = time.perf_counter()
     engine = _open_engine(model, store, settings, engine_options)
     builder = PromptBuilder(engine.get_tokenizer())
-    (facts,) = set(engine.collective_rpc(_facts))
-    fingerprint, dtype = facts
+    facts = set(engine.collective_rpc(_facts))
+    if len(facts) > 1:
+        raise InvalidInputError(
+            f"the files in {model} were changed while vLLM loaded them: its workers run {len(facts)} different models; "
+            "start again once the files are complete"
+        )
+    ((fingerprint, dtype),) = facts
     config = BlendConfig(**settings)
     planner = ModelIdentity(model, fingerprint, dtype, builder.bos_id, model.name).planner(config)
     from cacheblend.engines.vllm.jobs import CaptureJob  # which needs vLLM

@@ -109,17 +109,21 @@ class ChunkFinder:
         settings = self._settings  # the floor may change them while the look-up goes on
         options.selector_of(settings)  # raises for wrong ones
         planner = self._planners.of(cache_salt, named(adapter))
-        prompt = named_chunks(token_ids, options.spans, self._chunk_end_token_id)
+        prompt, after = named_chunks(token_ids, options.spans, self._chunk_end_token_id), None
         if prompt is None:
             if self._listing is None:
                 return NOTHING_STORED
             is_new = self._listing.refresh()
             if is_new and len(token_ids) < LONG_PROMPT and self._listing.has_index(planner.root):
                 prompt = self._listing.match(planner.root, Prompt.of([text(token_ids)]))
+            else:
+                after = self._listing.first_reading()
+                if after is not None and self._listing.age_s > self._lookups.timeout_s:  # others have waited in vain
+                    return SLOW_STORE
         if prompt is not None and not prompt.chunks:
             return NOTHING_STORED
         look_up = partial(self._look_up, token_ids, prompt, options, planner, settings, adapter)
-        return self._lookups.start(look_up) or SLOW_STORE
+        return self._lookups.start(look_up, after) or SLOW_STORE
 
     def raise_by(self, factor: float) -> None:
         """From now on the shares that requests name none of are so many times as large; infinite: full recompute."""

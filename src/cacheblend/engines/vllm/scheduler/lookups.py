@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cacheblend.core.load.threads import DaemonPool
 
@@ -60,21 +60,27 @@ class LookUps(Generic[Found]):
     """The look-ups of one engine.
 
     Args:
-        timeout_s: how long a request waits for one.
+        timeout_s: seconds that a request waits for one.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._pool = DaemonPool(THREADS, "cacheblend-lookup")
         self._open: list[LookUp[Found]] = []
 
-    def start(self, find: Callable[[], Found]) -> "LookUp[Found] | None":
-        """Has `find` called in a thread; None if every thread waits for a store that did not answer in time."""
+    def start(self, find: Callable[[], Found], after: "Future[Any] | None" = None) -> "LookUp[Found] | None":
+        """Has `find` called in a thread; None if every thread waits for a store that did not answer in time.
+
+        Args:
+            find: the look-up.
+            after: what it needs, and takes no thread to wait for; None: nothing.
+        """
         self._open = [each for each in self._open if not each.future.done()]
-        if sum(each.is_over for each in self._open) >= THREADS:
+        if sum(each.future.running() and each.is_over for each in self._open) >= THREADS:
             return None
         began = time.monotonic()
-        made = LookUp(self._pool.submit(find), began, began + self._timeout_s)
+        future = self._pool.submit(find) if after is None else self._pool.submit_after(after, find)
+        made = LookUp(future, began, began + self.timeout_s)
         self._open.append(made)
         return made
 

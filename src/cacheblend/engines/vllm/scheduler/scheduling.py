@@ -11,6 +11,7 @@ vLLM itself computes the last token, and a request that has nothing to load. No 
 An error in one request disables blending for this request only.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from cacheblend.engines.vllm.compat_prefix import PrefixCache, salt_from
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.reasons import SLOW_STORE
+from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS, SLOW_STORE
 from cacheblend.engines.vllm.scheduler.adapters import RequestAdapters
 from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
@@ -92,7 +93,7 @@ class Scheduling:
         self._outstanding: set[str] = set()
         self._coming, self._adapters = ComingBlocks(), RequestAdapters(config.lookup_timeout_s)
         self._jobs = StepJobs()
-        self._resume_at = self._settling_s = 0.0
+        self._paused, self._settling_s = (0.0, ""), 0.0  # until when nothing is blended, by `time.monotonic`, and why
         self._may_wait = True
         self.counts = Counts()
         self._checks = AnswerDraws(watch, self.counts, window)
@@ -125,8 +126,9 @@ class Scheduling:
         tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids)).until(end)
         if tracked.options.mode == "full":
             return tracked.leave("mode full")
-        if time.monotonic() < self._resume_at:
-            raise TimeoutError
+        if reason := self._why_paused:
+            self.counts.add_fallback(reason)
+            return tracked.leave(reason)
         tracked.adapter = None if request.lora_request is None else self._adapters.of(request)
         tracked.waits_for_adapter = tracked.adapter is None and request.lora_request is not None
         if tracked.waits_for_adapter:
@@ -224,10 +226,16 @@ class Scheduling:
         if found.reused_share(start) < self._config.min_reused_share:
             tracked.reason = SHARED if is_shared else LITTLE_STORED
             return 0  # the rest is plain text or missed
-        if time.monotonic() < self._resume_at:  # its look-up ended before the store became slow
-            tracked.reason = SHARED if is_shared else SLOW_STORE
+        if reason := self._why_paused:  # its look-up ended before the store became slow
+            tracked.reason = SHARED if is_shared else reason
             return 0
         return claimed
+
+    @property
+    def _why_paused(self) -> str:
+        """Why nothing is blended now; empty: something is."""
+        until, reason = self._paused
+        return reason if time.monotonic() < until else ""
 
     def _leader(self, request: Any, claimed: int, start: int) -> str | None:
         """The request that makes most of the blocks which this one needs, and which it then shares."""
@@ -285,7 +293,7 @@ class Scheduling:
             if outcome.failure:
                 self._coming.remove(request_id)
             if outcome.failure == SLOW_STORE:
-                self._resume_at = time.monotonic() + PAUSE_S
+                self._paused = max(self._paused, (time.monotonic() + PAUSE_S, SLOW_STORE))
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.outcome = outcome
@@ -295,6 +303,10 @@ class Scheduling:
         self._checks.reported(report)
         self._adapters.seen(report.adapters)
         self._finder.list_captured(self._captures.finish(report.captured))
+        if report.has_other_weights and self._paused[1] != OTHER_WEIGHTS:
+            self.counts.add_fallback(OTHER_WEIGHTS)
+            self._paused = math.inf, OTHER_WEIGHTS
+            self.reset()  # what is stored is of weights that do not run
 
     # ---- a request ends ---------------------------------------------------------------------------------
 
@@ -309,7 +321,8 @@ class Scheduling:
         if tracked is None:
             return None
         tracked.drop_lookup()
-        self._finder.watch(tracked)
+        if self._paused[1] != OTHER_WEIGHTS:
+            self._finder.watch(tracked)
         if tracked.why_not:
             self.counts.add_not_blended(tracked.why_not)
         return tracked.answer()

@@ -11,7 +11,12 @@ class Outbox:
 
     Args:
         block_size: of the paged cache, in tokens.
+
+    Attributes:
+        has_other_weights: see `StepReport`.
     """
+
+    has_other_weights = False
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -1,4 +1,5 @@
-"""The worker side of a model that cannot be blended: gives back what the scheduler's side sends all the same.
+"""The worker side of a model that cannot be blended, or is not the one that blocks are named by: gives back what the
+scheduler's side sends all the same.
 
 Inside a `MultiConnector` vLLM passes the scheduler's side the handshake of one connector only, so that it may not learn
 of the refusal; a prompt that nobody provides would never be answered.
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.engines.vllm.jobs import AdapterSeen, CaptureJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
+from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
 from cacheblend.engines.vllm.worker.outbox import Outbox
 
 
@@ -19,19 +21,21 @@ class Refusal(Outbox):
     Args:
         block_size: of the paged cache, in tokens.
         reason: why the model cannot be blended.
+        label: the same, as it is counted.
     """
 
     is_follower = False
 
-    def __init__(self, block_size: int, reason: str) -> None:
+    def __init__(self, block_size: int, reason: str, label: str = ModelNotBlendableError.__name__) -> None:
         super().__init__(block_size)
-        self._reason, self.captured, self.counts = reason, 0, Counts()
+        self._reason, self._label, self.captured, self.counts = reason, label, 0, Counts()
+        self.has_other_weights = label == OTHER_WEIGHTS
         self.checks = self.adapters = _Nothing()
 
     def step(self, jobs: StepJobs) -> None:
         """Gives back prompts and chunks in the step that delivers them."""
         for job in jobs.blend:
-            self._end_unfilled(job, ModelNotBlendableError.__name__)
+            self._end_unfilled(job, self._label)
         self.captured += len(jobs.capture)
 
     def capture(self, jobs: Sequence[CaptureJob]) -> NoReturn:

@@ -148,6 +148,10 @@ class Worker(Outbox):
         while self.captured < self._chunks:
             self._capture_writer.wait(1.0)  # the last ones are being written
 
+    def is_any(self, own: bool) -> bool:
+        """Whether something holds on any rank; all ranks call it."""
+        return bool(self._ranks.agree_each([int(own)])[0])
+
     @property
     def is_follower(self) -> bool:
         """Another rank does the same work and reports it."""
