@@ -9,7 +9,6 @@ import typer
 
 from cacheblend.cli.evaluate_options import OptionalModel, Out, Scorers, TopK
 from cacheblend.cli.evaluate_output import Destination, say
-from cacheblend.cli.models import open_engine
 from cacheblend.cli.options import Anchor, AsJson, DeviceOptions, JsonFile
 from cacheblend.cli.output import check_folder, check_outputs, stages
 from cacheblend.cli.prompt_options import MaxTokens, QuestionOptions
@@ -115,6 +114,7 @@ def run_paper_command(options: PaperOptions) -> None:
         InvalidInputError: a file, an option or the model is wrong.
         typer.Exit: it was interrupted.
     """
+    from cacheblend.cli.models import open_engine
     from cacheblend.evaluation.scorers import check_scorers, make_scorers
 
     check_scorers(options.scorers)

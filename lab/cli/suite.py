@@ -8,7 +8,6 @@ import typer
 
 from cacheblend.cli.evaluate_options import Out
 from cacheblend.cli.evaluate_output import Destination, keep_summary, progress_bars, say, show_summary
-from cacheblend.cli.models import open_engine
 from cacheblend.cli.options import MODEL_OPTION, PROMPT, AsJson, DeviceOptions, JsonFile, Seed
 from cacheblend.cli.output import check_folder, check_outputs, console, progress, status
 from cacheblend.cli.prompt_options import Limit
@@ -127,6 +126,7 @@ def run_suite_command(options: SuiteOptions) -> bool:
     Raises:
         InvalidInputError: no such suite or part.
     """
+    from cacheblend.cli.models import open_engine
     from cacheblend.core.errors import InvalidInputError
     from lab.suite.suite import PARTS, Suite
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.checkout import environment
+
 BENCHMARK = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +60,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
 def test_servers_end_with_the_benchmark(number: signal.Signals, tmp_path: Path) -> None:
     """While requests to them are under way, and two run at a time."""
     command = [sys.executable, "-c", BENCHMARK, str(tmp_path), "the main thread"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
     try:
         wait_until((tmp_path / "asked").exists)
         servers = [int((tmp_path / name).read_text()) for name in ("one", "two")]
@@ -75,7 +77,8 @@ def test_servers_end_with_the_benchmark(number: signal.Signals, tmp_path: Path) 
 
 
 def test_a_benchmark_in_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", BENCHMARK, str(tmp_path), "a thread"])
+    command = [sys.executable, "-c", BENCHMARK, str(tmp_path), "a thread"]
+    process = subprocess.Popen(command, env=environment())
     try:
         wait_until((tmp_path / "asked").exists)
         process.send_signal(signal.SIGTERM)

@@ -14,7 +14,6 @@ import torch
 
 from cacheblend.engines import processor
 
-PACKAGE = Path(__file__).resolve().parents[1]
 PACKAGES = ("cacheblend", "torch", "transformers", "safetensors", "tokenizers")
 
 
@@ -39,13 +38,14 @@ def machine_line() -> str:
 
 
 @cache
-def code_digest(parts: Sequence[str], package: Path = PACKAGE) -> str:
+def code_digest(parts: Sequence[str], package: Path | None = None) -> str:
     """Hash of a package's source, for an installed package as well as a checkout.
 
     Args:
         parts: files and folders inside the package; of a folder, all Python files.
-        package: its folder; this one's by default.
+        package: its folder; None: this one's.
     """
+    package = package or Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for part in parts:
         path = package / part
