@@ -223,9 +223,10 @@ class Rendered:
         """What is in front of a content that begins at `stop`, with another text behind it."""
         return Rendered(
             self.text[:stop] + behind,
+            self.traced[:stop] + behind,
             tuple(place for place in self.places if place.stop <= stop),
             tuple(span for span in self.guarded if span[1] <= stop),
-            frozenset(at for at in self.openers if at < stop),
+            tuple(span for span in self.own if span[1] <= stop),
             0,
         )
 
