@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cacheblend.core.kernels.placing import Placement
+from cacheblend.core.kernels.kv_placement import Placement
 from cacheblend.core.plan.codec import codec_of
 from reference_attention import dense_attention
 
@@ -112,14 +112,14 @@ def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def compare_placing(case: Any, page: int | None = None) -> None:
     """The kernel beside plain PyTorch; of raw records, no bit of what is not moved changes."""
-    from cacheblend.core.kernels import placing, placing_triton
+    from cacheblend.core.kernels import kv_placement, kv_placement_triton
 
     _, placement, rotation, *_ = case
-    expected = placed(placing.place, *case)
+    expected = placed(kv_placement.place, *case)
     if page is None:
-        found, is_right = placed(placing_triton.place, *case), True
+        found, is_right = placed(kv_placement_triton.place, *case), True
     else:
-        found, is_right = placed_in_pages(placing_triton.place, *case, page)
+        found, is_right = placed_in_pages(kv_placement_triton.place, *case, page)
     is_right = is_right and is_close(found, expected)
     if placement.codec == "raw":
         still = [piece for piece in placement.pieces if rotation is None or not piece.offset]

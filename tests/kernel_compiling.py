@@ -14,7 +14,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from cacheblend.core.kernels import attention_triton, deviation_triton, placing_triton
+from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -61,14 +61,14 @@ def attention(capability, head_dim, group, rows, window=0, is_capped=False, sink
 def placing(capability, head_dim, kind, half=0, is_half=True, page=0, float8=0):
     """The placing kernel as `place` would launch it."""
     constants = {
-        "kind": placing_triton._KINDS[kind],
+        "kind": kv_placement_triton._KINDS[kind],
         "dtype": triton.language.bfloat16,
         "float8": float8,
         "head_dim": head_dim,
         "dims": triton.next_power_of_2(head_dim),
         "pairs": triton.next_power_of_2(half),
         "rest": triton.next_power_of_2(head_dim - 2 * half),
-        "tile_rows": placing_triton._TILE_ROWS,
+        "tile_rows": kv_placement_triton._TILE_ROWS,
         "half": half,
         "is_half": is_half,
         "page": page,
@@ -85,7 +85,7 @@ def placing(capability, head_dim, kind, half=0, is_half=True, page=0, float8=0):
         "block_table": "*i32",
     }
     aligned = ("key_block", "key_row", "key_head", "value_block", "value_row", "value_head")
-    return compiled(placing_triton._place, capability, types, constants, aligned, num_warps=4)
+    return compiled(kv_placement_triton._place, capability, types, constants, aligned, num_warps=4)
 
 
 def deviation(capability, head_dim):

@@ -8,7 +8,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
-from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, EmptySource, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Anchor, Planner

@@ -1,7 +1,7 @@
 """The text of a server's /metrics, every metric among it at least once."""
 
 from cacheblend.core.report import BlendReport
-from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.shadow import Compared, Labels, ShadowSettings, ShadowWatch
 from cacheblend.serve.metrics import Metrics
 from cacheblend.store import MemoryStore

@@ -176,7 +176,7 @@ class Scene:
         groups: Any = None,
     ) -> None:
         from cacheblend.engines.vllm.worker.groups import LayerGroups
-        from cacheblend.engines.vllm.worker.opening import Opener, no_sentence_ends
+        from cacheblend.engines.vllm.worker.prefill_factory import Opener, no_sentence_ends
         from cacheblend.engines.vllm.worker.ranks import Ranks
 
         self.model = TinyModel(SPECS[spec], dtype, between)
@@ -232,7 +232,7 @@ class Scene:
         return [layer.read(torch.tensor(blocks), len(blocks) * SIZE).clone() for layer in self.opener._paged]
 
     def _keep(self, ids: list[int]) -> None:
-        from cacheblend.core.naming import as_token_ids
+        from cacheblend.core.names import as_token_ids
         from cacheblend.engines.vllm.jobs import CaptureJob
 
         kv: list[Any] = []

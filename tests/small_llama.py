@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.naming import BlockName, chain_names, split_blocks
+from cacheblend.core.names import BlockName, chain_names, split_blocks
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import Answer, BlendEngine, Passage, SamplingParams
 from cacheblend.store import KVStore

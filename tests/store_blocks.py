@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, root_name
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.store import KVStore
 from cacheblend.store.format.block_file import decode_header, header_bytes

@@ -239,9 +239,9 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
     """Has `torch.cuda` answer for the pretended device, and the kernels serve it under Triton's interpreter."""
     from triton.runtime import interpreter
 
-    from cacheblend.core.kernels import attention_triton, deviation_triton, operations, placing_triton
+    from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton, operations
     from cacheblend.core.kernels.registry import Served
-    from cacheblend.core.load import staging
+    from cacheblend.core.load import staging_buffers
     from cacheblend.core.load.loader import LayerLoader
 
     answers = {
@@ -264,7 +264,7 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pretended, "record_stream", lambda self, stream: None, raising=False)
     for operation, kernel in (
         (operations.ATTEND_ROWS, attention_triton.attend_rows),
-        (operations.PLACE, placing_triton.place),
+        (operations.PLACE, kv_placement_triton.place),
         (operations.KV_DEVIATION, deviation_triton.kv_deviation),
     ):
         for dtype in (torch.float32, torch.bfloat16):
@@ -282,4 +282,4 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(interpreter.GridExecutor, "__call__", launch)
     patch.setattr(LayerLoader, "_load_overlapped", load)
-    patch.setattr(staging, "_stream", lambda device: _Stream())
+    patch.setattr(staging_buffers, "_stream", lambda device: _Stream())

@@ -98,14 +98,14 @@ def scheduling(
 ) -> Any:
     """A scheduler side over a store that holds these chunks of one tenant."""
     from cacheblend.core.load.capture import ChunkJob, manifest_of
-    from cacheblend.core.naming import as_token_ids
+    from cacheblend.core.names import as_token_ids
     from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
     from cacheblend.engines.identity import ModelIdentity
     from cacheblend.engines.settings import Settings
     from cacheblend.engines.shadow import ShadowWatch
     from cacheblend.engines.vllm.config import ConnectorConfig
-    from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
-    from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
+    from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
+    from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
     from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 
     settings = ConnectorConfig(**{"lookup_timeout_s": 30.0, **config})  # the machine may be busy

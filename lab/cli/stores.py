@@ -203,7 +203,7 @@ def sync(
         open_engine(model, f"{folder}/store", {"discover": False}, quiet=result.json) as engine,
         status("synchronising ...", quiet=result.json),
     ):
-        from cacheblend.engines.tokens.cutting import Cutting
+        from cacheblend.engines.tokens.chunker import Cutting
         from lab.speed import sync as bench
 
         cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))

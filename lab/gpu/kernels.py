@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
+from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import kv_deviation, place, serve
-from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.codec import CODECS
 from lab.gpu import attention

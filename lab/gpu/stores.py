@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.compiling import compile_layers
+from cacheblend.engines.hf.compilation import compile_layers
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from cacheblend.store.residence import HERE, OnDevice, PageLocked
 

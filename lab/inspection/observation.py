@@ -17,7 +17,7 @@ from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.recorded import Recorded
+from cacheblend.core.select.recorder import Recorded
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.layers import HfLayerRunner

@@ -16,14 +16,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.naming import BlockName, block_name, root_name
+from cacheblend.core.names import BlockName, block_name, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.plan.recurrence import Recurrences
 from cacheblend.engines.discovery import Discovery, DiscoveryFigures
 from cacheblend.engines.hf import BlendEngine, SamplingParams
-from cacheblend.engines.hf.warming import Asker
+from cacheblend.engines.hf.warmup import Asker
 from cacheblend.store import MemoryStore
 from lab.servers.prompts import LAST_ID
 

@@ -23,8 +23,8 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
 from cacheblend.core.load.read_size import ReadSize
-from cacheblend.core.load.staging import StagingMemory, memory_of
-from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
+from cacheblend.core.load.staging_buffers import StagingMemory, memory_of
+from cacheblend.core.names import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store import DiskStore, KVStore
 from cacheblend.store.format.checksum import digest

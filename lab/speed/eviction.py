@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.eviction import POLICIES, belady, eviction_of
 from lab.servers.ragpulse import read_trace
 

@@ -23,7 +23,7 @@ import torch
 from cacheblend.bench.stamp import stamp
 from cacheblend.bench.ttft import TtftSettings, draw_prompt, open_chunks, open_model
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.naming import root_name
+from cacheblend.core.names import root_name
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.engines.hf import BlendEngine

@@ -20,7 +20,7 @@ import torch
 
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
-from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.store import DiskStore
 from lab.checkout import environment

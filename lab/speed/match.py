@@ -9,9 +9,9 @@ import numpy as np
 
 from cacheblend.bench.stamp import stamp
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.chunk_matches import ChunkIndex
 
 VOCABULARY = 150_000
 

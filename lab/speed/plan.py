@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cacheblend.bench.stamp import stamp
-from cacheblend.core.naming import BlockName, TokenIds, block_name, root_name, split_blocks
+from cacheblend.core.names import BlockName, TokenIds, block_name, root_name, split_blocks
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.planner import Anchor, Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text

@@ -16,7 +16,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.data import read_passages
 from cacheblend.engines.documents import Document
 from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
-from cacheblend.engines.tokens.cutting import Cutting
+from cacheblend.engines.tokens.chunker import Cutting
 
 EDITS = tuple(product(("replaced", "inserted", "deleted"), ("start", "middle", "end")))
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
@@ -106,7 +106,7 @@ def _by_edit(
     cutting: Cutting,
 ) -> dict[str, float]:
     """The share of its document's tokens that each kind of edit changes, by how the documents are cut."""
-    from cacheblend.engines.hf.document_cutting import cut_whole, cutter
+    from cacheblend.engines.hf.document_chunks import cut_whole, cutter
 
     cut, _ = cutter(engine, cutting, 0)
     shares: dict[str, list[float]] = {}

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from cacheblend.core.plan.prompt import Prompt
     from cacheblend.engines.documents import Document
     from cacheblend.engines.hf.batch import BatchError
+    from cacheblend.engines.hf.document_sync import DocumentSync
     from cacheblend.engines.hf.engine import BlendEngine
     from cacheblend.engines.hf.grammar import Grammar
     from cacheblend.engines.hf.request import Answer
     from cacheblend.engines.hf.sampling import SamplingParams
-    from cacheblend.engines.hf.syncing import DocumentSync
     from cacheblend.engines.tokens.chat import Passage
     from cacheblend.store.open import open_store
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.kernels import attention, comparing, placing
+from cacheblend.core.kernels import attention, comparison, kv_placement
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
-from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
 from kernel_cases import compare, compare_attention, compare_deviation, compare_placing, records
 
@@ -18,7 +18,7 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from cacheblend.core.kernels import attention_triton, placing_triton  # noqa: E402
+from cacheblend.core.kernels import attention_triton, kv_placement_triton  # noqa: E402
 
 in_both_types = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
@@ -98,8 +98,8 @@ def test_deviation(head_dim: int, dtype: torch.dtype) -> None:
 def test_pages_of_eight_bits(head_dim: int, dtype: torch.dtype) -> None:
     """The checks before such pages are used, at the sizes that models have."""
     device, shapes = torch.device(DEVICE), (HeadShape(8, 2, head_dim), HeadShape(8, 2, head_dim, 128))
-    attends, places = comparing.float8_attention_differs, comparing.float8_placing_differs
+    attends, places = comparison.float8_attention_differs, comparison.float8_placing_differs
     found = attends(attention_triton.attend_rows, attention.attend_rows, device, dtype, shapes)
     compare(found == "", found)
-    found = places(placing_triton.place, placing.place, device, dtype, (2, head_dim))
+    found = places(kv_placement_triton.place, kv_placement.place, device, dtype, (2, head_dim))
     compare(found == "", found)

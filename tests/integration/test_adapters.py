@@ -11,7 +11,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import SamplingParams
-from cacheblend.engines.hf import warming as warming_module
+from cacheblend.engines.hf import warmup as warming_module
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, TokenEvent
 from cacheblend.store import MemoryStore

@@ -18,7 +18,7 @@ from cacheblend.engines.hf.prefiller import HfPrefill
 from cacheblend.engines.hf.prompts import PromptLike
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.watching import watch
 from cacheblend.engines.shadow import ShadowSettings

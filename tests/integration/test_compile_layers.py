@@ -8,7 +8,7 @@ import torch
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.select.selectors import Hkvd
-from cacheblend.engines.hf import BlendEngine, compiling
+from cacheblend.engines.hf import BlendEngine, compilation
 from campaign import rotating
 from families import tiny_model
 from parity.scenes import QUESTION, RAG, A, B, C, assert_same, greedy, open_engine, run
@@ -34,7 +34,7 @@ def test_blends_and_full_prefills_are_those_of_plain_layers(family: str) -> None
     with open_engine(model) as engine:
         expected = [run(engine, RAG, Hkvd((1, 2), (ratio, ratio))) for ratio in (0.2, 0.4, 1.0)]
     with open_engine(model) as engine:
-        assert compiling.compile_layers(engine.view, model.device, backend="eager") == ""
+        assert compilation.compile_layers(engine.view, model.device, backend="eager") == ""
         counters.clear()
         found = [run(engine, RAG, Hkvd((1, 2), (ratio, ratio))) for ratio in (0.2, 0.4, 1.0)]
     assert counters["frames"]["ok"] == counters["frames"]["total"]

@@ -242,7 +242,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    monkeypatch.setattr("cacheblend.engines.hf.opening.fingerprint_folder", fail)
+    monkeypatch.setattr("cacheblend.engines.hf.model_loader.fingerprint_folder", fail)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, RecordMemory
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import BlendEngine

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cacheblend.core.errors import InvalidInputError, StoreReadOnlyError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import chunk
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams

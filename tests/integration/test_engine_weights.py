@@ -17,7 +17,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError
 from cacheblend.engines import fingerprint
 from cacheblend.engines.folders import model_folder
-from cacheblend.engines.hf import BlendEngine, opening
+from cacheblend.engines.hf import BlendEngine, model_loader
 from cacheblend.engines.hf.doctor import diagnose
 from cacheblend.nano import model_path
 from small_llama import PARTS, PASSAGES, build_llama
@@ -116,13 +116,13 @@ def test_tied_weights_stay_tied_in_memory_of_their_own(folder: Path) -> None:
 
 
 def test_files_that_change_while_they_are_opened_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = opening.read_weights
+    reads = model_loader.read_weights
 
     def late(*args: Any, **options: Any) -> Any:
         edit(folder, model__norm__weight=load_file(folder / "model.safetensors")["model.norm.weight"] + 1)
         return reads(*args, **options)
 
-    monkeypatch.setattr(opening, "read_weights", late)
+    monkeypatch.setattr(model_loader, "read_weights", late)
     with pytest.raises(InvalidInputError, match="were changed while the model was opened from them; open it again"):
         BlendEngine.from_pretrained(folder)
 
@@ -233,14 +233,14 @@ def test_load_options_that_leave_the_weights_alone_keep_names_and_profile() -> N
 def test_device_map_says_where_the_model_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without accelerate transformers refuses it, so its place is taken here."""
     given: list[Any] = []
-    reads = opening.read_weights
+    reads = model_loader.read_weights
 
     def read(*args: Any, device_map: Any = None, **options: Any) -> Any:
         given.append(device_map)
         return reads(*args, **options)
 
-    monkeypatch.setattr(opening, "read_weights", read)
-    monkeypatch.setattr(opening, "_checked_device", lambda device: torch.device(device or "meta"))
+    monkeypatch.setattr(model_loader, "read_weights", read)
+    monkeypatch.setattr(model_loader, "_checked_device", lambda device: torch.device(device or "meta"))
     with BlendEngine.from_pretrained(folder, store="memory", device_map="auto") as engine:
         assert engine.model.device.type == "cpu" and given == ["auto"]
 
@@ -256,11 +256,11 @@ def test_weights_that_are_handed_over_are_part_of_the_name(folder: Path) -> None
 
 def test_the_weights_in_a_file_of_llama_cpp_are_part_of_the_name(folder: Path) -> None:
     (folder / "w.gguf").write_bytes(bytes(5000))
-    before = opening._changing(folder, {"gguf_file": "w.gguf"})
+    before = model_loader._changing(folder, {"gguf_file": "w.gguf"})
     (folder / "w.gguf").write_bytes(bytes(4999) + b"1")
-    assert opening._changing(folder, {"gguf_file": "w.gguf"}) != before
+    assert model_loader._changing(folder, {"gguf_file": "w.gguf"}) != before
     with pytest.raises(InvalidInputError, match=r"there is no file other\.gguf in .*; give gguf_file a path"):
-        opening._changing(folder, {"gguf_file": "other.gguf"})
+        model_loader._changing(folder, {"gguf_file": "other.gguf"})
 
 
 def test_nano_opens_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend.core.load import breaker
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.select.selectors import Head
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.store import KVStore, open_store

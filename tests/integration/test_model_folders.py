@@ -20,7 +20,7 @@ from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines import fingerprint
-from cacheblend.engines.hf import BlendEngine, opening
+from cacheblend.engines.hf import BlendEngine, model_loader
 from fake_adapters import add_adapter
 from families import tiny_model
 from small_llama import build_llama
@@ -326,7 +326,7 @@ def test_a_model_without_its_weights_is_refused() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     with pytest.raises(InvalidInputError, match=r"and \d+ more tensors would be on no device .* on one device"):
-        opening.read_weights(Opens(model), Path("m"), "auto")
+        model_loader.read_weights(Opens(model), Path("m"), "auto")
 
 
 # ---- adapters beside ------------------------------------------------------------------------------------------
@@ -340,8 +340,8 @@ def test_an_adapter_beside_the_weights_needs_no_other_model(
     adapter = {"base_model_name_or_path": "org/not-on-this-machine", "peft_type": "LORA"}
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
     plain = fingerprint.fingerprint_folder(folder)
-    monkeypatch.setattr(opening, "is_peft_available", lambda: True, raising=False)
-    assert opening._changing(folder, {}) == {}
+    monkeypatch.setattr(model_loader, "is_peft_available", lambda: True, raising=False)
+    assert model_loader._changing(folder, {}) == {}
     save_file({"lora": torch.ones(3)}, folder / "adapter_model.safetensors")
     assert fingerprint.fingerprint_folder(folder) != plain
     (folder / "config.json").unlink()
@@ -357,13 +357,13 @@ def test_a_model_beside_its_adapter_is_as_complete_as_any(built: Path, tensors: 
         model = LlamaForCausalLM.from_pretrained(folder)
         add_adapter(model, "default", 0)
         if name is None:
-            assert opening.read_weights(Opens(model), folder, "auto") is model
+            assert model_loader.read_weights(Opens(model), folder, "auto") is model
             lora = "model.layers.1.self_attn.q_proj.lora_A.default.weight"
             with pytest.raises(InvalidInputError, match=r"lora_A\.default\.weight missing"):
-                opening.read_weights(Opens(model, missing_keys={lora}), folder, "auto")
+                model_loader.read_weights(Opens(model, missing_keys={lora}), folder, "auto")
         else:
             with pytest.raises(InvalidInputError, match=message):
-                opening.read_weights(Opens(model), folder, "auto")
+                model_loader.read_weights(Opens(model), folder, "auto")
 
 
 def test_peft_folders(built: Path, tensors: Tensors, tmp_path: Path) -> None:
@@ -500,6 +500,6 @@ def test_a_model_in_memory_is_named_by_its_code_too(built: Path, tensors: Tensor
     for factor in ("1.0", "1.5"):
         folder = with_code(tmp_path / factor / "own", built, tensors, numbers_own=f"FACTOR = {factor}\n")
         as_in_another_process()
-        opens = opening.class_of(opening.read_config(folder, trust_remote_code=True))
+        opens = model_loader.class_of(model_loader.read_config(folder, trust_remote_code=True))
         names.append(fingerprint.fingerprint_model(opens.from_pretrained(folder, trust_remote_code=True)))
     assert len(set(names)) == 2

@@ -13,7 +13,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
 from cacheblend.core.load import breaker
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.engines import keeper
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.store import KVStore, open_store

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, chain_names, split_blocks
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, run_of, text

@@ -20,7 +20,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.shadowing import MOST_WAITING, ShadowCheck, Watched
+from cacheblend.engines.hf.shadow_check import MOST_WAITING, ShadowCheck, Watched
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits
 from cacheblend.engines.hf.watching import watch
 from cacheblend.engines.shadow import ANSWER_TOKENS, Compared, Labels, ShadowSettings, ShadowWatch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheblend.core.naming import STATE_IDS, BlockName, state_name
+from cacheblend.core.names import STATE_IDS, BlockName, state_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.selectors import AllRows

@@ -17,8 +17,8 @@ from cacheblend.core.errors import InvalidInputError, StoreFullError
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.documents import Document, referring
 from cacheblend.engines.hf import BlendEngine, DocumentSync, SyncReport
-from cacheblend.engines.hf.document_cutting import cut_whole, cutter
-from cacheblend.engines.tokens.cutting import Cutting
+from cacheblend.engines.hf.document_chunks import cut_whole, cutter
+from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.store import DiskStore, KVStore, MemoryStore
 from cacheblend.store.documents import DocumentRecord
 from serving import shallow
@@ -350,7 +350,7 @@ def test_other_cuts_are_a_change(shared: BlendEngine) -> None:
 def test_a_long_document_is_tokenised_in_parts(
     shared: BlendEngine, monkeypatch: pytest.MonkeyPatch, between: str
 ) -> None:
-    monkeypatch.setattr("cacheblend.engines.hf.document_cutting.ENCODED_AT_ONCE", 100)
+    monkeypatch.setattr("cacheblend.engines.hf.document_chunks.ENCODED_AT_ONCE", 100)
     body = between.join(["Lamp", "ferry"] * 60)
     cut, _ = cutter(shared, CUTTING, 0)
     pieces = cut_whole(cut, Document("a", body))
@@ -362,7 +362,7 @@ def test_others_have_their_turn_between_the_parts_of_a_long_document(
     shared: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that meanwhile stored another text of the same document included: its chunks are stale then, and go."""
-    monkeypatch.setattr("cacheblend.engines.hf.document_cutting.ENCODED_AT_ONCE", 100)
+    monkeypatch.setattr("cacheblend.engines.hf.document_chunks.ENCODED_AT_ONCE", 100)
     text, other = (" ".join(sentences(random.Random(seed), 20)) for seed in (5, 6))
     long = DocumentSync(shared, tenant="turns", cutting=CUTTING, reads_all=False)
     steps = long.steps([Document("a", text)], 1 << 16)

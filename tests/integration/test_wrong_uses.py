@@ -19,7 +19,7 @@ from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Limits
 from cacheblend.engines.hf.watching import watch
 from cacheblend.engines.shadow import ShadowSettings
-from cacheblend.engines.tokens.cutting import Cutting
+from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.nano import model_path
 from cacheblend.retrievers import DocumentServer
 from cacheblend.store import DiskStore, MemoryStore, open_store, parse_bytes

@@ -8,7 +8,7 @@ import pytest
 from cacheblend.evaluation.demo import CATEGORIES, DATA, demo_questions
 from cacheblend.nano.examples import NOTES, notes
 from cacheblend.nano.language import Sentence
-from cacheblend.nano.reading import read_scene
+from cacheblend.nano.scene_reader import read_scene
 from lab.nano import data
 from lab.nano.data import FURTHER, ROUNDS, SEEDS, draw_demo, draw_notes, record
 from lab.nano.scenes import Style

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.discovery import Discovery
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.listing import ChunkListing
 from cacheblend.store import MemoryStore
 from cacheblend.store.documents import DocumentRecord
 from parity.test_discovery import ANSWER, BOS, A, ask, ids, open_engine

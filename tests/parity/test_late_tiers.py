@@ -19,7 +19,7 @@ from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import NoRows
-from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warming
+from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warmup
 from cacheblend.engines.hf import engine as engine_module
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.scheduler import Scheduler
@@ -251,7 +251,7 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(
     """Whose blocks the loading controller left out, so that they are being promoted."""
     gate, promoted = threading.Event(), list[int]()
     monkeypatch.setattr(engine_module, "CLOSE_S", 0.1)
-    monkeypatch.setattr(warming, "PROMOTE_S", 0.1)
+    monkeypatch.setattr(warmup, "PROMOTE_S", 0.1)
     store = MemoryStore()
     monkeypatch.setattr(store, "promote", lambda names: (promoted.append(len(names)), gate.wait()))
     with open_engine(tiny_model("llama"), store=store) as engine:

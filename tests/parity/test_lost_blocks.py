@@ -8,7 +8,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load.capture import publish
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Hybrid, Query

@@ -311,7 +311,7 @@ def publish_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*real(plan), *(span for span in plan.spans if span.source.value == "miss")]
 
     monkeypatch.setattr(BlendPlan, "publishable", property(all_computed))
-    monkeypatch.setattr("cacheblend.engines.hf.warming.ChunkWarmer._capture", lambda *_: None)
+    monkeypatch.setattr("cacheblend.engines.hf.warmup.ChunkWarmer._capture", lambda *_: None)
 
 
 @pytest.mark.may_fail("store write", "block lost", "background work")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import Selector

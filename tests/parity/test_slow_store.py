@@ -12,7 +12,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load import breaker, budget
-from cacheblend.core.naming import BlockName, state_name
+from cacheblend.core.names import BlockName, state_name
 from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.prompt import Prompt

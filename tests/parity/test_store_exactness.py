@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cacheblend.core.config import AnchorKind
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import SamplingParams

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cacheblend.core.cost.controller import Controller
 from cacheblend.core.cost.cost_model import MARGIN, CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import as_token_ids, join_ids
-from cacheblend.engines.tokens import cutting
-from cacheblend.engines.tokens.cutting import Cutting
+from cacheblend.core.names import as_token_ids, join_ids
+from cacheblend.engines.tokens import chunker
+from cacheblend.engines.tokens.chunker import Cutting
 from campaign import share
 
 END = 1
@@ -106,6 +106,6 @@ def test_bounds_that_cannot_be_kept_are_refused(most: int, least: int) -> None:
 def test_cuts_do_not_depend_on_how_many_tokens_are_hashed_at_once(length: int, at_once: int) -> None:
     ids = as_token_ids(np.random.default_rng(length).integers(0, 50, length))
     with pytest.MonkeyPatch.context() as patch:
-        whole = cutting._hashes(ids)
-        patch.setattr(cutting, "_HASHED_AT_ONCE", at_once)
-        assert np.array_equal(cutting._hashes(ids), whole)
+        whole = chunker._hashes(ids)
+        patch.setattr(chunker, "_HASHED_AT_ONCE", at_once)
+        assert np.array_equal(chunker._hashes(ids), whole)

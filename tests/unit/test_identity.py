@@ -7,7 +7,7 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import root_name
+from cacheblend.core.names import root_name
 from cacheblend.core.plan.planner import Anchor
 from cacheblend.engines.fingerprint import fingerprint_folder
 from cacheblend.engines.identity import ModelIdentity

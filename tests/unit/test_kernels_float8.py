@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels import attention, comparing, operations, placing
+from cacheblend.core.kernels import attention, comparison, kv_placement, operations
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
-from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.registry import PLAIN, Kernel, Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation
 from campaign import share
@@ -46,7 +46,7 @@ def as_pages(rows: torch.Tensor, page: int = 16) -> torch.Tensor:
 @pytest.mark.parametrize("kind", FLOAT8, ids=str)
 def test_every_number_becomes_the_byte_that_pytorch_makes_of_it(kind: torch.dtype, scale: float) -> None:
     """Rounded to the nearest even, small ones too; beyond the largest number that one; NaN stays NaN."""
-    from cacheblend.core.kernels import placing_triton
+    from cacheblend.core.kernels import kv_placement_triton
 
     numbers = as_pages(every_number())
     blocks = len(numbers)
@@ -57,7 +57,7 @@ def test_every_number_becomes_the_byte_that_pytorch_makes_of_it(kind: torch.dtyp
     placement = Placement([Piece(0, tokens, 0, 0, tokens)])
     table = torch.arange(blocks, device=DEVICE)
     found = [torch.zeros(2, blocks, 16, 1, 64, device=DEVICE).to(kind) for _ in range(2)]
-    for place, pages in zip((placing_triton.place, placing.place), found, strict=True):
+    for place, pages in zip((kv_placement_triton.place, kv_placement.place), found, strict=True):
         place([record], placement, *pages, None, table, float8)
     is_nan = as_bytes(found[1]).view(kind).float().isnan()
     compare(torch.equal(as_bytes(found[0])[~is_nan], as_bytes(found[1])[~is_nan]))
@@ -136,28 +136,28 @@ def test_rows_attend_in_pages_as_the_dense_oracle_over_decoded_numbers(
 def test_records_are_placed_as_if_rounded_afterwards(
     kind: Any, dtype: Any, codec: str, head_dim: int, pairing: Any, offset: int, scales: Any, seed: int
 ) -> None:
-    from cacheblend.core.kernels import placing_triton
+    from cacheblend.core.kernels import kv_placement_triton
 
     made = records(codec, [40, 13], 2, head_dim, dtype, seed, DEVICE)
     placement = Placement([Piece(0, 40, 3, 5, 30, offset), Piece(1, 13, 0, 40, 13)], codec)
     rotation = KeyRotation(1e4 ** (-torch.arange(head_dim // 4) / (head_dim // 4)), pairing)
     float8, table = Float8(kind, dtype, *scales), torch.tensor([4, 1, 3, 0], device=DEVICE)
     dense = torch.zeros(2, 2, 64, head_dim, dtype=dtype, device=DEVICE)
-    placing.place(made, placement, *dense, rotation)
+    kv_placement.place(made, placement, *dense, rotation)
     expected = [as_bytes(part) for part in float8.encode(dense.unbind())]
-    for place in (placing_triton.place, placing.place):
+    for place in (kv_placement_triton.place, kv_placement.place):
         pages = torch.zeros(2, 5, 16, 2, head_dim, device=DEVICE).to(kind)
         place(made, placement, *pages, rotation, table, float8)
         for number, part in enumerate(as_bytes(pages)):
             found = part[table].flatten(0, 1).transpose(0, 1)
             apart = (found.int() - expected[number].int()).abs()
-            is_tie = place is placing_triton.place and bool(offset or codec != "raw")  # a sum in another order
+            is_tie = place is kv_placement_triton.place and bool(offset or codec != "raw")  # a sum in another order
             compare(int(apart.max()) <= is_tie and float((apart > 0).float().mean()) < 0.01, (number, apart.max()))
             assert not part[2].any()  # a block of nobody
 
 
 def test_a_kernel_that_differs_in_eight_bits_serves_other_caches_only() -> None:
-    from cacheblend.core.kernels import attention_triton, placing_triton
+    from cacheblend.core.kernels import attention_triton, kv_placement_triton
 
     device, dtype = torch.device(DEVICE), torch.bfloat16
 
@@ -168,20 +168,20 @@ def test_a_kernel_that_differs_in_eight_bits_serves_other_caches_only() -> None:
 
     def without_scales(*given: Any) -> None:
         *others, float8 = given
-        placing.place(*others, float8 and Float8(float8.kind, float8.dtype))
+        kv_placement.place(*others, float8 and Float8(float8.kind, float8.dtype))
 
-    attends, places = comparing.float8_attention_differs, comparing.float8_placing_differs
+    attends, places = comparison.float8_attention_differs, comparison.float8_placing_differs
     assert attends(attention_triton.attend_rows, attention.attend_rows, device, dtype) == ""
-    assert places(placing_triton.place, placing.place, device, dtype) == ""
+    assert places(kv_placement_triton.place, kv_placement.place, device, dtype) == ""
     assert "torch.float8_e5m2" in attends(without_bytes, attention.attend_rows, device, dtype)
-    assert "torch.float8_e4m3fn" in places(without_scales, placing.place, device, dtype)
-    assert comparing.attention_differs(without_bytes, attention.attend_rows, device, dtype) == ""
+    assert "torch.float8_e4m3fn" in places(without_scales, kv_placement.place, device, dtype)
+    assert comparison.attention_differs(without_bytes, attention.attend_rows, device, dtype) == ""
 
     def made(differs: Any) -> Operation[Any]:
         kernels = [Kernel("ours", lambda *_: True, lambda: without_bytes)]
         return Operation("attention", attention.attend_rows, kernels, differs)
 
-    assert made(comparing.attention_differs).on(device, dtype).is_kernel
+    assert made(comparison.attention_differs).on(device, dtype).is_kernel
     refused = made(attends).on(device, dtype)
     assert not refused.is_kernel and "torch.float8_e5m2" in refused.reason
 
@@ -202,7 +202,7 @@ def test_eight_bits_are_checked_where_they_are_used(monkeypatch: pytest.MonkeyPa
     operations.serve(device, torch.bfloat16, [shape], float8=True)
     assert asked[2:] == ["attention of rows", "placing", "attention in eight bits", "placing in eight bits"]
     assert operations.is_served(device, torch.bfloat16, shape, float8=True)
-    plain: Served[Any] = Served(placing.place, PLAIN)
+    plain: Served[Any] = Served(kv_placement.place, PLAIN)
     monkeypatch.setattr(operations.PLACE_FLOAT8, "_served", {(device, torch.bfloat16): plain})
     assert operations.is_served(device, torch.bfloat16, shape)
     assert not operations.is_served(device, torch.bfloat16, shape, float8=True)

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels import comparing, operations, placing
-from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels import comparison, kv_placement, operations
+from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.codec import CODECS, codec_of
 from campaign import share
@@ -44,7 +44,7 @@ def cases(draw):
 @given(cases())
 def test_every_row_is_decoded_and_moved_and_no_other_is_touched(case) -> None:
     made, placement, rotation, shape, dtype = case
-    keys, values = placed(placing.place, *case)
+    keys, values = placed(kv_placement.place, *case)
     untouched = torch.ones(shape[1], dtype=torch.bool)
     for piece in placement.pieces:
         record = codec_of(placement.codec).decode(made[piece.record], piece.tokens, shape[2], dtype)
@@ -60,8 +60,8 @@ def test_every_row_is_decoded_and_moved_and_no_other_is_touched(case) -> None:
 @SETTINGS
 @given(cases(), st.sampled_from([8, 16, 48]))
 def test_pages_hold_what_buffers_would(case, page) -> None:
-    found, is_untouched = placed_in_pages(placing.place, *case, page)
-    assert is_untouched and is_close(found, placed(placing.place, *case))
+    found, is_untouched = placed_in_pages(kv_placement.place, *case, page)
+    assert is_untouched and is_close(found, placed(kv_placement.place, *case))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -94,9 +94,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def kernel():
     pytest.importorskip("triton", reason="Triton is not installed here")
-    from cacheblend.core.kernels import placing_triton
+    from cacheblend.core.kernels import kv_placement_triton
 
-    return placing_triton.place
+    return kv_placement_triton.place
 
 
 @SETTINGS
@@ -140,9 +140,9 @@ def test_the_check_before_use_finds_a_wrong_kernel() -> None:
     device, dtype = torch.device(DEVICE), torch.bfloat16
 
     def unmoved(records, placement, keys, values, rotation=None, *pages):
-        placing.place(records, placement, keys, values, None, *pages)
+        kv_placement.place(records, placement, keys, values, None, *pages)
 
-    assert comparing.placing_differs(placing.place, placing.place, device, dtype) == ""
-    assert comparing.placing_differs(kernel(), placing.place, device, dtype) == ""
-    assert "differs from PyTorch" in comparing.placing_differs(unmoved, placing.place, device, dtype)
+    assert comparison.placing_differs(kv_placement.place, kv_placement.place, device, dtype) == ""
+    assert comparison.placing_differs(kernel(), kv_placement.place, device, dtype) == ""
+    assert "differs from PyTorch" in comparison.placing_differs(unmoved, kv_placement.place, device, dtype)
     assert operations.PLACE.on(torch.device("cpu"), torch.float32).name == "PyTorch"

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from cacheblend.core.kernels import attention, comparing, operations, placing
+from cacheblend.core.kernels import attention, comparison, kv_placement, operations
 from cacheblend.core.kernels.attention_spec import HeadShape
 from cacheblend.core.kernels.registry import Kernel, Operation, Served
 from cacheblend.engines.hf import prefiller
@@ -112,7 +112,7 @@ def test_attention_of_rows_is_checked_before_it_is_used() -> None:
     def ordered_pages(query, keys, values, positions, spec, table=None):
         return rounding(query, keys, values, positions, spec, None if table is None else table.flip(0))
 
-    check = partial(comparing.attention_differs, plain=attention.attend_rows, device=CPU, dtype=HALF)
+    check = partial(comparison.attention_differs, plain=attention.attend_rows, device=CPU, dtype=HALF)
     assert check(rounding) == ""
     assert re.match(r"differs from PyTorch by .* \(head_dim 128\), more than 0.06", check(without_window))
     assert re.match(r"differs from PyTorch by .* \(head_dim 64, in pages\), more than 0.06", check(ordered_pages))
@@ -154,7 +154,7 @@ def test_a_kernel_that_differs_in_a_models_own_shape_serves_no_longer(caplog: py
 
 def test_a_models_own_shapes_are_checked_of_attention_and_placing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list] = {"attention": [], "placing": []}
-    kernel = Served(attention.attend_rows, "a kernel"), Served(placing.place, "a kernel")
+    kernel = Served(attention.attend_rows, "a kernel"), Served(kv_placement.place, "a kernel")
     monkeypatch.setattr(operations.ATTEND_ROWS, "_served", {(CPU, HALF): kernel[0]})
     monkeypatch.setattr(operations.PLACE, "_served", {(CPU, HALF): kernel[1]})
     monkeypatch.setattr(operations, "_serves", lambda device, dtype: True)

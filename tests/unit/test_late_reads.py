@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
-from cacheblend.core.load import staging
+from cacheblend.core.load import staging_buffers
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.loader import LayerLoader
-from cacheblend.core.load.staging import StagingMemory
+from cacheblend.core.load.staging_buffers import StagingMemory
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.naming import BlockName, chain_names
+from cacheblend.core.names import BlockName, chain_names
 from cacheblend.core.plan.blocks import KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
@@ -84,7 +84,7 @@ def test_a_read_that_ends_late_writes_into_no_memory_of_others(
     seed: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, draw = StagingMemory(SLABS * SLAB, SLAB), random.Random(seed)
-    monkeypatch.setattr(staging, "memory_of", lambda device: memory)
+    monkeypatch.setattr(staging_buffers, "memory_of", lambda device: memory)
     store, threads = LateStore(), DaemonPool(16, "test-late")
     chunks = [stored(store, number) for number in range(1, 11)]
     late = draw.sample(range(10), 5)

@@ -8,9 +8,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.fuse import question
 from cacheblend.core.kernels.attention_spec import AttentionSpec
+from cacheblend.core.kernels.kv_placement import Piece, Placement, place
 from cacheblend.core.kernels.latent import attended, halves, joined, parts
 from cacheblend.core.kernels.operations import attend_last, attend_rows
-from cacheblend.core.kernels.placing import Piece, Placement, place
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.configs import expected_layout

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cacheblend.core.errors import StoreError
-from cacheblend.core.naming import BlockName, as_token_ids, root_name
+from cacheblend.core.names import BlockName, as_token_ids, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, text
-from cacheblend.engines.listing import ChunkListing, ListChanges
+from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.store import KVStore, MemoryStore, open_store
 from store_blocks import ROOT, make_block, make_manifest
 
@@ -261,8 +261,8 @@ def test_a_folder_that_did_not_change_is_not_listed_again(tmp_path: Path, monkey
 def test_an_index_is_made_once_however_many_ask_for_it_and_no_change_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cacheblend.core.plan.matching import ChunkIndex
-    from cacheblend.engines import listing as module
+    from cacheblend.core.plan.chunk_matches import ChunkIndex
+    from cacheblend.engines import chunk_index as module
 
     store, let_go, made = MemoryStore(1 << 20), Event(), []
 
@@ -291,7 +291,7 @@ def test_an_index_is_made_once_however_many_ask_for_it_and_no_change_waits_for_i
 
 def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's scheduler matches, and takes changes, between two steps."""
-    from cacheblend.core.plan.matching import ChunkIndex
+    from cacheblend.core.plan.chunk_matches import ChunkIndex
 
     store, is_applied, let_go = MemoryStore(1 << 20), Event(), Event()
     first, second = manifests(2)
@@ -332,7 +332,7 @@ def test_nobody_waits_while_a_long_list_is_applied(monkeypatch: pytest.MonkeyPat
 def test_tenants_who_have_stored_nothing_take_no_place_of_those_who_have(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend.engines import listing as module
+    from cacheblend.engines import chunk_index as module
 
     monkeypatch.setattr(module, "MOST_INDEXES", 8)
     rng, store = random.Random(seed), MemoryStore(1 << 20)

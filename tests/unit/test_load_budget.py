@@ -21,7 +21,7 @@ from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.budget import LEAST_S, LoadBudget, Reading
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.read_size import MOMENT_S, ReadSize
-from cacheblend.core.naming import chain_names
+from cacheblend.core.names import chain_names
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text

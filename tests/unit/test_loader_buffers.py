@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend.core.kernels import placing
-from cacheblend.core.kernels.placing import ROWS_AT_ONCE
+from cacheblend.core.kernels import kv_placement
+from cacheblend.core.kernels.kv_placement import ROWS_AT_ONCE
 from cacheblend.core.kernels.rope import Turn, reposition_keys, turn_by
 from cacheblend.core.load import read_size
 from cacheblend.core.load.layer_kv import LayerKV
@@ -63,7 +63,7 @@ def test_keys_move_in_the_thread_that_has_the_processor_for_it(overlap: bool, mo
         moved.add(threading.current_thread().name in source.threads)
         return reposition_keys(keys, turn)
 
-    monkeypatch.setattr(placing, "reposition_keys", spied)
+    monkeypatch.setattr(kv_placement, "reposition_keys", spied)
     plan, source = planned()
     with LayerLoader(plan, source, LAYOUT, ROTATIONS, overlap=overlap) as loader:
         check(plan, source, [loader.layer(i) for i in range(len(LAYOUT.layers))], 0)

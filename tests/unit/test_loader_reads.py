@@ -14,9 +14,9 @@ from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load import read_size
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.read_size import AT_ONCE, AT_ONCE_TO_DEVICE, ReadSize
-from cacheblend.core.load.staging import Lease, StagingMemory
+from cacheblend.core.load.staging_buffers import Lease, StagingMemory
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import EmptySource, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt, chunk, text

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import TokenIds, block_name, root_name
+from cacheblend.core.names import TokenIds, block_name, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.matching import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
+from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex, repeats, window_hashes
 
 ROOT = root_name("a model", "float32")
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.core.naming import (
+from cacheblend.core.names import (
     as_token_ids,
     block_name,
     chain_names,

@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend.nano.examples import EXAMPLES, Answer, answer_of, notes
 from cacheblend.nano.language import Sentence, spell
-from cacheblend.nano.reading import read_scene
+from cacheblend.nano.scene_reader import read_scene
 from lab.nano.scenes import questions_of
 
 NOTES = notes()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend.core.cost.cost_model import MARGIN
-from cacheblend.core.cost.placement import Device, cheapest, place, recompute_s
+from cacheblend.core.cost.devices import Device, cheapest, place, recompute_s
 from cacheblend.core.errors import InvalidInputError
 from command_line import runner
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, block_name, chain_names, root_name, split_blocks
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, block_name, chain_names, root_name, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 from cacheblend.core.plan.planner import Anchor, Planner, cut_bos

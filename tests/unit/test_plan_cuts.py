@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import BlockLostError, CacheBlendError
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.load.loader import LayerLoader
-from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, chain_names, join_ids, split_blocks
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, join_ids, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.codec import CODECS, codec_of
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.naming import BlockName, TokenIds, as_token_ids, chain_names, join_ids, root_name, split_blocks
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, join_ids, root_name, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Anchor, Planner

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
-from cacheblend.core.naming import as_token_ids
+from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.prompt import Prompt, check_ids, chunk, text
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenizers_for_tests as tokenizers
-from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
+from cacheblend.core.names import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Anchor, Planner

@@ -13,7 +13,7 @@ from cacheblend.core.fuse import question
 from cacheblend.core.fuse.question import rows_to_ask
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.layers.attention_weights import attention_weights
-from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner

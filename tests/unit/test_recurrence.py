@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import TokenIds, root_name
+from cacheblend.core.names import TokenIds, root_name
+from cacheblend.core.plan.chunk_matches import WINDOW
 from cacheblend.core.plan.fingerprints import MOST_COPIES, winnowed
 from cacheblend.core.plan.intervals import Interval, pieces_of
-from cacheblend.core.plan.matching import WINDOW
 from cacheblend.core.plan.recurrence import HALF_LIFE, Recurrences, Run, equal_around
 from campaign import share
 

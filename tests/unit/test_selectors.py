@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import Hybrid, Query
-from cacheblend.core.select.recorded import Recorded
+from cacheblend.core.select.recorder import Recorded
 from cacheblend.core.select.selectors import (
     AllRows,
     Candidates,

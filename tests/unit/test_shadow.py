@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selection import Selection
 from cacheblend.engines.bounds import allowed_errors, lower_bound
-from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.shadow import Compared, Floor, Labels, ShadowSettings, ShadowWatch, compare, factors_from
 from cacheblend.engines.shadow.comparison import MOST_KL, kl_divergence

@@ -13,8 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cacheblend.core.load import staging as staging_module
-from cacheblend.core.load.staging import Lease, StagingMemory, _ThroughSlabs, copied_at_once, moved_together
+from cacheblend.core.load import staging_buffers as staging_module
+from cacheblend.core.load.staging_buffers import Lease, StagingMemory, _ThroughSlabs, copied_at_once, moved_together
 
 SLAB = 1 << 16
 PAGE = 4096

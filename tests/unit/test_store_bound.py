@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend.core.errors import StoreFullError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.disk import folder as folder_module
 from cacheblend.store.disk.folder import Folder
 from store_folders import disk, occupied

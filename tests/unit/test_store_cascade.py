@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError, StoreFullError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, RecordMemory
 from cacheblend.store import DiskStore, KVStore, MemoryStore, open_store
 from cacheblend.store.base import Progress

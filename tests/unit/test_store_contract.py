@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreFullError
-from cacheblend.core.naming import BlockName, as_token_ids, block_name
+from cacheblend.core.names import BlockName, as_token_ids, block_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, LayerShape
 from cacheblend.core.plan.codec import CODECS
 from cacheblend.store import KVStore, MemoryStore

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreFormatError
-from cacheblend.core.naming import as_token_ids, block_name, root_name
+from cacheblend.core.names import as_token_ids, block_name, root_name
 from cacheblend.store import DiskStore
 from cacheblend.store.format.manifest_file import decode_manifest, encode_manifest
 from store_blocks import holds, make_block, make_manifest, raw_block, same_bits

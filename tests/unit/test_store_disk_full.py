@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend.core.errors import StoreFullError
-from cacheblend.core.naming import as_token_ids
+from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store import DiskStore
 from cacheblend.store.documents import DocumentRecord

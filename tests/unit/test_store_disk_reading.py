@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError, InvalidInputError
-from cacheblend.core.load.staging import StagingMemory
+from cacheblend.core.load.staging_buffers import StagingMemory
 from cacheblend.core.plan.blocks import Block, LayerShape
 from cacheblend.store import DiskStore
 from cacheblend.store.disk import block_files, block_reader

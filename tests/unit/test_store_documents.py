@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend.core.errors import StoreReadOnlyError
-from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.names import BlockName, root_name
 from cacheblend.store import DiskStore, KVStore
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_name
 from cacheblend.store.remote.bucket import BucketObjects

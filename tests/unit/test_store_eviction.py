@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store import DiskStore, MemoryStore, open_store
 from cacheblend.store.eviction import POLICIES, Eviction, belady, eviction_of
 from store_blocks import make_block

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, LayerShape, RecordMemory
 from cacheblend.store import MemoryStore, TieredStore
 from cacheblend.store.combined import ThrottledStore

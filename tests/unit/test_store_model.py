@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from cacheblend.core.errors import StoreFullError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend.store.format.block_file import encode_block
 from campaign import share

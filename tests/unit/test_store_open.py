@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError, StoreError
-from cacheblend.core.naming import root_name
+from cacheblend.core.names import root_name
 from cacheblend.store import (
     DiskStore,
     MemoryStore,

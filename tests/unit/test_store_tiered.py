@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store import MemoryStore, TieredStore
 from store_blocks import ROOT, make_block, same_bits
 from store_folders import disk

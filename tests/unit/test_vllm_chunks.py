@@ -7,13 +7,13 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import as_token_ids, block_name, root_name
+from cacheblend.core.names import as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import Head, Hkvd
-from cacheblend.engines.listing import with_matches
+from cacheblend.engines.chunk_index import with_matches
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.vllm.scheduler.chunks import named_chunks
 from cacheblend.engines.vllm.scheduler.options import RequestOptions, read_options

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.cost_model import CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, root_name
+from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.cost_model import write_cost_model
-from cacheblend.engines.vllm.scheduler.controlling import RATIO_STEP, LoadChoice, LoadControl, open_load_control
+from cacheblend.engines.vllm.scheduler.load_control import RATIO_STEP, LoadChoice, LoadControl, open_load_control
 from campaign import share
 
 LAYERS, BYTES = 24, 12_288

@@ -21,12 +21,12 @@ from cacheblend.core.select.selectors import Hkvd
 from cacheblend.engines.vllm.compat import connector_of_worker
 from cacheblend.engines.vllm.compat_ranks import TensorParallel
 from cacheblend.engines.vllm.compat_shim import AttentionShim
-from cacheblend.engines.vllm.worker import checking, paged_attention
+from cacheblend.engines.vllm.worker import paged_attention, shadow_prefills
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.opening import Opener
-from cacheblend.engines.vllm.worker.paged import PagedLayer
+from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
+from cacheblend.engines.vllm.worker.prefill_factory import Opener
 from cacheblend.engines.vllm.worker.worker import Worker
 from cacheblend.store.disk import DiskStore
 
@@ -53,7 +53,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "open check": (Opener, "full"),
     "run check": (CheckRunner, "run"),
     "logits": (BlendModel, "logits"),
-    "compare": (checking, "compare"),
+    "compare": (shadow_prefills, "compare"),
 }
 KINDS: dict[str, Callable[[str], Exception]] = {
     "error": RuntimeError,
@@ -127,14 +127,14 @@ DiskStore.read_layers = _read_layers  # type: ignore[method-assign]
 
 
 def serve_triton() -> None:
-    from cacheblend.core.kernels import attention_triton, deviation_triton, operations, placing_triton
+    from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton, operations
     from cacheblend.core.kernels.registry import Operation, Served
 
     calls: dict[Operation[Any], Any] = {
         operations.ATTEND_ROWS: attention_triton.attend_rows,
-        operations.PLACE: placing_triton.place,
+        operations.PLACE: kv_placement_triton.place,
         operations.ATTEND_FLOAT8: attention_triton.attend_rows,
-        operations.PLACE_FLOAT8: placing_triton.place,
+        operations.PLACE_FLOAT8: kv_placement_triton.place,
         operations.KV_DEVIATION: deviation_triton.kv_deviation,
     }
     for operation, call in calls.items():
@@ -177,9 +177,9 @@ class Injecting:
 
     def pause_after_slow_reads(self, seconds: float) -> None:
         """Sets for how long the scheduler side, which is in this process, blends nothing after a slow read."""
-        from cacheblend.engines.vllm.scheduler import scheduling
+        from cacheblend.engines.vllm.scheduler import scheduler
 
-        scheduling.PAUSE_S = seconds
+        scheduler.PAUSE_S = seconds
 
     def read_timeout(self, seconds: float) -> None:
         """After so many seconds without a layer vLLM computes a prompt."""

@@ -48,7 +48,7 @@ MODULES = (
     "compressed_tensors.quantization",
     "transformers.models.llama.modeling_llama",
     "cacheblend.engines.vllm.connector",
-    "cacheblend.engines.vllm.scheduler.scheduling",
+    "cacheblend.engines.vllm.scheduler.scheduler",
     "cacheblend.engines.vllm.worker.worker",
 )
 """What programs would import first of all; none of them starts a thread or reads the environment of one program."""

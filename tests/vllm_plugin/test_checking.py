@@ -29,10 +29,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    from cacheblend.engines.vllm.scheduler import checking
+    from cacheblend.engines.vllm.scheduler import shadow_answers
 
     made = Clock()
-    monkeypatch.setattr(checking, "time", made)
+    monkeypatch.setattr(shadow_answers, "time", made)
     return made
 
 
@@ -289,7 +289,7 @@ def test_an_answer_names_the_ratio_that_was_in_force_when_its_request_came() -> 
 
 def test_the_loading_controller_raises_what_it_recomputes_above_the_ratio_in_force() -> None:
     """And the answer names that; blocks that others share are named, and told, by the ratio in force."""
-    from cacheblend.engines.vllm.scheduler.controlling import LoadChoice
+    from cacheblend.engines.vllm.scheduler.load_control import LoadChoice
 
     asked: list[Any] = []
 

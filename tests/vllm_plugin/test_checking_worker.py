@@ -175,8 +175,8 @@ def test_under_full_load_answers_are_compared_and_cost_the_drawn_share(
     from cacheblend.engines.shadow import Labels, ShadowSettings, ShadowWatch
     from cacheblend.engines.vllm.jobs import StepJobs, StepReport
     from cacheblend.engines.vllm.metrics import Counts
-    from cacheblend.engines.vllm.scheduler import checking as draws_module
-    from cacheblend.engines.vllm.worker import checking as checks_module
+    from cacheblend.engines.vllm.scheduler import shadow_answers as draws_module
+    from cacheblend.engines.vllm.worker import shadow_prefills as checks_module
 
     draw, clock = random.Random(seed), Clock()
     share, rows = draw.choice([0.02, 0.1, 0.5]), draw.randint(1, 8)

@@ -15,7 +15,7 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.attention import attend_rows
 from cacheblend.core.kernels.float8 import Float8
-from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.registry import PLAIN, Served
 from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.plan.plan import Source
@@ -40,11 +40,11 @@ OTHERS, OWN = range(21, 40), [5, 9, 2, 17, 3, 11, 8, 1, 14, 6, 19, 12, 4, 10, 15
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels serve CPUs, under the interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed here")
-    from cacheblend.core.kernels import attention_triton, deviation_triton, placing_triton
+    from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
 
     calls: dict[Any, Any] = {
         operations.ATTEND_FLOAT8: attention_triton.attend_rows,
-        operations.PLACE_FLOAT8: placing_triton.place,
+        operations.PLACE_FLOAT8: kv_placement_triton.place,
         operations.KV_DEVIATION: deviation_triton.kv_deviation,
     }
     for operation, call in calls.items():
@@ -78,7 +78,7 @@ class Rounded(LayerKV):
 
 def by_definition(scene: Scene, fp8: Fp8, job: Any) -> list[torch.Tensor]:
     """The rows of each layer, [kv_heads, 2, rows, head_dim], after a blend of buffers that are rounded."""
-    from cacheblend.engines.vllm.worker import opening
+    from cacheblend.engines.vllm.worker import prefill_factory
 
     rows = len(job.plan)
     made: list[Any] = []
@@ -91,7 +91,7 @@ def by_definition(scene: Scene, fp8: Fp8, job: Any) -> list[torch.Tensor]:
                 part[:, : job.local_tokens] = known
         made.append(own(*held))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "PagedKV", lambda layer, pages, blocks: made[scene.opener._paged.index(layer)])
+        patch.setattr(prefill_factory, "PagedKV", lambda layer, pages, blocks: made[scene.opener._paged.index(layer)])
         scene.blend(job)
     return [torch.stack(list(each), dim=1) for each in made]
 
@@ -154,7 +154,7 @@ def test_our_kernels_blend_as_pytorch_does(name: str, layout: str, codec: str) -
 @pytest.mark.parametrize("layout", ["flash", "keys transposed"])
 @pytest.mark.parametrize("name", CACHES)
 def test_the_kind_and_the_places_are_learnt_by_writing(name: str, layout: str, dtype: torch.dtype) -> None:
-    from cacheblend.engines.vllm.worker.paged import RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
 
     fp8 = CACHES[name]
     layer = Scene(layout, in_pages=True, fp8=fp8, dtype=dtype).opener._paged[1]
@@ -170,7 +170,7 @@ def test_the_kind_and_the_places_are_learnt_by_writing(name: str, layout: str, d
 
 def test_equal_rows_have_no_deviation_and_attention_reads_with_scales() -> None:
     """However large they are; a row that is a step away has one."""
-    from cacheblend.engines.vllm.worker.paged import RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
     from cacheblend.engines.vllm.worker.paged_kv import PagedKV
 
     fp8 = CACHES["scales"]

@@ -78,7 +78,7 @@ def kept(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_was_written_is_read_back_and_others_blocks_stay(dtype: torch.dtype, latent_first: bool) -> None:
     """Held rows are read through the same layout, which is learnt."""
-    from cacheblend.engines.vllm.worker.paged import PagedLayer, RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 
     layer = layer_of(dtype, latent_first)
     paged = PagedLayer(layer, 1, (RANK + ROTARY) // 2, SIZE, dtype)

@@ -42,13 +42,13 @@ def config_of(connector: dict[str, Any] | None) -> Any:
 
 
 def reserved(connector: dict[str, Any] | None, device: str = "meta") -> int:
-    from cacheblend.engines.vllm import compat_loading
+    from cacheblend.engines.vllm import compat_loader
 
-    compat_loading.release_reserved()
+    compat_loader.release_reserved()
     attention = nn.Linear(2, 2)
-    compat_loading._reserve(attention, config_of(connector), torch.device(device))
-    taken = compat_loading.release_reserved()
-    assert compat_loading.release_reserved() == 0
+    compat_loader._reserve(attention, config_of(connector), torch.device(device))
+    taken = compat_loader.release_reserved()
+    assert compat_loader.release_reserved() == 0
     return taken
 
 
@@ -83,7 +83,7 @@ def test_the_connector_is_found_among_several() -> None:
 
 def test_a_gpu_without_that_much_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.vllm import compat_loading
+    from cacheblend.engines.vllm import compat_loader
 
     attention = nn.Linear(2, 2)
 
@@ -92,7 +92,7 @@ def test_a_gpu_without_that_much_is_refused_with_a_way_out(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(InvalidInputError, match="set workspace_bytes, max_model_len or"):
-        compat_loading._reserve(attention, config_of(CONNECTOR), torch.device("meta"))
+        compat_loader._reserve(attention, config_of(CONNECTOR), torch.device("meta"))
 
 
 TIER = "cuda://?max_bytes=5MiB, file:///kv"
@@ -109,15 +109,15 @@ def test_records_that_the_device_keeps_are_taken_as_well(workspace_bytes: int | 
 
 
 def test_what_was_taken_for_records_goes_back_to_the_device_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm import compat_loading
+    from cacheblend.engines.vllm import compat_loader
 
     emptied: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     model = nn.Linear(2, 2).to_empty(device="meta")
     for to_device, times in ((False, 0), (True, 1)):
-        compat_loading._reserve(model, config_of(CONNECTOR), torch.device("meta"))
-        assert compat_loading.release_reserved(to_device=to_device) > 0 and len(emptied) == times
-    assert compat_loading.release_reserved(to_device=True) == 0 and len(emptied) == 1  # on a CPU nothing was taken
+        compat_loader._reserve(model, config_of(CONNECTOR), torch.device("meta"))
+        assert compat_loader.release_reserved(to_device=to_device) > 0 and len(emptied) == times
+    assert compat_loader.release_reserved(to_device=True) == 0 and len(emptied) == 1  # on a CPU nothing was taken
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_tier_that_cannot_be_is_refused_while_the_model_is_loaded(store: str, 
 
 def test_a_gpu_without_room_for_records_is_told_which_bound_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.vllm import compat_loading
+    from cacheblend.engines.vllm import compat_loader
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -146,6 +146,4 @@ def test_a_gpu_without_room_for_records_is_told_which_bound_to_lower(monkeypatch
     model, extra = nn.Linear(2, 2).to_empty(device="meta"), {"store": "cuda://?max_bytes=500GiB, file:///kv"}
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(InvalidInputError, match=r"500.00 GiB of it for stored records.*max_bytes of cuda://"):
-        compat_loading._reserve(
-            model, config_of(CONNECTOR | {"kv_connector_extra_config": extra}), torch.device("meta")
-        )
+        compat_loader._reserve(model, config_of(CONNECTOR | {"kv_connector_extra_config": extra}), torch.device("meta"))

@@ -67,7 +67,7 @@ def layer_of(put: Put, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_was_written_is_read_back(name: str, dtype: torch.dtype) -> None:
-    from cacheblend.engines.vllm.worker.paged import PagedLayer, RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 
     put, shape = LAYOUTS[name]
     paged = PagedLayer(layer_of(put, shape, dtype), HEADS, WIDTH, SIZE)
@@ -87,7 +87,7 @@ def test_what_was_written_is_read_back(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_with_strides_is_seen_as_pages(name: str, dtype: torch.dtype) -> None:
     """Of views too: caches are often parts of a larger tensor, or permuted."""
-    from cacheblend.engines.vllm.worker.paged import PagedLayer, RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 
     put, shape = LAYOUTS[name]
     layer = layer_of(put, shape, dtype)
@@ -107,7 +107,7 @@ def test_a_layout_with_strides_is_seen_as_pages(name: str, dtype: torch.dtype) -
 
 def test_a_packed_layout_has_no_pages_and_is_read_all_the_same() -> None:
     """As on CPUs with AMX, where pairs of tokens lie side by side."""
-    from cacheblend.engines.vllm.worker.paged import PagedLayer, RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 
     paged = PagedLayer(layer_of(packed, (BLOCKS, HEADS, SIZE, 2 * WIDTH), torch.float32), HEADS, WIDTH, SIZE)
     assert paged.pages() is None
@@ -123,7 +123,7 @@ def test_vllms_own_cpu_cache_has_pages_and_leaves_rows_without_a_slot_alone(
 ) -> None:
     from vllm import _custom_ops as ops
 
-    from cacheblend.engines.vllm.worker.paged import NO_SLOT, PagedLayer
+    from cacheblend.engines.vllm.worker.paged_cache import NO_SLOT, PagedLayer
 
     def update(layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         parts = cache.view(BLOCKS, HEADS, 2 * size, -1).chunk(2, dim=2)
@@ -145,7 +145,7 @@ def test_vllms_own_cpu_cache_has_pages_and_leaves_rows_without_a_slot_alone(
 
 def test_a_cache_that_changes_numbers_is_refused() -> None:
     from cacheblend.core.errors import ModelNotBlendableError
-    from cacheblend.engines.vllm.worker.paged import PagedLayer
+    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
 
     paged = PagedLayer(layer_of(scaled, LAYOUTS["kv, blocks, tokens"][1], torch.float32), HEADS, WIDTH, SIZE)
     with pytest.raises(ModelNotBlendableError, match="no-enable-prefix-caching"):
@@ -180,7 +180,7 @@ def test_rows_are_attended_to_by_products_where_they_are_faster(
     from cacheblend.core.load.loader import LayerKV
     from cacheblend.engines.vllm import compat
     from cacheblend.engines.vllm.worker import paged_attention
-    from cacheblend.engines.vllm.worker.paged import RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
 
     monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: longest)
     monkeypatch.setattr(compat, "sequences_metadata", lambda *_: object())
@@ -228,7 +228,7 @@ def test_rows_of_a_held_prefix_are_attended_to_and_not_written(monkeypatch: pyte
     from cacheblend.core.kernels.attention_spec import AttentionSpec
     from cacheblend.core.load.layer_kv import LayerKV
     from cacheblend.engines.vllm.worker import paged_attention
-    from cacheblend.engines.vllm.worker.paged import RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
 
     monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: math.inf)
     backend, rows, held = Backend(), 200, 50

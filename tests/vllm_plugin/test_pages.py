@@ -9,7 +9,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, CacheBlendError
 from cacheblend.core.fuse import rows
 from cacheblend.core.kernels import operations
-from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.registry import Served
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.question_selectors import Hybrid, Query
@@ -45,11 +45,11 @@ def scene(**how: Any) -> Any:
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels serve CPUs, under the interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed here")
-    from cacheblend.core.kernels import attention_triton, deviation_triton, placing_triton
+    from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton
 
     calls: dict[Any, Any] = {
         operations.ATTEND_ROWS: attention_triton.attend_rows,
-        operations.PLACE: placing_triton.place,
+        operations.PLACE: kv_placement_triton.place,
         operations.KV_DEVIATION: deviation_triton.kv_deviation,
     }
     for operation, call in calls.items():
@@ -104,7 +104,7 @@ def test_by_our_kernels_in_bfloat16_with_codecs_and_the_question(selector: str, 
 
 
 def test_pages_need_neither_buffers_nor_a_copy_of_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.worker.paged import PagedLayer
+    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
 
     paged = scene(in_pages=True)
 
@@ -202,7 +202,7 @@ def test_a_prompt_that_is_given_up_writes_nothing_more_and_can_begin_in_other_bl
 
 
 def test_no_record_is_placed_in_a_shared_block() -> None:
-    from cacheblend.engines.vllm.worker.paged import RequestBlocks
+    from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
     from cacheblend.engines.vllm.worker.paged_kv import PagedKV
 
     paged = scene(in_pages=True)
@@ -261,10 +261,10 @@ def test_who_decides_whether_pages_are_used(caplog: pytest.LogCaptureFixture) ->
 def test_an_opener_has_its_kernels_checked_in_the_models_own_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not its first request."""
     from cacheblend.core.kernels.attention_spec import HeadShape
-    from cacheblend.engines.vllm.worker import opening
+    from cacheblend.engines.vllm.worker import prefill_factory
 
     asked: list[Any] = []
-    monkeypatch.setattr(opening, "serve", lambda *args, **options: asked.append(args))
+    monkeypatch.setattr(prefill_factory, "serve", lambda *args, **options: asked.append(args))
     scene(in_pages=None, spec="window")
     ((device, dtype, shapes),) = asked
     assert (device, dtype, set(shapes)) == (torch.device("cpu"), torch.float32, {HeadShape(4, 2, 16, 40)})
@@ -274,7 +274,7 @@ def test_an_opener_has_its_kernels_checked_in_the_models_own_shapes(monkeypatch:
 def test_no_layer_in_pages_waits_for_the_device(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits is where the embedded engine waits too: nothing is added by blocks, slots or what vLLM holds."""
     from cacheblend.engines.vllm.worker import paged_kv
-    from cacheblend.engines.vllm.worker.paged import PagedLayer
+    from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
 
     paged = scene(in_pages=True)
     written: list[Any] = []

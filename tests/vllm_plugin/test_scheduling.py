@@ -187,7 +187,7 @@ def test_a_prompt_of_which_little_is_stored_is_left_to_vllm() -> None:
 
 
 def test_few_prompts_are_outstanding_at_a_time() -> None:
-    from cacheblend.engines.vllm.scheduler.scheduling import MOST_OUTSTANDING
+    from cacheblend.engines.vllm.scheduler.scheduler import MOST_OUTSTANDING
 
     side = scheduling([CHUNK])
     requests = [Request([*range(40), *CHUNK, 7, 8], name=str(i)) for i in range(MOST_OUTSTANDING + 1)]

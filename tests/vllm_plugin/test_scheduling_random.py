@@ -158,7 +158,7 @@ class Engine:
 def test_whatever_happens_no_plain_name_holds_blended_kv_and_every_request_ends(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend.engines.vllm.scheduler import scheduling as module
+    from cacheblend.engines.vllm.scheduler import scheduler as module
 
     monkeypatch.setattr(module, "PAUSE_S", 0.002)
     engine = Engine(seed)

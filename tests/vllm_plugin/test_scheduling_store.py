@@ -97,7 +97,7 @@ def test_a_list_that_is_long_in_coming_takes_no_thread_from_those_who_name_their
 
 @pytest.mark.may_fail("slow store")
 def test_a_list_that_others_have_waited_for_in_vain_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines import listing as module
+    from cacheblend.engines import chunk_index as module
 
     store = SlowList()
     side = scheduling([CHUNK], store, lookup_timeout_s=30.0)
@@ -155,7 +155,7 @@ def test_what_loading_may_take_goes_to_the_workers_less_the_look_up() -> None:
 
 
 def test_a_look_up_that_takes_all_of_it_leaves_the_request_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm.scheduler import finding as module
+    from cacheblend.engines.vllm.scheduler import chunk_finder as module
 
     class Clock:
         now = 0.0
@@ -185,7 +185,7 @@ def test_after_a_load_timeout_others_are_blended_as_before() -> None:
 @pytest.mark.may_fail("slow store")
 def test_after_a_slow_read_nothing_is_blended_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.engines.vllm.jobs import BlendOutcome, StepReport
-    from cacheblend.engines.vllm.scheduler import scheduling as module
+    from cacheblend.engines.vllm.scheduler import scheduler as module
 
     side = scheduling([CHUNK])
     first = Request(PROMPT, name="first")
@@ -282,7 +282,7 @@ def test_a_request_that_comes_to_an_idle_engine_is_looked_up_within_its_first_st
 ) -> None:
     side = scheduling([CHUNK])
     request = Request([1, 2, 3, *CHUNK, 4, 5], [[3, 103]])
-    monkeypatch.setattr("cacheblend.engines.vllm.scheduler.scheduling.IDLE_WAIT_S", 30.0)  # the machine may be busy
+    monkeypatch.setattr("cacheblend.engines.vllm.scheduler.scheduler.IDLE_WAIT_S", 30.0)  # the machine may be busy
     side.on_new(request)
     assert side.claim(request, 0) == 104
 

@@ -51,7 +51,7 @@ def open_engine(
         except CacheBlendError:
             raise
         except Exception as error:
-            from cacheblend.engines.hf.opening import loading_reason
+            from cacheblend.engines.hf.model_loader import loading_reason
 
             raise InvalidInputError(f"{folder} cannot be loaded: {loading_reason(error)}") from error
     engine.name = name

@@ -13,7 +13,7 @@ from cacheblend.cli.output import console, picture_file, print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cacheblend.core.cost.placement import Placement
+    from cacheblend.core.cost.devices import Placement
     from cacheblend.core.plan.blocks import KVLayout
 
 DEVICES = ("memory:20:3", "nvme:3:0.1", "ssd:0.5:0.08", "disk:0.15:0.02", "bucket:0.1:0.023")
@@ -60,7 +60,7 @@ def plan(
     picture = picture_file(plot)
     layout, seconds, placed = _placed(model.model, context, cost_model, prefill_s, device, stored_tokens, ratio, codec)
 
-    from cacheblend.core.cost.placement import cheapest
+    from cacheblend.core.cost.devices import cheapest
 
     a_token = layout.block_bytes(256) / 256
     best = cheapest(placed, seconds)
@@ -93,7 +93,7 @@ def _placed(
 ) -> "tuple[KVLayout, float, list[Placement]]":
     """Layout of the model's KV cache, seconds of a full prefill, and what each device offers."""
     from cacheblend.cli.models import model_folder
-    from cacheblend.core.cost.placement import Device, place
+    from cacheblend.core.cost.devices import Device, place
     from cacheblend.core.errors import InvalidInputError
     from cacheblend.engines.cost_model import load_cost_model
 
@@ -145,7 +145,7 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
 def _result(
     placed: "list[Placement]", best: "Placement | None", seconds: float, a_token: float, layers: int
 ) -> dict[str, Any]:
-    from cacheblend.core.cost.placement import recompute_s
+    from cacheblend.core.cost.devices import recompute_s
 
     return {
         "prefill_s": seconds,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import typer
 
 from cacheblend.cli.errors import empty_value, invalid_text, is_help, is_usage_error, usage_text
+from cacheblend.cli.openmp import bound_waiting
 from cacheblend.cli.output import error_text, print_error
-from cacheblend.cli.waiting import bound_waiting
 
 ERROR = 2
 

@@ -10,7 +10,7 @@ from cacheblend.cli.options import AsJson
 from cacheblend.cli.output import console, print_json, progress, size_text, visible
 
 if TYPE_CHECKING:
-    from cacheblend.core.naming import BlockName
+    from cacheblend.core.names import BlockName
     from cacheblend.core.plan.blocks import ChunkManifest
     from cacheblend.store import Damage, KVStore, StoreStats
 
@@ -137,7 +137,7 @@ def unpin(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson
 @with_groups
 def remove(url: Url, chunks: Chunks = None, everything: All = False, json: AsJson = False) -> None:
     """Delete chunks, pinned or not. Blocks that another chunk shares stay."""
-    from cacheblend.core.naming import state_name
+    from cacheblend.core.names import state_name
 
     with _open(url) as store:
         chosen = _choose(store, chunks or [], everything)

@@ -64,7 +64,7 @@ def sync(
     from cacheblend.core.config import BlendConfig
     from cacheblend.data import read_documents
     from cacheblend.engines.hf import DocumentSync, Passage
-    from cacheblend.engines.tokens.cutting import Cutting
+    from cacheblend.engines.tokens.chunker import Cutting
     from cacheblend.store import lasting_url
 
     cutting = Cutting(chunk_tokens, min(64, chunk_tokens // 2))

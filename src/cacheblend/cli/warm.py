@@ -134,7 +134,7 @@ def _warm_vllm(
 ) -> "WarmReport":
     from cacheblend.cli.models import model_folder
     from cacheblend.engines.tokens import PromptBuilder
-    from cacheblend.engines.vllm.warming import warm_with_vllm
+    from cacheblend.engines.vllm.warmup import warm_with_vllm
 
     def encode(builder: PromptBuilder) -> list[tuple[str, list[int]]]:
         if frame is None:

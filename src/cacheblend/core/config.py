@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from cacheblend.core.errors import InvalidInputError, check_encodable, check_type
+from cacheblend.core.plan.chunk_matches import SHORTEST
 from cacheblend.core.plan.codec import codec_of
-from cacheblend.core.plan.matching import SHORTEST
 from cacheblend.core.select.selection import Selection
 
 AnchorKind = Literal["auto", "none", "bos", "system"]

@@ -6,7 +6,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 
 _SHOWN = 80  # characters of a value in a message
 

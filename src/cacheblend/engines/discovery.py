@@ -17,13 +17,13 @@ from typing import Generic, TypeVar
 
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.intervals import Interval
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.plan.recurrence import Learnt, Recurrences, Run
-from cacheblend.engines.listing import ChunkListing
+from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.store import KVStore
 from cacheblend.store.documents import DocumentRecord
 

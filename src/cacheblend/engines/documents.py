@@ -14,7 +14,7 @@ from typing import Any
 
 from cacheblend.core.errors import InvalidInputError, check_encodable, check_type, shown
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.naming import BlockName, TokenIds, state_name
+from cacheblend.core.names import BlockName, TokenIds, state_name
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
 from cacheblend.engines.tokens.chat import Passage

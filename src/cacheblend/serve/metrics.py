@@ -16,7 +16,7 @@ from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.budget import LOAD_TIMEOUT, LOOK_UP
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.discovery import DiscoveryFigures
-from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.shadow import ShadowFigures
 from cacheblend.engines.shadow.watch import KL_BUCKETS, SeriesFigures
 from cacheblend.store import KVStore, StoreStats

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.serve.errors import ApiError
 
 T = TypeVar("T")

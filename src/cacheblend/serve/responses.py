@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.tickets import Ask, TokenEvent
 from cacheblend.serve.errors import log_internal
-from cacheblend.serve.running import RunningRequest
+from cacheblend.serve.running_requests import RunningRequest
 
 DONE = "data: [DONE]\n\n"
 TokenText = Callable[[int], str]

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cacheblend.core.errors import StoreError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.listing import ChunkListing
 from cacheblend.serve.keys import ApiKey
 from cacheblend.store.base import SMALL_FILE_BYTES
 

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, BlockSource, ChunkManifest, RecordMemory
 from cacheblend.store.documents import Damage as Damage
 from cacheblend.store.documents import DocumentRecords

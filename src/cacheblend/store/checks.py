@@ -1,7 +1,7 @@
 """Checks that every store makes on what it is given. Knows blocks, layouts and manifests; keeps no state."""
 
 from cacheblend.core.errors import InvalidInputError, check_type
-from cacheblend.core.naming import block_name
+from cacheblend.core.names import block_name
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 
 

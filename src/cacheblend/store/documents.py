@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 
 OBJECT_BYTES, NAME_OBJECT_BYTES = 512, 80
 """What a manifest or record takes in memory besides its numbers and texts, and a name in it; measured with CPython."""

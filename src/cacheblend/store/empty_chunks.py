@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Protocol
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 
 Listed = tuple[ChunkManifest, int]

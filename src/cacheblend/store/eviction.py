@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 
 
 class Eviction(Protocol):

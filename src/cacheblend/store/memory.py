@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend.core.errors import BlockLostError, StoreFullError
-from cacheblend.core.naming import BlockName, TokenIds, as_token_ids
+from cacheblend.core.names import BlockName, TokenIds, as_token_ids
 from cacheblend.core.plan.blocks import UNKNOWN, Block, BlockEntry, ChunkManifest, KVLayout, RecordMemory
 from cacheblend.store.base import Damage, FindCounter, KVStore, Progress, StoreStats
 from cacheblend.store.checks import check_block, check_layer, check_manifest, check_max_bytes, head_range

@@ -10,7 +10,7 @@ import torch
 
 from cacheblend.core.cost.cost_model import TierSpeed
 from cacheblend.core.errors import BlockLostError, StoreError
-from cacheblend.core.naming import BlockName, as_token_ids, block_name, root_name
+from cacheblend.core.names import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout
 from cacheblend.store.base import KVStore
 from cacheblend.store.combined import CascadeStore, TieredStore

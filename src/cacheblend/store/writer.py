@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block
 from cacheblend.store.base import LOGGER_NAME, KVStore
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from cacheblend.core.cost.cost_model import MARGIN, CostModel, TierSpeed
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.plan import BlendPlan, Source, Span
 
 GIVEN_UP = 2.0

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.load.loader import LayerKV, LayerLoader
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.report import BlendReport
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels import attention, deviation, placing
+from cacheblend.core.kernels import attention, deviation, kv_placement
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape, check_shapes
-from cacheblend.core.kernels.comparing import (
+from cacheblend.core.kernels.comparison import (
     TOLERANCE,
     AttendRows,
     Deviation,
@@ -21,8 +21,8 @@ from cacheblend.core.kernels.comparing import (
 )
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
+from cacheblend.core.kernels.kv_placement import Placement, check_records
 from cacheblend.core.kernels.latent import attended
-from cacheblend.core.kernels.placing import Placement, check_records
 from cacheblend.core.kernels.registry import Kernel, Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation
 
@@ -89,7 +89,7 @@ def place(
         page, kv_heads, head_dim = keys.shape[1:]
         length = page * len(block_table)
     check_records(records, placement, keys, kv_heads, length, float8)
-    serves: Place = placing.place
+    serves: Place = kv_placement.place
     if head_dim <= _MAX_HEAD_DIM and not head_dim % 4:
         operation, dtype = (PLACE, keys.dtype) if float8 is None else (PLACE_FLOAT8, float8.dtype)
         serves = operation.on(keys.device, dtype).call
@@ -127,9 +127,9 @@ def _load_triton_attention() -> AttendRows:
 
 
 def _load_triton_placing() -> Place:
-    from cacheblend.core.kernels import placing_triton
+    from cacheblend.core.kernels import kv_placement_triton
 
-    return placing_triton.place
+    return kv_placement_triton.place
 
 
 def _load_triton_deviation() -> Deviation:
@@ -185,7 +185,7 @@ ATTEND_ROWS: Operation[AttendRows] = Operation(
 
 PLACE: Operation[Place] = Operation(
     "placing",
-    placing.place,
+    kv_placement.place,
     [Kernel("Triton", _serves, _load_triton_placing)],
     placing_differs,
 )
@@ -207,7 +207,7 @@ ATTEND_FLOAT8: Operation[AttendRows] = Operation(
 
 PLACE_FLOAT8: Operation[Place] = Operation(
     "placing in eight bits",
-    placing.place,
+    kv_placement.place,
     [Kernel("Triton", _serves, _load_triton_placing)],
     float8_placing_differs,
 )

@@ -17,7 +17,7 @@ import torch
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
 from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.threads import DaemonPool, submit_or_call
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, RecordMemory
 
 LOAD_TIMEOUT = "load timeout"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
+from cacheblend.core.names import BlockName, TokenIds, block_name, chain_names, join_ids, split_blocks
 from cacheblend.core.plan.blocks import Block, ChunkManifest, KVLayout, LayerShape
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Span

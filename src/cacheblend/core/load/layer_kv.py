@@ -7,10 +7,10 @@ import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.deviation import Measure
+from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.operations import attend_rows, kv_deviation, place
-from cacheblend.core.kernels.placing import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.plan import Source, Span
 
 

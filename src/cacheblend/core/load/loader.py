@@ -23,9 +23,9 @@ from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV, PlacedSpans
 from cacheblend.core.load.read_size import AT_ONCE, AT_ONCE_TO_DEVICE, ReadSize
-from cacheblend.core.load.staging import Lease, Staging
+from cacheblend.core.load.staging_buffers import Lease, Staging
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockSource, KVLayout
 from cacheblend.core.plan.plan import RESIDENT, BlendPlan, Source, Span
 

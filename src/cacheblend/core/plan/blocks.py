@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from cacheblend.core.errors import BlockLostError
-from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.codec import codec_of
 
 UNKNOWN = BlockName(b"")

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.naming import BlockName, TokenIds
-from cacheblend.core.plan.matching import repeats, window_hashes
+from cacheblend.core.names import BlockName, TokenIds
+from cacheblend.core.plan.chunk_matches import repeats, window_hashes
 
 MOST_PLACES = 16
 """Places of a hash that are looked at, the newest ones: a hash of more texts identifies none of them."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.core.naming import BlockName, TokenIds, block_name
+from cacheblend.core.names import BlockName, TokenIds, block_name
 from cacheblend.core.plan.prompt import Prompt, Segment
 
 RESIDENT = BlockName(b"resident in an engine's own cache")

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds, block_name, chain_names, join_ids, root_name, split_blocks
+from cacheblend.core.names import BlockName, TokenIds, block_name, chain_names, join_ids, root_name, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source, Span

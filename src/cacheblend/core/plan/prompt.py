@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError, PromptTooLongError, check_encodable, check_type
-from cacheblend.core.naming import TokenIds, as_token_ids, join_ids
+from cacheblend.core.names import TokenIds, as_token_ids, join_ids
 from cacheblend.core.plan.blocks import ChunkManifest
 
 

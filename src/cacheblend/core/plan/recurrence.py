@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds, block_name
+from cacheblend.core.names import BlockName, TokenIds, block_name
 from cacheblend.core.plan.blocks import ChunkManifest
+from cacheblend.core.plan.chunk_matches import SHORTEST, WINDOW, ChunkIndex
 from cacheblend.core.plan.fingerprints import Fingerprints, winnowed
 from cacheblend.core.plan.intervals import Interval, is_outside, pieces_of
-from cacheblend.core.plan.matching import SHORTEST, WINDOW, ChunkIndex
 
 HALF_LIFE = 1000
 """Requests after which a sighting counts half."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest
 
 

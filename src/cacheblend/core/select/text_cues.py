@@ -6,7 +6,7 @@ The engine says which token ids end a sentence.
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend.core.naming import TokenIds
+from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.prompt import Prompt
 
 LONGEST_SENTENCE = 64  # tokens: text without full stops (tables, code, Thai) would be one sentence otherwise

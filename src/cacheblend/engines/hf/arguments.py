@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_type, shown
-from cacheblend.core.naming import as_token_ids
+from cacheblend.core.names import as_token_ids
 from cacheblend.core.plan.prompt import Prompt
 
 

@@ -6,13 +6,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of
-from cacheblend.core.naming import join_ids
+from cacheblend.core.names import join_ids
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf.caches import kv_of_cache
 from cacheblend.engines.hf.prefiller import Prefiller
-from cacheblend.engines.hf.resuming import snapshot_blocks
+from cacheblend.engines.hf.state_snapshots import snapshot_blocks
 
 
 def batches(jobs: Sequence[ChunkJob], tokens: int) -> Iterator[list[ChunkJob]]:

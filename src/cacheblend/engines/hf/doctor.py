@@ -21,7 +21,7 @@ from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.configs import check_config
 from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.live_check import LiveCheck
-from cacheblend.engines.hf.opening import class_of, loading_reason, read_config, read_weights
+from cacheblend.engines.hf.model_loader import class_of, loading_reason, read_config, read_weights
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.tokens import PromptBuilder

@@ -28,6 +28,7 @@ from cacheblend.core.select.checks import check_ratio
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.folders import model_folder
+from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.answering import Answering
 from cacheblend.engines.hf.arguments import (
@@ -42,10 +43,9 @@ from cacheblend.engines.hf.arguments import (
 from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.batch import Batch, check_prompts
 from cacheblend.engines.hf.decode import Decoding
-from cacheblend.engines.hf.discovering import open_unmarked
-from cacheblend.engines.hf.following import AdapterFollower
+from cacheblend.engines.hf.discovery import open_unmarked
 from cacheblend.engines.hf.grammars import Grammars
-from cacheblend.engines.hf.opening import open_folder
+from cacheblend.engines.hf.model_loader import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
 from cacheblend.engines.hf.request import Answer, Request
@@ -58,12 +58,12 @@ from cacheblend.engines.hf.sampling import (
     sampling_of,
 )
 from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.shadowing import Origin, ShadowCheck, Watched
+from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, Watched
 from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.tickets import Ask, Limits
 from cacheblend.engines.hf.view import ModelView
-from cacheblend.engines.hf.warming import ChunkWarmer, Progress
+from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
 from cacheblend.engines.settings import Settings, check_settings, resolve_settings

@@ -31,11 +31,11 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import AllRows, NoRows, Selector
 from cacheblend.engines.cost_model import controller_of, floor_of, read_cost_model
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.compiling import compile_layers
+from cacheblend.engines.hf.compilation import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import LayerKinds
-from cacheblend.engines.hf.resuming import Resuming
 from cacheblend.engines.hf.sparse_loader import open_loader_of
+from cacheblend.engines.hf.state_snapshots import Resuming
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.thread_count import ThreadCount
 from cacheblend.engines.hf.view import ModelView

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import STATE_IDS, BlockName, state_name
+from cacheblend.core.names import STATE_IDS, BlockName, state_name
 from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")

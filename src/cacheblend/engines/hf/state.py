@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import ModelChangedError
 from cacheblend.core.plan.planner import Planner
-from cacheblend.engines.hf.following import Adapted, AdapterFollower
+from cacheblend.engines.hf.adapter_watch import Adapted, AdapterFollower
 from cacheblend.engines.hf.prefiller import Prefiller
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView

@@ -18,7 +18,7 @@ from cacheblend.core.select.late import Late
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf.configs import check_config, shift_limits
 from cacheblend.engines.hf.latent import LatentShape
-from cacheblend.engines.hf.probing import ROWS, Probe
+from cacheblend.engines.hf.layer_probe import ROWS, Probe
 from cacheblend.engines.hf.recurrent import LayerKinds
 from cacheblend.engines.hf.view import ModelView
 

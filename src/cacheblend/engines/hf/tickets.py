@@ -14,13 +14,13 @@ from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
+from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.decode import Decoding
-from cacheblend.engines.hf.following import AdapterFollower
 from cacheblend.engines.hf.grammars import CompiledGrammar
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.sampling import SamplingParams
-from cacheblend.engines.hf.shadowing import Origin, ShadowCheck, Watched
+from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, Watched
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.text_stream import TextStream

@@ -6,7 +6,7 @@ from cacheblend.core.errors import InvalidInputError, check_type
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf.engine import BlendEngine
-from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.state import FollowedModel
 from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 

@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from cacheblend.core.errors import InvalidInputError, check_encodable
-from cacheblend.core.naming import join_ids
+from cacheblend.core.names import join_ids
 from cacheblend.core.plan import prompt as core_prompt
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.engines.tokens.chat import Content, Conversation, Document, Guard, Message, Passage, Place, Rendered

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.plan.matching import SHORTEST
+from cacheblend.core.plan.chunk_matches import SHORTEST
 from cacheblend.engines.shadow import ShadowSettings
 
 _NOT_HERE = ("tile_rows", "read_ahead", "compile_layers", "capture_batch_tokens", "discover", "min_run_tokens")

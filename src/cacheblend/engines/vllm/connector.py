@@ -9,20 +9,20 @@ from cacheblend.core.fuse.prefill import check_latents
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.tokens import find_sentence_end_ids
-from cacheblend.engines.vllm import compat, compat_loading, compat_model, compat_prefix, versions
+from cacheblend.engines.vllm import compat, compat_loader, compat_model, compat_prefix, versions
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
-from cacheblend.engines.vllm.scheduler.controlling import LoadControl, open_load_control
-from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
-from cacheblend.engines.vllm.scheduler.scheduling import Scheduling
+from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
+from cacheblend.engines.vllm.scheduler.load_control import LoadControl, open_load_control
+from cacheblend.engines.vllm.scheduler.scheduler import Scheduling
 from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
 from cacheblend.engines.vllm.stores import device_bytes, shared_store
 from cacheblend.engines.vllm.worker.groups import LayerGroups
+from cacheblend.engines.vllm.worker.idle_worker import Refusal
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.refusing import Refusal
 from cacheblend.engines.vllm.worker.worker import Worker
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
@@ -75,7 +75,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         self._block_size = int(vllm_config.cache_config.block_size)
         is_scheduler = role == compat.KVConnectorRole.SCHEDULER
         if not is_scheduler:
-            compat_loading.check_files(self.identity.folder)
+            compat_loader.check_files(self.identity.folder)
         self._store = shared_store(
             self._config.store,
             str(self._kv_transfer_config.engine_id),
@@ -228,7 +228,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
-        reserved = compat_loading.release_reserved(to_device=device_bytes(self._config.store) > 0)
+        reserved = compat_loader.release_reserved(to_device=device_bytes(self._config.store) > 0)
         if self._unblendable:
             return
         try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend.core.load.capture import ChunkJob
-from cacheblend.core.naming import TokenIds
+from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector

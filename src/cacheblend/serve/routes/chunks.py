@@ -10,13 +10,13 @@ from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.naming import BlockName, state_name
+from cacheblend.core.names import BlockName, state_name
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, chunk
 from cacheblend.engines.documents import referring
 from cacheblend.engines.hf import BlendEngine
-from cacheblend.engines.hf.syncing import slices
+from cacheblend.engines.hf.document_sync import slices
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import SLICE_CHARACTERS, SLICE_TOKENS
 from cacheblend.serve.keys import ApiKey

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Query, Request
 from starlette.concurrency import run_in_threadpool
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.engines.documents import COLLECTION, LONGEST_ID, Document
 from cacheblend.engines.hf import DocumentSync
-from cacheblend.engines.tokens.cutting import Cutting
+from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import SLICE_CHARACTERS, SLICE_TOKENS
 from cacheblend.serve.keys import ApiKey

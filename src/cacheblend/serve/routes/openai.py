@@ -10,15 +10,15 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from cacheblend.serve.asking import check_model, started, unless_disconnected
+from cacheblend.serve.admission import check_model, started, unless_disconnected
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.lengths import texts_of
 from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt
 from cacheblend.serve.responses import ChatFormat, CompletionFormat, ResponseFormat, streamed_response, whole_response
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from cacheblend.serve.state import ServerState
+from cacheblend.serve.tools.call_reader import CallReader, ToolChatFormat
 from cacheblend.serve.tools.formats import Format
-from cacheblend.serve.tools.reading import CallReader, ToolChatFormat
 from cacheblend.serve.tools.requests import names_of
 
 

@@ -21,12 +21,12 @@ from pydantic import Field
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.recorded import Recorded
+from cacheblend.core.select.recorder import Recorded
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.engines.hf.prefiller import Mode
-from cacheblend.engines.hf.shadowing import ShadowCheck
+from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.nano import model_path

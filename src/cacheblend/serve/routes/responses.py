@@ -10,13 +10,13 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from cacheblend.serve.asking import started, unless_disconnected
+from cacheblend.serve.admission import started, unless_disconnected
 from cacheblend.serve.errors import ApiError, log_internal
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.lengths import texts_of_chat
 from cacheblend.serve.prompts import ParsedPrompt, chat_prompt
 from cacheblend.serve.responses import report_of, usage_of
-from cacheblend.serve.running import RunningRequest
+from cacheblend.serve.running_requests import RunningRequest
 from cacheblend.serve.schemas import ChatRequest, ContentPart, Message, ResponsesRequest
 from cacheblend.serve.state import ServerState
 

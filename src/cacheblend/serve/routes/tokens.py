@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 
 from cacheblend.engines.tokens.chat import strings_in
-from cacheblend.serve.asking import check_model
+from cacheblend.serve.admission import check_model
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.lengths import texts_of_chat

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.serve.tools.scanning import Held, NoCallError, Scan, bracketed, matched, skip, starts
+from cacheblend.serve.tools.call_scanner import Held, NoCallError, Scan, bracketed, matched, skip, starts
 
 _NAME = re.compile(r"[\w.-]")
 _KEYS = {"name", "arguments", "parameters", "id", "type"}

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, ChunkManifest
 from cacheblend.store.base import Damage, KVStore, Progress
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError, StoreError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, FindCounter, KVStore, Progress, StoreStats, read_all_layers
 from cacheblend.store.combined.base import CombinedStore, TierNames

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import BlockEntry, RecordMemory
 from cacheblend.store.memory import MemoryStore
 

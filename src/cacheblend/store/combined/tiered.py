@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from cacheblend.core.errors import BlockLostError, StoreFullError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, RecordMemory
 from cacheblend.store.base import FindCounter, KVStore, Progress, StoreStats, read_all_layers
 from cacheblend.store.checks import head_range

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage
 from cacheblend.store.disk.block_reader import Known, Wanted, read_blocks, read_headers, stamp_of, wanted_of

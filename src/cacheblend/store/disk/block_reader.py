@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.store.checks import check_layer, head_range
 from cacheblend.store.format.block_file import (

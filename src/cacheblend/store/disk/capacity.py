@@ -28,7 +28,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from cacheblend.core.errors import InvalidInputError, StoreFullError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store.base import SMALL_FILE_BYTES, Progress
 from cacheblend.store.disk.block_files import BlockFiles

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.base import LOGGER_NAME
 from cacheblend.store.disk.block_reader import Stamp
 from cacheblend.store.disk.entries import remove_entry

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.disk.capacity import Capacity, whole_pages
 from cacheblend.store.disk.folder import Folder
 from cacheblend.store.disk.sealed_files import SealedFiles

@@ -4,7 +4,7 @@
 
 import os
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.disk.system_errors import store_error
 from cacheblend.store.format.block_file import NAME_BYTES
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cacheblend.core.errors import StoreError, StoreFormatError, StoreReadOnlyError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.disk.system_errors import is_full, is_refused, store_error, unreadable
 from cacheblend.store.format.block_file import CHAIN_FORMAT
 

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.disk.block_reader import Known, Stamp
 from cacheblend.store.format.block_file import BlockHeader
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.disk.entries import named_files, remove_entry
 from cacheblend.store.disk.folder import Folder
 from cacheblend.store.format.checksum import DamagedError

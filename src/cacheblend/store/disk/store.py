@@ -17,7 +17,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, StoreError, check_type
 from cacheblend.core.load.threads import DaemonPool, results_of, submit_or_call
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
 from cacheblend.store.checks import check_block, check_manifest, check_max_bytes

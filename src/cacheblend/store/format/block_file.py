@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds, block_name
+from cacheblend.core.names import BlockName, TokenIds, block_name
 from cacheblend.core.plan.blocks import Block, BlockEntry, KVLayout, LayerShape
 from cacheblend.store.format.checksum import DIGITS, DamagedError, digest, is_sealed, seal
 

@@ -2,7 +2,7 @@
 
 import base64
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.documents import Blocks, DocumentRecord
 from cacheblend.store.format.block_file import FORMAT, NAME_BYTES
 from cacheblend.store.format.checksum import DamagedError

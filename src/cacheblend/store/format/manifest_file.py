@@ -5,7 +5,7 @@ import zlib
 
 import numpy as np
 
-from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store.format.block_file import FORMAT, NAME_BYTES
 from cacheblend.store.format.checksum import DamagedError

@@ -18,7 +18,7 @@ import torch
 
 from cacheblend.core.errors import BlockDamagedError, BlockLostError, StoreError
 from cacheblend.core.load.breaker import CircuitBreaker
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.base import LOGGER_NAME, Damage
 from cacheblend.store.checks import check_layer, head_range
 from cacheblend.store.format.block_file import BlockHeader, check_heads, decode_header

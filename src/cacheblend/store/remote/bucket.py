@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreUnreachableError
 from cacheblend.core.load.threads import DaemonPool, results_of
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.remote.objects import DOCUMENTS, Bytes, HeldBlock, Range, Sealed, parts_of, runs_of
 
 AT_ONCE = 32

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from cacheblend.core.errors import StoreFullError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.base import Progress
 from cacheblend.store.empty_chunks import EmptyChunks, ManifestPlace
 from cacheblend.store.remote.objects import MANIFESTS, HeldBlock, Objects

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 
 Bytes = bytes | bytearray | memoryview
 

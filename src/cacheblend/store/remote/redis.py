@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from cacheblend.core.errors import InvalidInputError, StoreError, StoreFullError, StoreUnreachableError
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.store.base import LOGGER_NAME
 from cacheblend.store.remote.objects import MANIFESTS, Bytes, HeldBlock, Range, Sealed
 

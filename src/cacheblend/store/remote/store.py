@@ -16,7 +16,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, StoreError, StoreReadOnlyError, StoreUnreachableError
 from cacheblend.core.load.breaker import CircuitBreaker
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import Block, BlockEntry, ChunkManifest, RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage, FindCounter, KVStore, Progress, StoreStats
 from cacheblend.store.checks import check_block, check_manifest, check_max_bytes
@@ -27,7 +27,7 @@ from cacheblend.store.format.manifest_file import encode_manifest
 from cacheblend.store.remote.blocks import RemoteBlocks
 from cacheblend.store.remote.capacity import RemoteCapacity
 from cacheblend.store.remote.objects import MANIFESTS, Objects
-from cacheblend.store.remote.sealed import RemoteDocuments, RemoteManifestPlace, RemoteManifests
+from cacheblend.store.remote.sealed_objects import RemoteDocuments, RemoteManifestPlace, RemoteManifests
 
 logger = logging.getLogger(LOGGER_NAME)
 

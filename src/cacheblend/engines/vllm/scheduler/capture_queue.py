@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cacheblend.core.load.capture import manifest_of
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.engines.vllm.jobs import CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import QUEUE_FULL, TOO_LARGE

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import TokenIds
+from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 
 Span = tuple[int, int]

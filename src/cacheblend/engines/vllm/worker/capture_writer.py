@@ -14,7 +14,7 @@ import torch
 
 from cacheblend.core.load.capture import CapturedChunk, blocks_of, manifest_of
 from cacheblend.core.load.loader import LayerKV
-from cacheblend.core.load.staging import Staging
+from cacheblend.core.load.staging_buffers import Staging
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.engines.keeper import ChunkKeeper
 from cacheblend.engines.vllm.jobs import CaptureJob

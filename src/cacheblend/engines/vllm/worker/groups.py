@@ -17,7 +17,7 @@ import torch
 
 from cacheblend.engines.vllm.compat_prefix import NULL_BLOCK, first_seen
 from cacheblend.engines.vllm.jobs import BlendJob
-from cacheblend.engines.vllm.worker.paged import PagedLayer, RequestBlocks
+from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout
-from cacheblend.engines.vllm import compat, compat_cache, compat_loading, compat_lora, compat_model
+from cacheblend.engines.vllm import compat, compat_cache, compat_loader, compat_lora, compat_model
 from cacheblend.engines.vllm.calls import (
     FORMS,
     LayerCall,
@@ -58,7 +58,7 @@ class BlendModel:
         attention = list(compat_model.attention_layers(config).values())
         if not attention:
             raise ModelNotBlendableError("the model has no attention module with a KV cache")
-        model = compat_loading.model_of(attention[0])
+        model = compat_loader.model_of(attention[0])
         self._model, own = model, set(model.modules())
         self._decoder = compat_model.text_decoder(model, config)
         attention = [layer for layer in attention if layer in own]  # a drafter's are not blended

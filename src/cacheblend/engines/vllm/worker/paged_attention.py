@@ -25,7 +25,7 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.load.layer_kv import LayerCache
 from cacheblend.engines import processor
 from cacheblend.engines.vllm import compat
-from cacheblend.engines.vllm.worker.paged import PagedLayer, RequestBlocks
+from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 
 _FEW_ROWS = 64  # less work than a call's own cost (measured with products, before float32 went to PyTorch's attention)
 _LONG_RUNS = 16  # rows of a run, on average: from here on the kernel is as fast in bfloat16

@@ -19,11 +19,11 @@ from cacheblend.core.errors import CacheBlendError, ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import as_bytes
+from cacheblend.core.kernels.kv_placement import Placement
 from cacheblend.core.kernels.operations import attend_rows, is_served, kv_deviation, place
-from cacheblend.core.kernels.placing import Placement
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.load.layer_kv import LayerKV
-from cacheblend.engines.vllm.worker.paged import PagedLayer, Pages, RequestBlocks
+from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, Pages, RequestBlocks
 from cacheblend.engines.vllm.worker.ranks import Ranks
 
 logger = logging.getLogger("cacheblend.vllm")

@@ -32,13 +32,13 @@ from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import NO_SLOT, RESET, SLOW_STORE, UNREADABLE
 from cacheblend.engines.vllm.worker.adapters import AdapterChangedError, WorkerAdapters
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
-from cacheblend.engines.vllm.worker.checking import AnswerChecks
 from cacheblend.engines.vllm.worker.groups import LayerGroups
 from cacheblend.engines.vllm.worker.layers import join
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.opening import Opener, SentenceEnds, no_sentence_ends
 from cacheblend.engines.vllm.worker.outbox import Outbox
+from cacheblend.engines.vllm.worker.prefill_factory import Opener, SentenceEnds, no_sentence_ends
 from cacheblend.engines.vllm.worker.ranks import Group, RankFailedError, Ranks
+from cacheblend.engines.vllm.worker.shadow_prefills import AnswerChecks
 from cacheblend.engines.vllm.worker.tasks import LATE, READY, SLOW, WAITING, Readiness, Task, let_go, outcome_of
 from cacheblend.store import KVStore
 

@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.naming import join_ids
+from cacheblend.core.names import join_ids
 from cacheblend.core.plan.planner import Anchor
+from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.discovery import Discovery
-from cacheblend.engines.hf.warming import Asker
-from cacheblend.engines.listing import ChunkListing
+from cacheblend.engines.hf.warmup import Asker
 from cacheblend.store import KVStore
 
 REFRESH_S = 30.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheblend.core.errors import InvalidInputError, check_type
-from cacheblend.core.naming import BlockName, join_ids
+from cacheblend.core.names import BlockName, join_ids
 from cacheblend.core.plan.prompt import Segment
 from cacheblend.engines.documents import (
     COLLECTION,
@@ -27,9 +27,9 @@ from cacheblend.engines.documents import (
     check_name,
     each_document,
 )
-from cacheblend.engines.hf.document_cutting import cutter, is_long
+from cacheblend.engines.hf.document_chunks import cutter, is_long
 from cacheblend.engines.hf.state import FollowedModel
-from cacheblend.engines.tokens.cutting import Cutting
+from cacheblend.engines.tokens.chunker import Cutting
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, document_name
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
-from cacheblend.core.kernels.placing import Piece, Placement
+from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation, Pairing
 from cacheblend.core.plan.codec import CODECS
 

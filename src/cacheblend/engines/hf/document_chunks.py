@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import TokenIds, as_token_ids, join_ids
+from cacheblend.core.names import TokenIds, as_token_ids, join_ids
 from cacheblend.engines.documents import Document
-from cacheblend.engines.tokens.cutting import Cutting
+from cacheblend.engines.tokens.chunker import Cutting
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf.engine import BlendEngine

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from cacheblend.core.naming import TokenIds
+from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob

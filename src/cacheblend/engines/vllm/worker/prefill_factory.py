@@ -31,8 +31,8 @@ from cacheblend.engines.vllm.worker.groups import GroupRows, LayerGroups, Reques
 from cacheblend.engines.vllm.worker.layers import CheckRunner, DecoderModel, VllmLayerRunner
 from cacheblend.engines.vllm.worker.loading import AgreedLoader
 from cacheblend.engines.vllm.worker.model import BlendModel
-from cacheblend.engines.vllm.worker.paged import PagedLayer
 from cacheblend.engines.vllm.worker.paged_attention import PagedAttention
+from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
 from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
 from cacheblend.engines.vllm.worker.ranks import Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
+from cacheblend.core.kernels.kv_placement import Placement
 from cacheblend.core.kernels.numbers_triton import of_e4m3, rounded, to_float8
-from cacheblend.core.kernels.placing import Placement
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.kernels.upload import upload
 from cacheblend.core.plan.codec import GROUP

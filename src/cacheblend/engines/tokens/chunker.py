@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError, check_fields
-from cacheblend.core.naming import TokenIds
+from cacheblend.core.names import TokenIds
 
 WINDOW = 8
 """Tokens in front of a cut that its hash covers."""

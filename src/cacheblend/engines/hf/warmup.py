@@ -19,21 +19,21 @@ from cacheblend.core.errors import InvalidInputError, ModelChangedError
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, manifest_of, publish
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.naming import BlockName, TokenIds, state_name
+from cacheblend.core.names import BlockName, TokenIds, state_name
 from cacheblend.core.plan.blocks import Block
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Segment, check_ids
 from cacheblend.core.plan.recurrence import Run
+from cacheblend.engines.chunk_index import ChunkListing
 from cacheblend.engines.discovery import Discovery
+from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.background import CLOSE_S, Background
 from cacheblend.engines.hf.capture import batches, compute_chunks, compute_with_states, has_snapshots
-from cacheblend.engines.hf.following import AdapterFollower
-from cacheblend.engines.hf.resuming import SHORTEST, snapshot_blocks
 from cacheblend.engines.hf.state import ModelState
+from cacheblend.engines.hf.state_snapshots import SHORTEST, snapshot_blocks
 from cacheblend.engines.hf.survey import Survey, check_mode
 from cacheblend.engines.keeper import ChunkKeeper, WarmReport
-from cacheblend.engines.listing import ChunkListing
 from cacheblend.store import KVStore, WriteBehind
 
 Progress = Callable[[int, int], None]

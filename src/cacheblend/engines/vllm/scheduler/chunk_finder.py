@@ -15,13 +15,13 @@ from functools import partial
 from cacheblend.core.errors import StoreError
 from cacheblend.core.load.budget import LEAST_S
 from cacheblend.core.load.capture import ChunkJob, manifest_of
-from cacheblend.core.naming import BlockName, TokenIds, join_ids
+from cacheblend.core.names import BlockName, TokenIds, join_ids
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.plan.recurrence import Run
+from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.engines.discovery import Discovery, DiscoveryFigures
-from cacheblend.engines.listing import ChunkListing, ListChanges
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
@@ -31,11 +31,11 @@ from cacheblend.engines.vllm.scheduler.adapters import named
 from cacheblend.engines.vllm.scheduler.block_names import salt_of
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue
 from cacheblend.engines.vllm.scheduler.chunks import named_chunks
-from cacheblend.engines.vllm.scheduler.controlling import LoadControl
+from cacheblend.engines.vllm.scheduler.load_control import LoadControl
 from cacheblend.engines.vllm.scheduler.lookups import LookUp, LookUps
 from cacheblend.engines.vllm.scheduler.options import RequestOptions
 from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
-from cacheblend.engines.vllm.scheduler.tracking import NOTHING_STORED, Found, Tracked
+from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, Found, Tracked
 from cacheblend.store import KVStore
 
 LONG_PROMPT = 1024

@@ -20,9 +20,9 @@ from typing import Any
 
 from cacheblend.core.failures import count_failure
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
-from cacheblend.core.plan.matching import ChunkIndex
+from cacheblend.core.plan.chunk_matches import ChunkIndex
 from cacheblend.core.plan.prompt import Prompt, Segment, run_of, text
 from cacheblend.store import KVStore
 

@@ -25,7 +25,7 @@ from cacheblend.engines.vllm.jobs import CheckJob, StepJobs
 from cacheblend.engines.vllm.reasons import NO_SLOT
 from cacheblend.engines.vllm.worker.adapters import WorkerAdapters
 from cacheblend.engines.vllm.worker.layers import join
-from cacheblend.engines.vllm.worker.opening import Opener
+from cacheblend.engines.vllm.worker.prefill_factory import Opener
 from cacheblend.engines.vllm.worker.ranks import RankFailedError, Ranks
 from cacheblend.engines.vllm.worker.tasks import let_go
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from cacheblend.core.errors import StoreError, StoreReadOnlyError
 from cacheblend.core.load.breaker import CircuitBreaker
-from cacheblend.core.naming import BlockName
+from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.store.base import LOGGER_NAME, Damage
 from cacheblend.store.documents import DamagedRecord, DocumentRecord, DocumentRecords

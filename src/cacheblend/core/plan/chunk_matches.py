@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.naming import BlockName, TokenIds
+from cacheblend.core.names import BlockName, TokenIds
 from cacheblend.core.plan.blocks import ChunkManifest
 
 WINDOW = 32

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cacheblend.core.naming import as_token_ids
+from cacheblend.core.names import as_token_ids
 from cacheblend.engines.settings import Settings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.vllm import compat
@@ -28,12 +28,12 @@ from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS, SLOW_STORE
 from cacheblend.engines.vllm.scheduler.adapters import RequestAdapters
 from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
-from cacheblend.engines.vllm.scheduler.checking import AnswerDraws
+from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
 from cacheblend.engines.vllm.scheduler.failing import failure_of
-from cacheblend.engines.vllm.scheduler.finding import ChunkFinder
 from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import read_options
-from cacheblend.engines.vllm.scheduler.tracking import (
+from cacheblend.engines.vllm.scheduler.shadow_answers import AnswerDraws
+from cacheblend.engines.vllm.scheduler.tracked_requests import (
     FULL_RECOMPUTE,
     HELD_BY_VLLM,
     LITTLE_STORED,

@@ -16,14 +16,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend.core.naming import as_token_ids
+from cacheblend.core.names import as_token_ids
 from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING, NO_ANSWER, QUEUE_FULL, Labels, ShadowWatch
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm import shadow_metrics as names
 from cacheblend.engines.vllm.jobs import Adapter, CheckJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import RESET
-from cacheblend.engines.vllm.scheduler.tracking import BEYOND_WINDOW, Tracked
+from cacheblend.engines.vllm.scheduler.tracked_requests import BEYOND_WINDOW, Tracked
 
 IDLE_S = 10.0
 """Seconds without a request in which the check keeps vLLM stepping: it waits for that before it pauses or ends."""

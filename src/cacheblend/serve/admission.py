@@ -19,7 +19,7 @@ from cacheblend.serve.errors import ApiError
 from cacheblend.serve.forms import grammar_of
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.prompts import ParsedPrompt
-from cacheblend.serve.running import RunningRequest
+from cacheblend.serve.running_requests import RunningRequest
 from cacheblend.serve.schemas import Extras, Sampling
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of

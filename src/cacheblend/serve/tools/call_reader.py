@@ -12,8 +12,8 @@ from typing import Any
 
 from cacheblend.engines.hf.tickets import TokenEvent
 from cacheblend.serve.responses import ChatFormat, Choice
+from cacheblend.serve.tools.call_scanner import SPACE, Held, NoCallError, Scan, skip
 from cacheblend.serve.tools.formats import Call, Format
-from cacheblend.serve.tools.scanning import SPACE, Held, NoCallError, Scan, skip
 
 Pieces = list[str | Call]
 
