@@ -101,7 +101,7 @@ def scheduling(
     from cacheblend.core.names import as_token_ids
     from cacheblend.core.plan.blocks import Block, KVLayout, LayerShape
     from cacheblend.engines.identity import ModelIdentity
-    from cacheblend.engines.settings import Settings
+    from cacheblend.engines.settings import BlendSettings
     from cacheblend.engines.shadow import ShadowWatch
     from cacheblend.engines.vllm.config import ConnectorConfig
     from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
@@ -118,7 +118,7 @@ def scheduling(
         records, layout = [torch.zeros(1, 2, len(ids), 4)], KVLayout((LayerShape(1, 4),), torch.float32)
         store.write(Block(manifest.chunk_id, planner.root, job.token_ids, records, layout))
         store.put_manifest(manifest)
-    blend = Settings(settings.blend)
+    blend = BlendSettings(settings.blend)
     finder = ChunkFinder(settings, blend, planners, store, keeps_events=keeps_events)
     checked = settings.shadow_settings
     watch = None if checked is None else ShadowWatch(checked, "m", blend.selector().share, finder.raise_by, seed=1)

@@ -12,7 +12,7 @@ import pytest
 from cacheblend.cli import ask
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.request import Answer, Delta
-from cacheblend.engines.settings import Settings
+from cacheblend.engines.settings import BlendSettings
 from cli_passages import PASSAGES, build_model, write_rows
 from command_line import Run, runner
 
@@ -180,7 +180,7 @@ def test_an_answer_is_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) 
 
     answer = ask._stream(Engine(), None, None, quiet=False)  # type: ignore[arg-type]
     assert capsys.readouterr().out == "".join(pieces) + "\n"
-    ask._show(answer, 3, Settings(), as_json=False)
+    ask._show(answer, 3, BlendSettings(), as_json=False)
     assert "fallback: a block of [/x] [y] was lost" in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.shadow_check import MOST_WAITING, ShadowCheck, Watched
+from cacheblend.engines.hf.shadow_check import MOST_WAITING, ShadowCheck, WatchedAnswer
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits
 from cacheblend.engines.hf.watching import watch
 from cacheblend.engines.shadow import ANSWER_TOKENS, Compared, Labels, ShadowSettings, ShadowWatch
@@ -101,13 +101,13 @@ def test_it_is_transformers_own_full_prefill_that_is_compared(
         made, check = watched(engine)
         told = seen(made, monkeypatch)
         blended: list[list[int]] = []
-        compare_at = Watched.add
+        compare_at = WatchedAnswer.add
 
-        def noting(self: Watched, token: int, logits: torch.Tensor) -> None:
+        def noting(self: WatchedAnswer, token: int, logits: torch.Tensor) -> None:
             blended[-1].append(int(logits.argmax()))
             compare_at(self, token, logits)
 
-        monkeypatch.setattr(Watched, "add", noting)
+        monkeypatch.setattr(WatchedAnswer, "add", noting)
         blended.append([])
         answer = engine.generate(RAG, params).token_ids
         drain(check)

@@ -20,7 +20,7 @@ from cacheblend.evaluation.agreement import Sample, Summary, equal_share, summar
 from cacheblend.evaluation.bootstrap import mean_lower_bound
 from cacheblend.evaluation.candidates import Candidate, expected_compute, grid
 from cacheblend.evaluation.gate import Bar, Skipped, Tried, attempts_for, promising, run_gate
-from cacheblend.evaluation.gate_run import Run
+from cacheblend.evaluation.gate_run import GateRun
 from cacheblend.nano import model_path
 
 confidences = st.floats(0.5, 0.999)
@@ -264,10 +264,10 @@ def test_settings_that_just_miss_the_bar_pass_as_seldom_as_promised(monkeypatch:
     draw = np.random.default_rng(0)
     agree, differ = sample(), sample(top_1=False)
 
-    def measure(run: Run, row: object, selectors: list[object], *, with_answers: bool) -> list[Sample]:
+    def measure(run: GateRun, row: object, selectors: list[object], *, with_answers: bool) -> list[Sample]:
         return [agree if lucky else differ for lucky in draw.random(len(selectors)) < 0.9]
 
-    monkeypatch.setattr(Run, "measure", measure)
+    monkeypatch.setattr(GateRun, "measure", measure)
     monkeypatch.setattr(gate, "prepare", lambda engine, rows, seed: ([[row] for row in rows], Skipped()))
     candidates = [Candidate(str(i), {"selector": "all"}) for i in range(12)]
     bar = Bar(threshold=0.9)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from cacheblend.nano.examples import EXAMPLES, Answer, answer_of, notes
+from cacheblend.nano.examples import EXAMPLES, ExampleAnswer, answer_of, notes
 from cacheblend.nano.language import Sentence, spell
 from cacheblend.nano.scene_reader import read_scene
 from lab.nano.scenes import questions_of
@@ -81,7 +81,7 @@ def test_what_the_rules_leave_open_has_no_answer(question: str, texts: list[str]
 def test_own_notes_in_the_models_language_are_read_too() -> None:
     texts = ["Later Pagon sat down", " The boot  belongs to him. \n"]
     found = answer_of("Who has the boot?", texts)
-    assert found == Answer("Pagon", ((0, 0, 20), (1, 1, 26)))
+    assert found == ExampleAnswer("Pagon", ((0, 0, 20), (1, 1, 26)))
 
 
 def test_a_long_text_takes_no_longer_than_it_is() -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cacheblend.cli.option_groups import with_groups
 from cacheblend.cli.options import BlendOptions, ChunkOptions
-from cacheblend.cli.prompt_options import SamplingOptions
+from cacheblend.cli.prompt_options import AnswerOptions
 from cacheblend.cli.selection_options import SelectionOptions
 from cacheblend.cli.values import numbers
 from cacheblend.core.config import BlendConfig
@@ -74,7 +74,7 @@ def test_defaults_are_those_of_the_configuration() -> None:
     assert {name: getattr(config, name) for name in plain} == plain
     assert set(ChunkOptions().settings()) == {"anchor", "block_size", "codec", "salt"}
     assert SelectionOptions().settings() == {}
-    sampling = SamplingOptions()
+    sampling = AnswerOptions()
     assert sampling.params() == SamplingParams(max_new_tokens=256, temperature=0.0, seed=None)
     known = {field.name for field in fields(BlendConfig)}
     everything = BlendOptions(ratio=["0.3,0.2"], selector="hkvd", check_layers="1,2", measure="v").settings()

@@ -20,7 +20,7 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selection import Selection
 from cacheblend.engines.bounds import allowed_errors, lower_bound
 from cacheblend.engines.hf.shadow_check import ShadowCheck
-from cacheblend.engines.settings import Settings
+from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.shadow import Compared, Floor, Labels, ShadowSettings, ShadowWatch, compare, factors_from
 from cacheblend.engines.shadow.comparison import MOST_KL, kl_divergence
 from cacheblend.engines.shadow.floor import FULL_ABOVE, MOST_WINDOWS
@@ -112,7 +112,7 @@ def test_raised_settings_are_settings_and_recompute_more(ratio: float, selector:
 
 
 def test_a_request_that_names_a_ratio_keeps_it_and_the_controller_never_goes_below_the_floors() -> None:
-    raised = Settings(Settings().config, raised_by=2.0)
+    raised = BlendSettings(BlendSettings().config, raised_by=2.0)
     assert raised.selector().share == pytest.approx(0.3)
     assert raised.selector(0.05).share == 0.05
     assert raised.at_least(0.2).share == pytest.approx(0.3)

@@ -1,6 +1,8 @@
-"""The page that draws the structure. import-linter checks directions of imports and circles, ruff complexity."""
+"""The page that draws the structure, and names. import-linter checks directions of imports, ruff complexity."""
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import typer
@@ -25,3 +27,23 @@ def test_the_page_names_every_folder_of_the_lab_and_its_readme_every_command() -
     readme = (ROOT / "lab/README.md").read_text(encoding="utf-8")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [name for name in commands if f"`{name}" not in readme] == []
+
+
+TERMS = {"batching", "sampling"}
+"""Of the field; any other module is named by a noun."""
+
+
+def test_no_module_is_named_by_a_gerund() -> None:
+    stems = {path.stem for path in (ROOT / "src/cacheblend").rglob("*.py")}
+    assert {stem for stem in stems if stem.endswith("ing")} <= TERMS
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """In the package; the lab and the tests have their own."""
+    found = Counter(
+        node.name
+        for path in (ROOT / "src/cacheblend").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in found.items() if count > 1] == []

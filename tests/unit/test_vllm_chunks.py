@@ -14,7 +14,7 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.question_selectors import Query
 from cacheblend.core.select.selectors import Head, Hkvd
 from cacheblend.engines.chunk_index import with_matches
-from cacheblend.engines.settings import Settings
+from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.scheduler.chunks import named_chunks
 from cacheblend.engines.vllm.scheduler.options import RequestOptions, read_options
 
@@ -104,13 +104,13 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_the_settings_of_a_request() -> None:
     assert read_options(None, 7) == read_options({"other": 1}, 7) == read_options({"cacheblend": {}}, 7)
-    settings = Settings(BlendConfig(check_layers=(2,)))
+    settings = BlendSettings(BlendConfig(check_layers=(2,)))
     default = read_options(None, 7)
     assert default == RequestOptions() and not default.sets_selection
     assert default.selector_of(settings) == settings.selector()
     given = read_options({"cacheblend": {"mode": "prefix", "recompute_ratio": 1, "selector": "head"}}, 7)
     assert (given.mode, given.selector_of(settings), given.sets_selection) == ("prefix", Head(1.0), True)
     named = read_options({"cacheblend": {"selector": "query"}}, 7)
-    assert named.selector_of(Settings(BlendConfig(check_layers=(2,), lead=3))) == Query(0.15)
+    assert named.selector_of(BlendSettings(BlendConfig(check_layers=(2,), lead=3))) == Query(0.15)
     ratio = read_options({"cacheblend": {"recompute_ratio": 0.3}}, 7)
     assert ratio.selector_of(settings) == Hkvd((2,), (0.3,))

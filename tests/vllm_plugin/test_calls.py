@@ -7,7 +7,15 @@ import torch
 from torch import nn
 
 from cacheblend.core.errors import ModelNotBlendableError
-from cacheblend.engines.vllm.calls import Added, First, HiddenForm, LayerCall, hidden_after, hidden_before, learn_calls
+from cacheblend.engines.vllm.calls import (
+    Added,
+    First,
+    HiddenForm,
+    VllmLayerCall,
+    hidden_after,
+    hidden_before,
+    learn_calls,
+)
 from vllm_running import needs_vllm
 
 pytestmark = needs_vllm
@@ -56,7 +64,7 @@ def call(layer: nn.Module, kind: str, positions: torch.Tensor, handed: Any) -> A
     return layer(handed, rotations=(positions[None] * 3, positions[None] * 5), mask=None)
 
 
-def learn(kind: str, form: HiddenForm) -> tuple[list[LayerCall], list[Any]]:
+def learn(kind: str, form: HiddenForm) -> tuple[list[VllmLayerCall], list[Any]]:
     from cacheblend.engines.vllm.compat_model import recording_calls
 
     layers = [Layer(kind, index) for index in range(3)]

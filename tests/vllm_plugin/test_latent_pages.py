@@ -173,8 +173,8 @@ def test_records_have_names_of_their_own(tmp_path: Path) -> None:
 def test_a_request_that_has_rows_compared_compares_keys_and_values_whatever_another_selector_was_set_to() -> None:
     """The start refuses to compare keys alone, but not where the configured selector compares nothing."""
     from cacheblend.core.config import BlendConfig
-    from cacheblend.engines.settings import Settings
+    from cacheblend.engines.settings import BlendSettings
     from cacheblend.engines.vllm.scheduler.options import RequestOptions
 
-    settings = Settings(BlendConfig(selector="head", measure="k"))
+    settings = BlendSettings(BlendConfig(selector="head", measure="k"))
     assert RequestOptions(selector="hkvd").selector_of(settings).measure == "kv"

@@ -6,12 +6,12 @@ import typer
 
 from cacheblend.cli.options import OUTPUT, AsJson, BlendOptions, DeviceOptions, ModelOptions, StoreOptions
 from cacheblend.cli.output import console, print_json, status, write
-from cacheblend.cli.prompt_options import PromptOptions, SamplingOptions
+from cacheblend.cli.prompt_options import AnswerOptions, PromptOptions
 
 if TYPE_CHECKING:
     from cacheblend.core.plan.prompt import Prompt
     from cacheblend.engines.hf import Answer, BlendEngine, SamplingParams
-    from cacheblend.engines.settings import Settings
+    from cacheblend.engines.settings import BlendSettings
 
 Compare = Annotated[
     bool, typer.Option("--compare", help="Answer by full recompute, too; stores nothing.", rich_help_panel=OUTPUT)
@@ -23,7 +23,7 @@ def ask(
     store: StoreOptions,
     prompt: PromptOptions,
     blend: BlendOptions,
-    sampling: SamplingOptions,
+    sampling: AnswerOptions,
     device: DeviceOptions,
     compare: Compare = False,
     json: AsJson = False,
@@ -66,7 +66,7 @@ def _stream(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", *
     return delta.answer
 
 
-def _show(answer: "Answer", layers: int, settings: "Settings", as_json: bool) -> None:
+def _show(answer: "Answer", layers: int, settings: "BlendSettings", as_json: bool) -> None:
     if as_json:
         print_json(_facts(answer, settings))
         return
@@ -119,7 +119,7 @@ def _compare(engine: "BlendEngine", prompt: "Prompt", params: "SamplingParams", 
     console(stderr=True).print(comparison_line(blended.report.ttft_s, full.ttft_s, close))
 
 
-def _facts(answer: "Answer", settings: "Settings") -> dict[str, Any]:
+def _facts(answer: "Answer", settings: "BlendSettings") -> dict[str, Any]:
     from cacheblend.core.profile import quality_settings
 
     return {

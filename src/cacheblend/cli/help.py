@@ -30,7 +30,7 @@ class Command(TyperCommand):
         write_help(self, ctx, formatter)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands whose help is written by `write_help`."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -43,7 +43,9 @@ class App(typer.Typer):
 
     def __init__(self, **settings: Any) -> None:
         context = {"help_option_names": ["-h", "--help"], "max_content_width": MOST_COLUMNS}
-        super().__init__(cls=Group, no_args_is_help=True, rich_markup_mode=None, context_settings=context, **settings)
+        super().__init__(
+            cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, context_settings=context, **settings
+        )
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[C], C]:
         """See `typer.Typer.command`."""
@@ -59,7 +61,9 @@ def write_help(command: Any, context: Any, formatter: Any) -> None:
         formatter: has ``width``, columns, and ``write``, as click's.
     """
     params = command.get_params(context)
-    commands = [command.commands[name] for name in command.list_commands(context)] if isinstance(command, Group) else []
+    commands = (
+        [command.commands[name] for name in command.list_commands(context)] if isinstance(command, CommandGroup) else []
+    )
     arguments = [each for each in params if each.param_type_name == "argument"]
     options = [each for each in params if each.param_type_name != "argument" and not each.hidden]
     options.sort(key=lambda each: _panel(each, "") == "")  # those without a panel come last

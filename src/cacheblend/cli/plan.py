@@ -13,7 +13,7 @@ from cacheblend.cli.output import console, picture_file, print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cacheblend.core.cost.devices import Placement
+    from cacheblend.core.cost.devices import DeviceCost
     from cacheblend.core.plan.blocks import KVLayout
 
 DEVICES = ("memory:20:3", "nvme:3:0.1", "ssd:0.5:0.08", "disk:0.15:0.02", "bucket:0.1:0.023")
@@ -90,7 +90,7 @@ def _placed(
     stored_tokens: float,
     ratio: float,
     codec: str,
-) -> "tuple[KVLayout, float, list[Placement]]":
+) -> "tuple[KVLayout, float, list[DeviceCost]]":
     """Layout of the model's KV cache, seconds of a full prefill, and what each device offers."""
     from cacheblend.cli.models import model_folder
     from cacheblend.core.cost.devices import Device, place
@@ -143,7 +143,7 @@ def _layout(folder: Path, codec: str) -> "KVLayout":
 
 
 def _result(
-    placed: "list[Placement]", best: "Placement | None", seconds: float, a_token: float, layers: int
+    placed: "list[DeviceCost]", best: "DeviceCost | None", seconds: float, a_token: float, layers: int
 ) -> dict[str, Any]:
     from cacheblend.core.cost.devices import recompute_s
 
@@ -169,7 +169,7 @@ def _result(
     }
 
 
-def _table(placed: "list[Placement]", best: "Placement | None", stored_tokens: float) -> "Table":
+def _table(placed: "list[DeviceCost]", best: "DeviceCost | None", stored_tokens: float) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -190,7 +190,7 @@ def _table(placed: "list[Placement]", best: "Placement | None", stored_tokens: f
     return table
 
 
-def _verdict(best: "Placement | None") -> str:
+def _verdict(best: "DeviceCost | None") -> str:
     if best is None:
         return "no device here is faster than computing everything"
     if best.hides:

@@ -101,7 +101,7 @@ class PromptOptions(LayoutOptions):
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
+class AnswerOptions:
     """How an answer is drawn."""
 
     max_tokens: MaxTokens = 256

@@ -10,7 +10,7 @@ from cacheblend.core.report import BlendReport
 
 if TYPE_CHECKING:
     from cacheblend.engines.hf.baselines import Agreement
-    from cacheblend.engines.settings import Settings
+    from cacheblend.engines.settings import BlendSettings
 
 
 def report_table(report: BlendReport, layers: int) -> Table:
@@ -66,7 +66,7 @@ def comparison_line(blend_s: float, full_s: float, close: "Agreement") -> Text:
     )
 
 
-def settings_line(settings: "Settings") -> Text:
+def settings_line(settings: "BlendSettings") -> Text:
     """Where a request's settings come from; coloured where the profile says not to blend."""
     off = settings.profile is not None and not settings.profile.blend
     return Text.assemble("settings: ", (settings.source, "yellow" if off else ""))

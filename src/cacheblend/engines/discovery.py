@@ -63,7 +63,7 @@ class DiscoveryFigures:
 
 
 @dataclass(frozen=True)
-class Wanted(Generic[Asker]):
+class WantedChunks(Generic[Asker]):
     """A run to be stored.
 
     Attributes:
@@ -108,7 +108,7 @@ class Discovery(Generic[Asker]):
         self._store, self._listing = store, listing
         self._recurrences = Recurrences(min_run_tokens, watch_tokens)
         self._lock = threading.Lock()  # of everything below; never held while the store is asked
-        self._wanted: dict[BlockName, Wanted[Asker]] = {}
+        self._wanted: dict[BlockName, WantedChunks[Asker]] = {}
         self._stored: dict[BlockName, _Stored] = {}  # by chunk
         self._chunk_of: dict[BlockName, BlockName] = {}  # by run
         self._figures, self._resets = DiscoveryFigures(), 0
@@ -156,7 +156,7 @@ class Discovery(Generic[Asker]):
             with self._caught_up:
                 self._behind -= 1
 
-    def take(self, suits: Callable[[Run], bool]) -> Wanted[Asker] | None:
+    def take(self, suits: Callable[[Run], bool]) -> WantedChunks[Asker] | None:
         """The run of most worth of those that suit, which is not wanted any more; None: there is none."""
         with self._lock:
             suiting = [each for each in self._wanted.values() if suits(each.run)]
@@ -245,7 +245,7 @@ class Discovery(Generic[Asker]):
     def _want(self, runs: Sequence[Run], asker: Asker) -> None:
         for run in runs:
             if run.name not in self._chunk_of:
-                self._wanted[run.name] = Wanted(run, asker)
+                self._wanted[run.name] = WantedChunks(run, asker)
         if len(self._wanted) > MOST_WANTED:
             worth = sorted(self._wanted.values(), key=lambda each: -each.run.worth(self._recurrences.number))
             self._wanted = {each.run.name: each for each in worth[: MOST_WANTED * 3 // 4]}

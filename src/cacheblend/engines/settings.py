@@ -26,7 +26,7 @@ logger = logging.getLogger("cacheblend.engine")
 
 
 @dataclass(frozen=True)
-class Settings:
+class BlendSettings:
     """A configuration and its origin.
 
     Attributes:
@@ -77,7 +77,7 @@ def resolve_settings(
     folder: Path,
     fingerprint: str,
     file: str | Path | None = None,
-) -> Settings:
+) -> BlendSettings:
     """The settings of an engine from the caller's configuration and the model's profile.
 
     Args:
@@ -96,12 +96,12 @@ def resolve_settings(
     if by_hand and file is not None:
         raise InvalidInputError(f"the profile {file} would not be used beside your own settings; give one of the two")
     if isinstance(config, BlendConfig):
-        return Settings(config)
+        return BlendSettings(config)
     if by_hand:
-        return Settings(BlendConfig.of(overrides))
+        return BlendSettings(BlendConfig.of(overrides))
     path = profile_file(folder) if file is None else Path(file)
     if file is None and not path.is_file():
-        return Settings(BlendConfig.of(overrides), source=f"the defaults; {folder.resolve().name} has no profile")
+        return BlendSettings(BlendConfig.of(overrides), source=f"the defaults; {folder.resolve().name} has no profile")
     return _of_profile(read_profile(path), path, fingerprint, overrides)
 
 
@@ -143,18 +143,18 @@ def profile_file(folder: Path) -> Path:
     return old if old.is_file() and not named.exists() else named
 
 
-def _of_profile(profile: Profile, path: Path, fingerprint: str, overrides: dict[str, Any]) -> Settings:
+def _of_profile(profile: Profile, path: Path, fingerprint: str, overrides: dict[str, Any]) -> BlendSettings:
     if profile.fingerprint != fingerprint:
         source = f"the defaults; the profile {path} was made for other weights or load options, and is not used"
         logger.warning("%s: measure a new one with cacheblend doctor --quality", source)
-        return Settings(BlendConfig.of(overrides), source=source)
+        return BlendSettings(BlendConfig.of(overrides), source=source)
     if not profile.blend:
         source = (
             f"the profile {path}: no setting passed on {profile.measured.data or 'its data'}, so nothing is blended"
         )
         logger.warning("%s; give a ratio or a configuration to blend nevertheless", source)
-        return Settings(profile.config(**overrides), profile, source)
-    return Settings(profile.config(**overrides), profile, f"the profile {path} ({describe(profile.settings)})")
+        return BlendSettings(profile.config(**overrides), profile, source)
+    return BlendSettings(profile.config(**overrides), profile, f"the profile {path} ({describe(profile.settings)})")
 
 
 def describe(settings: Mapping[str, Any]) -> str:

@@ -28,8 +28,8 @@ from cacheblend.evaluation.candidates import Candidate
 from cacheblend.evaluation.gate_run import (
     Bar,
     GateRow,
+    GateRun,
     Progress,
-    Run,
     Skipped,
     Tried,
     nothing_left,
@@ -133,7 +133,7 @@ def run_gate(
     if not attempts:
         half = len(sets)  # nothing can be confirmed, so all rows may be used to search
     to_search, to_confirm = [row for rows in sets[:half] for row in rows], one_of_each(sets[half:], skipped)
-    run = Run(engine, bar, skipped, progress, total=len(to_search) + len(to_confirm))
+    run = GateRun(engine, bar, skipped, progress, total=len(to_search) + len(to_confirm))
     searched = run.search(candidates, to_search)
     confirmed: list[Tried] = []
     for tried in promising(searched, bar)[:attempts]:
@@ -178,7 +178,7 @@ def check(
     bar = bar or Bar()
     sets, skipped = prepare(engine, rows, seed=0)
     prompts = one_of_each(sets, skipped)
-    run = Run(engine, bar, skipped, progress, total=len(prompts))
+    run = GateRun(engine, bar, skipped, progress, total=len(prompts))
     samples = [run.measure(prompt, [selector], with_answers=True) for prompt in prompts]
     kept = [found[0] for found in samples if found]
     if not kept:

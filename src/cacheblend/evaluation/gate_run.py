@@ -130,7 +130,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GatePrompt:
     """A row with a usable prompt."""
 
     prompt: Prompt
@@ -138,7 +138,7 @@ class Asked:
 
 
 @dataclass
-class Run:
+class GateRun:
     """One run of the gate."""
 
     engine: BlendEngine
@@ -148,7 +148,7 @@ class Run:
     total: int
     done: int = 0
 
-    def search(self, candidates: Sequence[Candidate], rows: Sequence[Asked]) -> list[Tried]:
+    def search(self, candidates: Sequence[Candidate], rows: Sequence[GatePrompt]) -> list[Tried]:
         """All candidates row by row, so that full recompute runs once per row; hopeless candidates are stopped."""
         selectors = [candidate.selector() for candidate in candidates]
         samples: list[list[Sample]] = [[] for _ in candidates]
@@ -166,7 +166,7 @@ class Run:
         ]
         return sorted(tried, key=lambda one: one.found.compute if one.found else 0.0)
 
-    def confirm(self, candidate: Candidate, rows: Sequence[Asked], bar: Bar) -> Tried:
+    def confirm(self, candidate: Candidate, rows: Sequence[GatePrompt], bar: Bar) -> Tried:
         """One attempt; stopped as soon as too many rows have failed to reach the bar."""
         selector, allowed = candidate.selector(), allowed_errors(len(rows), bar.threshold, bar.confidence)
         samples: list[Sample] = []
@@ -176,7 +176,7 @@ class Run:
                 return self._tried(candidate, samples, bar, stopped=True)
         return self._tried(candidate, samples, bar, stopped=False)
 
-    def measure(self, row: Asked, selectors: Sequence[Selector], *, with_answers: bool) -> list[Sample]:
+    def measure(self, row: GatePrompt, selectors: Sequence[Selector], *, with_answers: bool) -> list[Sample]:
         """One sample per selector; none if nothing can be blended in the row.
 
         Answers are generated for rows with gold answers, and for all rows if `with_answers`.
@@ -218,10 +218,10 @@ class Run:
         return Tried(candidate, found, not stopped and bar.is_reached(found), stopped)
 
 
-def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[list[list[Asked]], Skipped]:
+def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[list[list[GatePrompt]], Skipped]:
     """The usable rows by passage set, both in an order drawn with the seed; and the numbers of rows left out."""
     skipped = Skipped()
-    asked: dict[bytes, Asked] = {}
+    asked: dict[bytes, GatePrompt] = {}
     for row in rows:
         try:
             prompt = engine.prompt(row.prompt)
@@ -233,12 +233,12 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
             continue
         key = prompt.token_ids.tobytes()
         skipped.repeated += key in asked
-        asked.setdefault(key, Asked(prompt, tuple(row.answers)))
+        asked.setdefault(key, GatePrompt(prompt, tuple(row.answers)))
     if not asked:
         raise InvalidInputError(nothing_left(skipped))
     kept = list(asked.values())
     draw = np.random.default_rng(seed)
-    sets: dict[frozenset[bytes], list[Asked]] = {}
+    sets: dict[frozenset[bytes], list[GatePrompt]] = {}
     for i in draw.permutation(len(kept)):
         passages = frozenset(chunk.token_ids.tobytes() for chunk in kept[i].prompt.chunks)
         sets.setdefault(passages, []).append(kept[i])
@@ -246,7 +246,7 @@ def prepare(engine: BlendEngine, rows: Sequence[GateRow], seed: int) -> tuple[li
     return [found[i] for i in draw.permutation(len(found))], skipped
 
 
-def one_of_each(sets: Sequence[list[Asked]], skipped: Skipped) -> list[Asked]:
+def one_of_each(sets: Sequence[list[GatePrompt]], skipped: Skipped) -> list[GatePrompt]:
     """One row of every passage set; the others are counted in `skipped`."""
     skipped.same_passages += sum(len(rows) - 1 for rows in sets)
     return [rows[0] for rows in sets]

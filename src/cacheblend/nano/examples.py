@@ -47,7 +47,7 @@ EXAMPLES = (
 )
 
 
-class Place(NamedTuple):
+class ExamplePlace(NamedTuple):
     """A sentence that an answer needs: the index of its passage, and its characters in it, `stop` excluded."""
 
     passage: int
@@ -55,17 +55,17 @@ class Place(NamedTuple):
     stop: int
 
 
-class Answer(NamedTuple):
+class ExampleAnswer(NamedTuple):
     """What is right, and the sentences that say so, in the order in which they are read."""
 
     text: str
-    places: tuple[Place, ...]
+    places: tuple[ExamplePlace, ...]
 
 
 class _Line(NamedTuple):
     """A sentence, where it stands, and the thing whose owner it states and that owner, if it states one."""
 
-    place: Place
+    place: ExamplePlace
     words: list[str]
     thing: str
     owner: str
@@ -76,7 +76,7 @@ def notes() -> tuple[str, ...]:
     return tuple(json.loads(NOTES.read_text(encoding="utf-8")))
 
 
-def answer_of(question: str, texts: Sequence[str]) -> Answer | None:
+def answer_of(question: str, texts: Sequence[str]) -> ExampleAnswer | None:
     """What is right, by the rules of the language that the model knows.
 
     Args:
@@ -104,7 +104,7 @@ def answer_of(question: str, texts: Sequence[str]) -> Answer | None:
     text = " and ".join(owners)
     if question.startswith("Do "):
         text += ": yes" if owners[0] == owners[1] else ": no"
-    return Answer(text, tuple(sorted({place for thing in things for place in _needed(lines, thing)})))
+    return ExampleAnswer(text, tuple(sorted({place for thing in things for place in _needed(lines, thing)})))
 
 
 def _things_in(question: str) -> list[str]:
@@ -127,10 +127,10 @@ def _lines(scene: Scene, texts: Sequence[str]) -> Iterator[_Line]:
     for number, (passage, text) in enumerate(zip(scene.passages, texts, strict=True)):
         for sentence, (words, start, stop) in zip(passage, _sentences(text), strict=True):
             thing, owner = next((each for each in sentence.knows.values() if each[0]), ("", ""))
-            yield _Line(Place(number, start, stop), words, thing, owner)
+            yield _Line(ExamplePlace(number, start, stop), words, thing, owner)
 
 
-def _needed(lines: Sequence[_Line], thing: str) -> list[Place]:
+def _needed(lines: Sequence[_Line], thing: str) -> list[ExamplePlace]:
     """The sentence that states a thing's owner, behind those that say whom or what it means."""
     at = next((at for at, line in enumerate(lines) if line.thing == thing), None)
     if at is None:

@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.serve.bodies import VALUES
 from cacheblend.serve.errors import add_error_handlers
-from cacheblend.serve.guard import Guard
+from cacheblend.serve.guard import HostGuard
 from cacheblend.serve.memory import trim_heap_periodically
 from cacheblend.serve.middleware import BodyLimit, RequestLog
 from cacheblend.serve.routes import chunks, documents, health, openai, playground, responses, tokens
@@ -54,7 +54,7 @@ def create_app(engine: BlendEngine, settings: ServeSettings | None = None) -> Fa
         values=max(VALUES, 2 * (engine.survey.max_length or 0)),
     )
     app.state.server = state
-    app.add_middleware(Guard, hosts=None if settings.keys.keys else settings.hosts)
+    app.add_middleware(HostGuard, hosts=None if settings.keys.keys else settings.hosts)
     app.add_middleware(RequestLog, metrics=state.metrics)
     add_error_handlers(app)
     openai.add_routes(app, state)

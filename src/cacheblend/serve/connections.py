@@ -37,7 +37,7 @@ _REFUSED_S = 1.0
 """Seconds for which a refused connection stays, so that its client reads why and is not cut while it sends."""
 
 
-class Watched(asyncio.Protocol):
+class WatchedConnection(asyncio.Protocol):
     """Mixed into uvicorn's protocols: knows since when a connection waits for its client.
 
     Attributes:
@@ -70,7 +70,7 @@ class Watched(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        open_ones = [each for each in self.connections if isinstance(each, Watched) and not each.is_ending]
+        open_ones = [each for each in self.connections if isinstance(each, WatchedConnection) and not each.is_ending]
         if len(open_ones) > self.most:
             waiting = [each for each in open_ones if each.is_waiting and each is not self]
             min(waiting, key=lambda each: each.since, default=self).refuse(self.most)
@@ -148,13 +148,13 @@ def watched(protocol: type[asyncio.Protocol], most: int) -> type[asyncio.Protoco
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fitting = most if files == resource.RLIM_INFINITY else min(most, max(1, files // 2))
-    return type(f"Watched{protocol.__name__}", (Watched, protocol), {"most": fitting})
+    return type(f"WatchedConnection{protocol.__name__}", (WatchedConnection, protocol), {"most": fitting})
 
 
 def end_overdue(connections: Iterable[object], headers_s: float, unread_s: float) -> None:
-    """Closes connections that keep the server waiting; see `Watched.end_if_overdue`."""
+    """Closes connections that keep the server waiting; see `WatchedConnection.end_if_overdue`."""
     for each in list(connections):
-        if isinstance(each, Watched):
+        if isinstance(each, WatchedConnection):
             each.end_if_overdue(headers_s, unread_s)
 
 

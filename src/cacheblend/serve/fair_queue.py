@@ -33,7 +33,7 @@ async def _never() -> bool:
 
 
 @dataclass(eq=False)
-class _Job:
+class _QueuedCall:
     """One piece of work.
 
     Attributes:
@@ -78,8 +78,8 @@ class FairQueue:
     def __init__(self, workers: int, limit: int, runner: Callable[[Step], object] = lambda step: step()) -> None:
         self._workers, self._limit, self._runner = workers, limit, runner
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="cacheblend-queue")
-        self._jobs: dict[_Job, None] = {}  # all that have come and not ended, the newest last
-        self._turns: dict[str, deque[_Job]] = {}  # of the tenants that wait
+        self._jobs: dict[_QueuedCall, None] = {}  # all that have come and not ended, the newest last
+        self._turns: dict[str, deque[_QueuedCall]] = {}  # of the tenants that wait
         self._served: dict[str, int] = {}  # by tenant its last slice's number; who has waited longest is next
         self._slices = 0
         self._running = 0
@@ -108,7 +108,7 @@ class FairQueue:
             ApiError: 499, nobody waits any more.
         """
         self._make_room(tenant)
-        job = _Job(tenant, work)
+        job = _QueuedCall(tenant, work)
         self._jobs[job] = None
         try:
             while not job.found:
@@ -143,7 +143,7 @@ class FairQueue:
                     return
         raise full
 
-    async def _turn(self, job: _Job, deadline: float, is_gone: Callable[[], Awaitable[bool]]) -> None:
+    async def _turn(self, job: _QueuedCall, deadline: float, is_gone: Callable[[], Awaitable[bool]]) -> None:
         """Waits for the job's next slice."""
         job.turn = asyncio.get_running_loop().create_future()
         self._turns.setdefault(job.tenant, deque()).append(job)
@@ -167,7 +167,7 @@ class FairQueue:
                 self._release()
             raise
 
-    async def _slice(self, job: _Job) -> None:
+    async def _slice(self, job: _QueuedCall) -> None:
         """Runs a slice. The worker stays taken as long as its thread runs, even if nobody awaits it any more."""
         job.turn = None
         running = asyncio.get_running_loop().run_in_executor(self._threads, self._runner, job.advance)
@@ -191,7 +191,7 @@ class FairQueue:
                 self._running += 1
                 job.turn.set_result(None)
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: _QueuedCall) -> None:
         jobs = self._turns.get(job.tenant)
         if jobs is not None and job in jobs:
             jobs.remove(job)

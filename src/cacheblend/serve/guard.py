@@ -21,7 +21,7 @@ HEADERS = {
 """Of every answer: no type but the given one, and no frame in another page."""
 
 
-class Guard:
+class HostGuard:
     """Refuses requests to a foreign name, adds `HEADERS`, and answers HEAD as GET without the body.
 
     Args:

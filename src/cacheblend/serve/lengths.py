@@ -11,7 +11,7 @@ from itertools import chain
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Document, Message
+from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Message, RequestDocument
 
 USUAL = 8
 """Characters of a token: text with more is counted before it is tokenised as a whole."""
@@ -108,7 +108,7 @@ def texts_of(asked: ChatRequest | CompletionRequest) -> Iterable[str]:
     return chain(texts_of_chat(asked.messages, asked.documents), strings_in([asked.tools, asked.chat_template_kwargs]))
 
 
-def texts_of_chat(messages: Iterable[Message], documents: Iterable[Document] | None = None) -> Iterable[str]:
+def texts_of_chat(messages: Iterable[Message], documents: Iterable[RequestDocument] | None = None) -> Iterable[str]:
     """The texts of messages, what is passed to the template with them, and of documents for them."""
     messages = list(messages)
     contents = (message.content for message in messages)

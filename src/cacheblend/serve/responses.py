@@ -17,7 +17,7 @@ TokenText = Callable[[int], str]
 
 
 @dataclass
-class Choice:
+class ResponseChoice:
     """One choice, put together from its events."""
 
     text: str = ""
@@ -34,7 +34,7 @@ class Choice:
         self.finish_reason = event.finish_reason or self.finish_reason
 
 
-class ResponseFormat(Protocol):
+class AnswerFormat(Protocol):
     """A kind of response."""
 
     @property
@@ -55,14 +55,14 @@ class ResponseFormat(Protocol):
         """A choice in the event of one token; `offset` characters of the choice were sent before."""
         ...
 
-    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
+    def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
         """A choice of a whole response."""
         ...
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """``chat.completion``; the methods are those of `ResponseFormat`.
+    """``chat.completion``; the methods are those of `AnswerFormat`.
 
     Attributes:
         token_text: the text of a token, for log-probabilities.
@@ -73,17 +73,17 @@ class ChatFormat:
     objects: tuple[str, str] = ("chat.completion", "chat.completion.chunk")
 
     def opening(self, number: int) -> dict[str, Any] | None:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         delta = {"content": event.text} if event.text else {}
         logprobs = self._logprobs([event])
         return {"index": event.choice, "delta": delta, "logprobs": logprobs, "finish_reason": event.finish_reason}
 
-    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        """See `ResponseFormat`."""
+    def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
+        """See `AnswerFormat`."""
         message = {"role": "assistant", "content": choice.text}
         logprobs = self._logprobs(choice.events)
         return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
@@ -111,16 +111,16 @@ class CompletionFormat:
     objects: tuple[str, str] = ("text_completion", "text_completion")
 
     def opening(self, number: int) -> dict[str, Any] | None:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         return None
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         logprobs = self._logprobs([event], offset)
         return {"index": event.choice, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason}
 
-    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        """See `ResponseFormat`."""
+    def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
+        """See `AnswerFormat`."""
         logprobs = self._logprobs(choice.events, 0)
         return {"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
@@ -141,13 +141,13 @@ class CompletionFormat:
         }
 
 
-async def whole_response(running: RunningRequest, form: ResponseFormat, model: str) -> dict[str, Any]:
+async def whole_response(running: RunningRequest, form: AnswerFormat, model: str) -> dict[str, Any]:
     """The response in one piece, as JSON.
 
     Raises:
         Exception: the error that ended the request.
     """
-    choices = [Choice() for _ in range(running.ask.choices)]
+    choices = [ResponseChoice() for _ in range(running.ask.choices)]
     async for event in running.events():
         choices[event.choice].add(event)
     return {
@@ -159,7 +159,7 @@ async def whole_response(running: RunningRequest, form: ResponseFormat, model: s
 
 
 async def streamed_response(
-    running: RunningRequest, form: ResponseFormat, model: str, *, with_usage: bool, in_each: bool = False
+    running: RunningRequest, form: AnswerFormat, model: str, *, with_usage: bool, in_each: bool = False
 ) -> AsyncIterator[str]:
     """The response as server-sent events; an error becomes an event, too.
 

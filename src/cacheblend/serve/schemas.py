@@ -89,7 +89,7 @@ class Extras(Closed):
     chunks: Annotated[list[tuple[int, int]], Field(max_length=4096, fail_fast=True)] | None = None
 
 
-class Document(Closed):
+class RequestDocument(Closed):
     """A passage that is passed to the chat template."""
 
     title: Name = ""
@@ -190,7 +190,7 @@ class ChatRequest(Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
+    documents: Annotated[list[RequestDocument], Field(max_length=4096, fail_fast=True)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -292,7 +292,7 @@ class TokenizeRequest(Body):
     model: Name = ""
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
-    documents: Annotated[list[Document], Field(max_length=4096, fail_fast=True)] | None = None
+    documents: Annotated[list[RequestDocument], Field(max_length=4096, fail_fast=True)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -89,7 +89,7 @@ def _bytes(manifest: ChunkManifest) -> int:
 
 
 @dataclass(slots=True)
-class Held:
+class MemoryBlock:
     """A block in memory, or some heads of one.
 
     Attributes:
@@ -109,15 +109,15 @@ class Held:
     used: float = 0.0
 
     @staticmethod
-    def of_heads(dtype: torch.dtype) -> "Held":
+    def of_heads(dtype: torch.dtype) -> "MemoryBlock":
         """Some heads of a block, none of whose layers has been offered."""
-        return Held(as_token_ids([]), UNKNOWN, KVLayout((), dtype), [], missing=1)
+        return MemoryBlock(as_token_ids([]), UNKNOWN, KVLayout((), dtype), [], missing=1)
 
     @staticmethod
-    def of_block(entry: BlockEntry) -> "Held":
+    def of_block(entry: BlockEntry) -> "MemoryBlock":
         """A block of which no layer has been offered yet."""
         layers = len(entry.layout.layers)
-        return Held(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
+        return MemoryBlock(entry.token_ids, entry.parent, entry.layout, [None] * layers, 0, layers)
 
     def put(self, layer: int, record: torch.Tensor, nbytes: int) -> None:
         """Holds a layer's record, which takes so many bytes."""
@@ -162,7 +162,7 @@ class MemoryStore(KVStore):
     ) -> None:
         self.max_bytes = default_memory_bytes() if max_bytes is None else check_max_bytes(max_bytes)
         self.residence, self._lock = residence, threading.RLock()
-        self._held: dict[BlockName, Held] = {}
+        self._held: dict[BlockName, MemoryBlock] = {}
         self._pinned = set[BlockName]()
         self._manifests = MemoryManifests(self._held.keys())
         self._empty = EmptyChunks(self._manifests)
@@ -252,7 +252,7 @@ class MemoryStore(KVStore):
             if records is None:
                 self._write_failures += 1
                 raise StoreFullError(f"there is no memory left for the {need} bytes of block {block.name.hex()}")
-            self._held[block.name] = Held(block.token_ids, block.parent, block.layout, [*records], need)
+            self._held[block.name] = MemoryBlock(block.token_ids, block.parent, block.layout, [*records], need)
             self._mark_used(block.name)
             self._bytes += need
             return True
@@ -268,7 +268,7 @@ class MemoryStore(KVStore):
             if whole > self.max_bytes or (held is not None and held.records[layer] is not None):
                 return False
             if held is None:
-                held = self._held[name] = Held.of_block(entry)
+                held = self._held[name] = MemoryBlock.of_block(entry)
                 self._mark_used(name)
             held.missing -= (is_kept := self._keep_layer(name, held, layer, record))
             return is_kept
@@ -285,11 +285,11 @@ class MemoryStore(KVStore):
                 return False
             if held is None:
                 self._holds_heads = True
-                held = self._held[key] = Held.of_heads(record.dtype)
+                held = self._held[key] = MemoryBlock.of_heads(record.dtype)
             self._mark_used(key)
             return self._keep_layer(key, held, layer, record)
 
-    def _keep_layer(self, key: BlockName, held: Held, layer: int, record: torch.Tensor) -> bool:
+    def _keep_layer(self, key: BlockName, held: MemoryBlock, layer: int, record: torch.Tensor) -> bool:
         """Keeps one layer of what is held under `key`, or drops all of it."""
         need = self.residence.taken([record])
         kept = self._kept([record], need, keep=key) if self._evict_for(need, keep=key) else None
@@ -332,7 +332,7 @@ class MemoryStore(KVStore):
         tokens = len(held.token_ids)
         self._eviction.used(name, tokens / max(1, held.layout.block_bytes(tokens)))
 
-    def _has_expired(self, name: BlockName, held: Held) -> bool:
+    def _has_expired(self, name: BlockName, held: MemoryBlock) -> bool:
         return held.used < self._expiry.since(time.monotonic()) and name not in self._pinned
 
     def _remove_expired(self) -> None:

@@ -53,7 +53,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DeviceCost:
     """A context's caches on one device.
 
     Attributes:
@@ -83,7 +83,7 @@ def place(
     context_bytes: float,
     stored_bytes: float,
     floor: float = 0.15,
-) -> list[Placement]:
+) -> list[DeviceCost]:
     """The placement on each device, in the order given.
 
     Args:
@@ -110,7 +110,7 @@ def place(
         recompute = recompute_s(prefill_s, layers, ratio)
         hides = load <= recompute_s(prefill_s, layers, floor)
         monthly = device.price * stored_bytes / 1e9
-        placed.append(Placement(device, load, ratio, recompute, max(load, recompute), hides, monthly))
+        placed.append(DeviceCost(device, load, ratio, recompute, max(load, recompute), hides, monthly))
     return placed
 
 
@@ -119,7 +119,7 @@ def recompute_s(prefill_s: float, layers: int, ratio: float) -> float:
     return prefill_s * (1 / layers + ratio * (1 - 1 / layers))
 
 
-def cheapest(placements: Sequence[Placement], prefill_s: float) -> Placement | None:
+def cheapest(placements: Sequence[DeviceCost], prefill_s: float) -> DeviceCost | None:
     """The cheapest device that hides its loading, or else the fastest; None: none is faster than a full prefill."""
     hiding = [each for each in placements if each.hides]
     if hiding:

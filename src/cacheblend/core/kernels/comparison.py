@@ -34,7 +34,7 @@ class AttendRows(Protocol):
         ...
 
 
-class Place(Protocol):
+class PlaceOperation(Protocol):
     """See `placing.place`."""
 
     def __call__(
@@ -127,8 +127,8 @@ def _in_pages(rows: torch.Tensor) -> torch.Tensor:
 
 
 def placing_differs(
-    kernel: Place,
-    plain: Place,
+    kernel: PlaceOperation,
+    plain: PlaceOperation,
     device: torch.device,
     dtype: torch.dtype,
     heads: tuple[int, int] = (2, 64),
@@ -165,7 +165,11 @@ def placing_differs(
 
 
 def float8_placing_differs(
-    kernel: Place, plain: Place, device: torch.device, dtype: torch.dtype, heads: tuple[int, int] = (2, 64)
+    kernel: PlaceOperation,
+    plain: PlaceOperation,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (2, 64),
 ) -> str:
     """`placing_differs`, in pages of eight bits."""
     found = (placing_differs(kernel, plain, device, dtype, heads, kind) for kind in FLOAT8)

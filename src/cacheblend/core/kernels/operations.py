@@ -12,7 +12,7 @@ from cacheblend.core.kernels.comparison import (
     TOLERANCE,
     AttendRows,
     Deviation,
-    Place,
+    PlaceOperation,
     attention_differs,
     deviation_differs,
     float8_attention_differs,
@@ -89,7 +89,7 @@ def place(
         page, kv_heads, head_dim = keys.shape[1:]
         length = page * len(block_table)
     check_records(records, placement, keys, kv_heads, length, float8)
-    serves: Place = kv_placement.place
+    serves: PlaceOperation = kv_placement.place
     if head_dim <= _MAX_HEAD_DIM and not head_dim % 4:
         operation, dtype = (PLACE, keys.dtype) if float8 is None else (PLACE_FLOAT8, float8.dtype)
         serves = operation.on(keys.device, dtype).call
@@ -126,7 +126,7 @@ def _load_triton_attention() -> AttendRows:
     return attention_triton.attend_rows
 
 
-def _load_triton_placing() -> Place:
+def _load_triton_placing() -> PlaceOperation:
     from cacheblend.core.kernels import kv_placement_triton
 
     return kv_placement_triton.place
@@ -183,7 +183,7 @@ ATTEND_ROWS: Operation[AttendRows] = Operation(
     attention_differs,
 )
 
-PLACE: Operation[Place] = Operation(
+PLACE: Operation[PlaceOperation] = Operation(
     "placing",
     kv_placement.place,
     [Kernel("Triton", _serves, _load_triton_placing)],
@@ -205,7 +205,7 @@ ATTEND_FLOAT8: Operation[AttendRows] = Operation(
 )
 """Operations of their own: where a device cannot compile them, what serves other caches goes on."""
 
-PLACE_FLOAT8: Operation[Place] = Operation(
+PLACE_FLOAT8: Operation[PlaceOperation] = Operation(
     "placing in eight bits",
     kv_placement.place,
     [Kernel("Triton", _serves, _load_triton_placing)],

@@ -92,7 +92,7 @@ class _Watched:
 
 
 @dataclass(eq=False)
-class _Known:
+class _KnownText:
     """The runs of one root."""
 
     index: ChunkIndex
@@ -133,7 +133,7 @@ class Recurrences:
         self._watched: OrderedDict[int, _Watched] = OrderedDict()  # by number; the least recently useful first
         self._watched_tokens = 0
         self._fingerprints = Fingerprints()
-        self._known: dict[BlockName, _Known] = {}
+        self._known: dict[BlockName, _KnownText] = {}
         self._known_tokens = 0
         self._number = 0
 
@@ -161,7 +161,7 @@ class Recurrences:
             chunks: intervals that are chunks already, by a mark or by content: nothing is learnt in them.
         """
         self._number += 1
-        known = self._known.setdefault(root, _Known(ChunkIndex(self._shortest)))
+        known = self._known.setdefault(root, _KnownText(ChunkIndex(self._shortest)))
         seen, new, split, covered = self._recognise(known, token_ids)
         hashes, at = winnowed(token_ids, root, self._span)
         taken = sorted([*covered, *chunks])
@@ -187,7 +187,9 @@ class Recurrences:
 
     # ---- runs that are known ----------------------------------------------------------------------------
 
-    def _recognise(self, known: _Known, token_ids: TokenIds) -> tuple[list[Run], list[Run], list[Run], list[Interval]]:
+    def _recognise(
+        self, known: _KnownText, token_ids: TokenIds
+    ) -> tuple[list[Run], list[Run], list[Run], list[Interval]]:
         """(runs seen again, those that came of splitting, those that were split, what all of them cover)."""
         seen, new, split, covered = dict[BlockName, Run](), list[Run](), list[Run](), list[Interval]()
         for match in known.index.match(token_ids):
@@ -213,7 +215,7 @@ class Recurrences:
     def _may_cut(self, run: Run, cut: int) -> bool:
         return self._shortest <= cut <= len(run) - self._shortest
 
-    def _learn(self, known: _Known, root: BlockName, token_ids: TokenIds, sightings: int) -> Run | None:
+    def _learn(self, known: _KnownText, root: BlockName, token_ids: TokenIds, sightings: int) -> Run | None:
         """A new run; None if it is known, and then it is seen once more."""
         name = block_name(root, token_ids)
         if name in known.runs:
@@ -225,7 +227,7 @@ class Recurrences:
         self._known_tokens += len(run)
         return run
 
-    def _drop(self, known: _Known, run: Run) -> None:
+    def _drop(self, known: _KnownText, run: Run) -> None:
         del known.runs[run.name]
         known.index.remove([run.name])
         self._known_tokens -= len(run)

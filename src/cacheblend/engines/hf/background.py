@@ -42,7 +42,7 @@ def run_apart(work: Callable[[], Found]) -> Found:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _IdleJob:
     work: Callable[[], Any]
     patient: bool
     since: float = field(default_factory=time.monotonic)
@@ -73,7 +73,7 @@ class Background:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._jobs: OrderedDict[Hashable, _Job] = OrderedDict()
+        self._jobs: OrderedDict[Hashable, _IdleJob] = OrderedDict()
         self._changed = threading.Condition()
         self._requests = 0
         self._working = False
@@ -133,7 +133,7 @@ class Background:
                     logger.warning("the background queue is %s; further jobs are dropped", why)
                 self.dropped += 1
                 return False
-            self._jobs[key] = _Job(job, patient)
+            self._jobs[key] = _IdleJob(job, patient)
             self._start()
             return True
 
@@ -235,7 +235,7 @@ class Background:
                     return
             self._run(work)
 
-    def _take(self, key: Hashable) -> _Job:
+    def _take(self, key: Hashable) -> _IdleJob:
         self._running, self._working = key, True
         return self._jobs.pop(key)
 

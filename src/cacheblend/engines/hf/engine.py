@@ -58,7 +58,7 @@ from cacheblend.engines.hf.sampling import (
     sampling_of,
 )
 from cacheblend.engines.hf.scheduler import Scheduler
-from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, Watched
+from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, WatchedAnswer
 from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
 from cacheblend.engines.hf.tickets import Ask, Limits
@@ -66,7 +66,7 @@ from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.keeper import WarmReport
-from cacheblend.engines.settings import Settings, check_settings, resolve_settings
+from cacheblend.engines.settings import BlendSettings, check_settings, resolve_settings
 from cacheblend.engines.tokens import Message
 from cacheblend.store import KVStore, check_store_url, open_store
 
@@ -107,7 +107,7 @@ class BlendEngine(Answering, FollowedModel):
         check_type(name, str, "name")
         check_type(fingerprint, str | None, "fingerprint")
         self.model, self.config, self.name = model, config_of(config).on(model.device.type), name
-        self.settings = Settings(self.config)
+        self.settings = BlendSettings(self.config)
         adapters = AdapterFollower(model)
         adapted = adapters.adapted()
         view = ModelView(adapted.model)
@@ -367,7 +367,7 @@ class BlendEngine(Answering, FollowedModel):
         """What a prefill that was just opened is computed with; see `Origin`."""
         return Origin(state.adapted.version, self.shadow.watch.step if own and self.shadow else None, tenant)
 
-    def _end(self, watched: Watched | None) -> None:
+    def _end(self, watched: WatchedAnswer | None) -> None:
         try:
             if watched is not None and self.shadow is not None:
                 self.shadow.submit(watched)

@@ -8,7 +8,7 @@ from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.report import BlendReport
 from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.decode import Decoding, compute_logits
-from cacheblend.engines.hf.shadow_check import Watched
+from cacheblend.engines.hf.shadow_check import WatchedAnswer
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.view import ModelView
 
@@ -65,7 +65,7 @@ class Request:
         started: float,
         store_missed: Callable[[PrefillResult], None],
         end: Callable[[], None],
-        watched: Watched | None = None,
+        watched: WatchedAnswer | None = None,
     ) -> None:
         self._view, self._decoding, self._started = view, decoding, started
         self.to_store: PrefillResult | None = result

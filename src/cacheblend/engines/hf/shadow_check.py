@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(eq=False)
-class Watched:
+class WatchedAnswer:
     """An answer that was drawn to be compared.
 
     Attributes:
@@ -86,7 +86,7 @@ class Watched:
 class _Pass:
     """A full prefill under way, left and gone on with between the tiles of a layer."""
 
-    def __init__(self, watched: Watched, prefill: BlendedPrefill) -> None:
+    def __init__(self, watched: WatchedAnswer, prefill: BlendedPrefill) -> None:
         self.watched, self.prefill = watched, prefill
         self._steps: LayerSteps | None = None
         self._tile: LayerRows | None = None
@@ -126,8 +126,10 @@ class ShadowCheck:
         wake: Callable[[], None],
     ) -> None:
         self.watch, self._open_full, self._version, self._wake = watch, open_full, version, wake
-        self._queue: deque[Watched] = deque()
-        self._current: Watched | None = None  # from the moment it leaves the queue: opening its pass takes a while
+        self._queue: deque[WatchedAnswer] = deque()
+        self._current: WatchedAnswer | None = (
+            None  # from the moment it leaves the queue: opening its pass takes a while
+        )
         self._pass: _Pass | None = None
         self._lock, self._closed = threading.Lock(), False
         self._last_version: int | None = None
@@ -143,7 +145,7 @@ class ShadowCheck:
         """Whether `advance` has anything to compute."""
         return bool(self.waiting) and not self._closed
 
-    def begin(self, result: PrefillResult, origin: Origin) -> Watched | None:
+    def begin(self, result: PrefillResult, origin: Origin) -> WatchedAnswer | None:
         """A prompt was prefilled; None if its answer is not compared: it is exact, or was not drawn."""
         report, plan = result.report, result.plan
         candidates, own = len(plan.candidate_rows), origin.step is not None
@@ -151,9 +153,9 @@ class ShadowCheck:
         if not self.watch.takes(candidates, report.recomputed_tokens, by_floor=own and bool(plan.left_out)):
             return None
         labels = Labels(origin.tenant, report.selector, "engine" if own else "request")
-        return Watched(labels, origin, plan.prompt.token_ids, result.logits)
+        return WatchedAnswer(labels, origin, plan.prompt.token_ids, result.logits)
 
-    def submit(self, watched: Watched) -> None:
+    def submit(self, watched: WatchedAnswer) -> None:
         """The answer has ended, was cancelled or failed: what there is of it is compared when there is time."""
         if not watched.token_ids:
             self.watch.drop(NO_ANSWER)
@@ -216,7 +218,7 @@ class ShadowCheck:
         if done is not None:
             done.prefill.close()
 
-    def _is_stale(self, watched: Watched) -> bool:
+    def _is_stale(self, watched: WatchedAnswer) -> bool:
         if self._version() == watched.origin.version:
             return False
         self.watch.drop(OTHER_ADAPTERS)

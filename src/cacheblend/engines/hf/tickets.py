@@ -20,7 +20,7 @@ from cacheblend.engines.hf.decode import Decoding
 from cacheblend.engines.hf.grammars import CompiledGrammar
 from cacheblend.engines.hf.prefiller import Mode
 from cacheblend.engines.hf.sampling import SamplingParams
-from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, Watched
+from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, WatchedAnswer
 from cacheblend.engines.hf.state import ModelState
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.text_stream import TextStream
@@ -245,7 +245,7 @@ class Ticket:
     report: BlendReport | None = None
     to_store: PrefillResult | None = None
     origin: Origin | None = None
-    watched: Watched | None = None
+    watched: WatchedAnswer | None = None
 
     def cancel(self) -> None:
         """Cancels the request; the scheduler ends it before its next round."""

@@ -22,10 +22,19 @@ from cacheblend.core.errors import InvalidInputError, check_encodable
 from cacheblend.core.names import join_ids
 from cacheblend.core.plan import prompt as core_prompt
 from cacheblend.core.plan.prompt import Prompt, Segment
-from cacheblend.engines.tokens.chat import Content, Conversation, Document, Guard, Message, Passage, Place, Rendered
+from cacheblend.engines.tokens.chat import (
+    Content,
+    Conversation,
+    Guard,
+    Message,
+    Passage,
+    Place,
+    Rendered,
+    TemplateDocument,
+)
 from cacheblend.engines.tokens.detokenizer import Detokenizer
 from cacheblend.engines.tokens.encoder import Encoded, TextEncoder
-from cacheblend.engines.tokens.template import Source
+from cacheblend.engines.tokens.template import TemplateSource
 
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 """In what a model writes around its thoughts, which are part of its earlier answers."""
@@ -59,7 +68,7 @@ class PromptBuilder:
         self._special = {token["id"] for token in spec["added_tokens"] if token["special"]}
         self._all = TextEncoder(spec)
         self._front, self._back = self._find_specials_around()
-        self._source = Source.of(self._templates())
+        self._source = TemplateSource.of(self._templates())
         markers = self._find_markers({number: text for number, text in added.items() if number not in self._special})
         self._guarded = {number: added[number] for number in (self._special | markers) - {tokenizer.unk_token_id}}
         self._plain = TextEncoder(spec, self._special | markers)
@@ -213,7 +222,7 @@ class PromptBuilder:
         _check(part, where)
         return core_prompt.text((self._all.whole(part) if number == 1 else self._all.continued(part)).ids)
 
-    def _render(self, messages: list[Message], documents: list[Document], options: Mapping[str, Any]) -> str:
+    def _render(self, messages: list[Message], documents: list[TemplateDocument], options: Mapping[str, Any]) -> str:
         settings = {"add_generation_prompt": True, **options}
         try:
             rendered: str = self._tokenizer.apply_chat_template(

@@ -135,7 +135,7 @@ Message = dict[str, Any]
 """``{"role": ..., "content": ...}``; content is a string, or parts ``{"type": "text" | "chunk", "text": ...}``."""
 
 
-Render = Callable[[list[Message], list["Document"], dict[str, Any]], str]
+Render = Callable[[list[Message], list["TemplateDocument"], dict[str, Any]], str]
 """What a template makes of messages, documents and options."""
 
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
@@ -151,7 +151,7 @@ _MARKS = 0xF2000  # the letters from here on are marks; those before stand in fo
 _MARK = re.compile(f"[{chr(_MARKS)}-󿿽􀀀-􏿽]")
 
 
-class Document(dict[str, str]):
+class TemplateDocument(dict[str, str]):
     """A document as a template reads it: ``text``, and ``title`` if it has one. A template that asks for ``content`` or
     ``contents`` gets the text."""
 
@@ -447,7 +447,7 @@ class Conversation:
             passage = self.contents[number]
             title = self._beside(passage.title, trace) if isinstance(passage, Passage) else ""
             text = self._content(field, trace)
-            documents.append(Document({"title": title, "text": text} if title else {"text": text}))
+            documents.append(TemplateDocument({"title": title, "text": text} if title else {"text": text}))
         options = {
             name: value if name == "chat_template" else self._beside(value, trace)
             for name, value in self._options.items()

@@ -15,7 +15,7 @@ _SPLITS = frozenset(
 
 
 @dataclass(frozen=True)
-class Source:
+class TemplateSource:
     """Parts of a template's source.
 
     Attributes:
@@ -29,7 +29,7 @@ class Source:
     sought: frozenset[str]
 
     @staticmethod
-    def of(templates: Iterable[str]) -> "Source":
+    def of(templates: Iterable[str]) -> "TemplateSource":
         """Of one or more templates; nothing of one that is not Jinja."""
         from jinja2 import Environment, TemplateSyntaxError
 
@@ -48,4 +48,4 @@ class Source:
                 is_split = before.type == "name" and before.value in _SPLITS and bracket.type == "lparen"
                 if token.type == "string" and (is_tested or is_split):
                     sought.add(str(token.value))
-        return Source("\n".join(texts), frozenset(words), frozenset(sought))
+        return TemplateSource("\n".join(texts), frozenset(words), frozenset(sought))

@@ -97,7 +97,7 @@ class RowsAt:
 
 
 @dataclass(frozen=True)
-class LayerCall:
+class VllmLayerCall:
     """Calls one layer with any rows.
 
     Attributes:
@@ -154,7 +154,7 @@ class LayerCall:
 
 def learn_calls(
     modules: Sequence[Callable[..., Any]], recorded: Sequence[RecordedCall], positions: torch.Tensor, form: HiddenForm
-) -> list[LayerCall]:
+) -> list[VllmLayerCall]:
     """How each layer is called.
 
     Args:
@@ -180,7 +180,7 @@ def learn_calls(
         kept = [None if place in (*rows, *places) else leaf for place, leaf in enumerate(call.leaves)]
         handed_on = tuple(results[place] for place in links[min(index, len(links) - 1)][0])
         calls.append(
-            LayerCall(
+            VllmLayerCall(
                 module,
                 tuple(kept),
                 call.spec,
@@ -196,12 +196,12 @@ def learn_calls(
     return calls
 
 
-def hidden_before(call: RecordedCall, learnt: LayerCall) -> torch.Tensor:
+def hidden_before(call: RecordedCall, learnt: VllmLayerCall) -> torch.Tensor:
     """The hidden state [n, width] in front of a recorded layer."""
     return learnt.form.join([at.take(call.before).clone() for at in learnt.state])
 
 
-def hidden_after(call: RecordedCall, learnt: LayerCall) -> torch.Tensor:
+def hidden_after(call: RecordedCall, learnt: VllmLayerCall) -> torch.Tensor:
     """The hidden state [n, width] behind a recorded layer."""
     return learnt.form.join([at.take(call.after).clone() for at in learnt.handed_on])
 

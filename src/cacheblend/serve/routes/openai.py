@@ -14,7 +14,7 @@ from cacheblend.serve.admission import check_model, started, unless_disconnected
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.lengths import texts_of
 from cacheblend.serve.prompts import ParsedPrompt, chat_prompt, completion_prompt
-from cacheblend.serve.responses import ChatFormat, CompletionFormat, ResponseFormat, streamed_response, whole_response
+from cacheblend.serve.responses import AnswerFormat, ChatFormat, CompletionFormat, streamed_response, whole_response
 from cacheblend.serve.schemas import ChatRequest, CompletionRequest, Sampling, StreamOptions
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tools.call_reader import CallReader, ToolChatFormat
@@ -70,7 +70,7 @@ def _markers(state: ServerState, calls: Format | None) -> frozenset[int]:
     return state.engine.builder.special_ids([*calls.markers, *calls.inner])
 
 
-def _chat_format(state: ServerState, asked: ChatRequest, calls: Format | None) -> ResponseFormat:
+def _chat_format(state: ServerState, asked: ChatRequest, calls: Format | None) -> AnswerFormat:
     """How a chat is answered; with the calls of its tools, if they are read."""
     chat = ChatFormat(state.token_text)
     if calls is None:
@@ -85,7 +85,7 @@ async def _answer(
     asked: Sampling,
     key: ApiKey,
     parse: Callable[[], ParsedPrompt],
-    response_format: ResponseFormat,
+    response_format: AnswerFormat,
 ) -> Any:
     """The response to a request, whole or as a stream."""
     model, running = state.engine.name, await started(state, request, asked, key, parse)

@@ -34,7 +34,7 @@ from cacheblend.nano.examples import EXAMPLES, answer_of, notes
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
 from cacheblend.serve.routes.chunks import manifest_for
-from cacheblend.serve.schemas import Body, Document, Name
+from cacheblend.serve.schemas import Body, Name, RequestDocument
 from cacheblend.serve.state import ServerState
 from cacheblend.serve.tenants import tenant_of
 
@@ -57,7 +57,7 @@ class Explain(Body):
         selector: overrides the engine's selector; uses the selector's default settings.
     """
 
-    documents: Annotated[list[Document], Field(min_length=1, max_length=64)]
+    documents: Annotated[list[RequestDocument], Field(min_length=1, max_length=64)]
     question: str
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selector: Name | None = None

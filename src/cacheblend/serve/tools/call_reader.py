@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend.engines.hf.tickets import TokenEvent
-from cacheblend.serve.responses import ChatFormat, Choice
-from cacheblend.serve.tools.call_scanner import SPACE, Held, NoCallError, Scan, skip
+from cacheblend.serve.responses import ChatFormat, ResponseChoice
+from cacheblend.serve.tools.call_scanner import SPACE, HeldText, NoCallError, Scan, skip
 from cacheblend.serve.tools.formats import Call, Format
 
 Pieces = list[str | Call]
@@ -32,7 +32,7 @@ class CallReader:
 
     def __init__(self, form: Format, names: Collection[str], *, only_first: bool = False) -> None:
         self._format, self._names, self._only_first = form, names, only_first
-        self._held, self._pieces = Held(), list[str | Call]()
+        self._held, self._pieces = HeldText(), list[str | Call]()
         self._scan = self._read()
         self.calls = 0
 
@@ -158,7 +158,7 @@ class ToolChatFormat:
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         return self.chat.piece(event, offset) | {"delta": delta, "finish_reason": reason}
 
-    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
+    def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
         """See `ResponseFormat`."""
         reader = self.reader()
         pieces = reader.push(choice.text) + reader.finish()

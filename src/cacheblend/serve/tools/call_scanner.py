@@ -32,7 +32,7 @@ class NoCallError(Exception):
 
 
 @dataclass
-class Held:
+class HeldText:
     """The text so far.
 
     Attributes:
@@ -44,7 +44,7 @@ class Held:
     ended: bool = False
 
 
-def skip(held: Held, at: int, characters: str = SPACE) -> Scan[int]:
+def skip(held: HeldText, at: int, characters: str = SPACE) -> Scan[int]:
     """The place of the first other character from `at` on; the end of a text that has none."""
     while True:
         while at < len(held.text) and held.text[at] in characters:
@@ -54,14 +54,14 @@ def skip(held: Held, at: int, characters: str = SPACE) -> Scan[int]:
         yield
 
 
-def starts(held: Held, at: int, literal: str) -> Scan[bool]:
+def starts(held: HeldText, at: int, literal: str) -> Scan[bool]:
     """Whether the text goes on with `literal` at `at`."""
     while not held.ended and len(held.text) < at + len(literal) and literal.startswith(held.text[at:]):
         yield
     return held.text.startswith(literal, at)
 
 
-def matched(held: Held, at: int, characters: re.Pattern[str]) -> Scan[str]:
+def matched(held: HeldText, at: int, characters: re.Pattern[str]) -> Scan[str]:
     """The longest text from `at` on of which each character matches."""
     stop = at
     while True:
@@ -72,7 +72,7 @@ def matched(held: Held, at: int, characters: re.Pattern[str]) -> Scan[str]:
         yield
 
 
-def bracketed(held: Held, at: int, opening: str, quotes: str) -> Scan[int]:
+def bracketed(held: HeldText, at: int, opening: str, quotes: str) -> Scan[int]:
     r"""The end of a value in brackets, whatever is in its strings.
 
         {"a": ["}", {"b": "\""}]} more

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.serve.tools.call_scanner import Held, NoCallError, Scan, bracketed, matched, skip, starts
+from cacheblend.serve.tools.call_scanner import HeldText, NoCallError, Scan, bracketed, matched, skip, starts
 
 _NAME = re.compile(r"[\w.-]")
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     arguments: str
 
 
-class Found(NamedTuple):
+class FoundCall(NamedTuple):
     """Calls, and where the text behind them begins."""
 
     calls: list[Call]
@@ -64,7 +64,7 @@ class Format:
     """
 
     name: str
-    read: Callable[[Held, int], Scan[Found]]
+    read: Callable[[HeldText, int], Scan[FoundCall]]
     markers: tuple[str, ...]
     bare: str = ""
     between: str = ""
@@ -72,33 +72,33 @@ class Format:
     new_id: Callable[[], str] = _call_id
 
 
-def _hermes(held: Held, at: int) -> Scan[Found]:
+def _hermes(held: HeldText, at: int) -> Scan[FoundCall]:
     begin = yield from skip(held, at)
     end = yield from bracketed(held, begin, "{", '"')
     call = _call_of(_json(held.text[begin:end], end), end)
     stop = yield from _closed(held, end, "</tool_call>")
     if stop is None:
         raise NoCallError(end)
-    return Found([call], stop)
+    return FoundCall([call], stop)
 
 
-def _llama3(held: Held, at: int) -> Scan[Found]:
+def _llama3(held: HeldText, at: int) -> Scan[FoundCall]:
     begin = yield from skip(held, at)
     end = yield from bracketed(held, begin, "{", '"')
     found = _json(held.text[begin:end], end)
     if not {"arguments", "parameters"} & found.keys():  # no marker need be in front of it: may be any object
         raise NoCallError(end)
-    return Found([_call_of(found, end)], end)
+    return FoundCall([_call_of(found, end)], end)
 
 
-def _mistral(held: Held, at: int) -> Scan[Found]:
+def _mistral(held: HeldText, at: int) -> Scan[FoundCall]:
     begin = yield from skip(held, at)
     if (yield from starts(held, begin, "[")):
         end = yield from bracketed(held, begin, "[", '"')
         calls = [_call_of(item, end) for item in _json(held.text[begin:end], end)]
         if not calls:
             raise NoCallError(end)
-        return Found(calls, end)
+        return FoundCall(calls, end)
     name = yield from matched(held, begin, _NAME)
     at = begin + len(name)
     if (yield from starts(held, at, "[CALL_ID]")):
@@ -108,15 +108,15 @@ def _mistral(held: Held, at: int) -> Scan[Found]:
         at += len("[ARGS]")
     at = yield from skip(held, at)
     end = yield from bracketed(held, at, "{", '"')
-    return Found([Call(name, _dumped(_json(held.text[at:end], end), end))], end)
+    return FoundCall([Call(name, _dumped(_json(held.text[at:end], end), end))], end)
 
 
-def _pythonic(held: Held, at: int) -> Scan[Found]:
+def _pythonic(held: HeldText, at: int) -> Scan[FoundCall]:
     begin = yield from skip(held, at)
     end = yield from bracketed(held, begin, "[", "\"'")
     calls = _python_calls(held.text[begin:end], end)
     stop = yield from _closed(held, end, "<|python_end|>")
-    return Found(calls, end if stop is None else stop)
+    return FoundCall(calls, end if stop is None else stop)
 
 
 FORMATS: Mapping[str, Format] = {
@@ -163,7 +163,7 @@ def _recognised(template: str) -> str | None:
     return "llama3" if "<|python_tag|>" in template or is_llama else None
 
 
-def _closed(held: Held, at: int, literal: str) -> Scan[int | None]:
+def _closed(held: HeldText, at: int, literal: str) -> Scan[int | None]:
     """The place behind `literal`, which may be missing in part where the answer ends (a stop text, ``max_tokens``);
     None: the text goes on with something else."""
     begin = yield from skip(held, at)

@@ -26,7 +26,7 @@ from cacheblend.core.errors import BlockDamagedError, BlockLostError
 from cacheblend.core.names import BlockName
 from cacheblend.core.plan.blocks import RecordMemory
 from cacheblend.store.base import LOGGER_NAME, Damage
-from cacheblend.store.disk.block_reader import Known, Wanted, read_blocks, read_headers, stamp_of, wanted_of
+from cacheblend.store.disk.block_reader import Known, WantedRecords, read_blocks, read_headers, stamp_of, wanted_of
 from cacheblend.store.disk.damaged_files import DamagedFiles
 from cacheblend.store.disk.folder import Folder
 from cacheblend.store.disk.known_blocks import KnownBlocks
@@ -164,7 +164,7 @@ class BlockFiles:
         self, names: Sequence[BlockName], layers: range, heads: slice | None, memory: RecordMemory | None
     ) -> dict[BlockName, list[torch.Tensor] | BlockLostError]:
         found: dict[BlockName, list[torch.Tensor] | BlockLostError] = {}
-        alike: dict[Wanted, list[Known]] = {}
+        alike: dict[WantedRecords, list[Known]] = {}
         opened: list[Known] = []
         try:
             for name in names:

@@ -18,7 +18,7 @@ from cacheblend.store.checks import check_layer, head_range
 from cacheblend.store.format.block_file import (
     BlockHeader,
     Geometry,
-    Place,
+    RecordPlace,
     check_heads,
     decode_headers,
     header_bytes,
@@ -71,7 +71,7 @@ def read_headers(fd: int, file_bytes: int, *, direct: bool = False) -> list[Bloc
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class WantedRecords:
     """Heads of some layers, as they are read of each block of one geometry: one layer behind the other in memory.
 
     Attributes:
@@ -102,7 +102,7 @@ class Wanted:
         ]
 
 
-def wanted_of(header: BlockHeader, layers: range, heads: slice | None) -> Wanted:
+def wanted_of(header: BlockHeader, layers: range, heads: slice | None) -> WantedRecords:
     """What these layers and heads are in the file of a block.
 
     Raises:
@@ -115,7 +115,7 @@ def wanted_of(header: BlockHeader, layers: range, heads: slice | None) -> Wanted
 @lru_cache(maxsize=4096)
 def _wanted(
     geometry: Geometry, tokens: int, layers: range, ends: tuple[int | None, int | None, int | None] | None
-) -> Wanted:
+) -> WantedRecords:
     records: list[tuple[int, int, int, int]] = []
     inside: list[int] = []
     shapes: list[tuple[int, ...]] = []
@@ -128,11 +128,11 @@ def _wanted(
         inside.append(start * geometry.head_bytes[layer])
         shapes.append((stop - start, *geometry.layout.record_shape(layer, tokens)[1:]))
         at = end
-    return Wanted(at, geometry.layout.record_dtype, tuple(records), tuple(inside), tuple(shapes))
+    return WantedRecords(at, geometry.layout.record_dtype, tuple(records), tuple(inside), tuple(shapes))
 
 
 @lru_cache(maxsize=4096)
-def _pieces(wanted: Wanted, place: Place) -> tuple[tuple[int, int, int], ...]:
+def _pieces(wanted: WantedRecords, place: RecordPlace) -> tuple[tuple[int, int, int], ...]:
     """What lies next to each other in the file: (begin in the file behind the header, begin in memory, its end)."""
     pieces: list[tuple[int, int, int]] = []
     for (layer, _, at, end), inside in zip(wanted.records, wanted.inside, strict=True):
@@ -145,7 +145,7 @@ def _pieces(wanted: Wanted, place: Place) -> tuple[tuple[int, int, int], ...]:
 
 
 def read_blocks(
-    blocks: Sequence[Known], wanted: Wanted, memory: RecordMemory | None, *, direct: bool = False
+    blocks: Sequence[Known], wanted: WantedRecords, memory: RecordMemory | None, *, direct: bool = False
 ) -> list[list[torch.Tensor] | DamagedError | OSError]:
     """Records of open blocks of which the same is wanted; what went wrong where a block cannot be read.
 
@@ -187,7 +187,7 @@ def _of_one_file(blocks: Sequence[Known]) -> Iterator[tuple[int, int]]:
             first = at
 
 
-def _read_chain(blocks: Sequence[Known], wanted: Wanted, views: Sequence[memoryview], direct: bool) -> bool:
+def _read_chain(blocks: Sequence[Known], wanted: WantedRecords, views: Sequence[memoryview], direct: bool) -> bool:
     """Reads what is wanted of a file's blocks: one preadv for all that lies next to each other.
 
     Returns:
@@ -226,7 +226,9 @@ def _read_pieces(fd: int, places: Sequence[tuple[int, memoryview]], data_at: int
     return count == sum(len(piece) for _, piece in places)
 
 
-def read_block(fd: int, header: BlockHeader, wanted: Wanted, data: torch.Tensor, *, direct: bool = False) -> None:
+def read_block(
+    fd: int, header: BlockHeader, wanted: WantedRecords, data: torch.Tensor, *, direct: bool = False
+) -> None:
     """Reads a block's records, and checks them: one pread for those that lie next to each other in the file.
 
     Args:
@@ -250,7 +252,7 @@ def read_block(fd: int, header: BlockHeader, wanted: Wanted, data: torch.Tensor,
     _check(header, wanted, view)
 
 
-def _check(header: BlockHeader, wanted: Wanted, view: memoryview) -> None:
+def _check(header: BlockHeader, wanted: WantedRecords, view: memoryview) -> None:
     """Checks what was read of a block; raises `DamagedError`."""
     for layer, head, start, stop in wanted.records:
         check_heads(header, layer, head, view[start:stop])

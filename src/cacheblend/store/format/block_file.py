@@ -75,7 +75,7 @@ class BlockHeader:
     data_at: int
     file_bytes: int
     geometry: "Geometry"
-    place: "Place"
+    place: "RecordPlace"
     names: tuple[BlockName, ...]
 
 
@@ -97,7 +97,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class RecordPlace:
     """Where a block's records are in a file; shared by all that have the same place in files of the same geometry.
 
     Attributes:
@@ -129,7 +129,7 @@ def geometry_of(layers: str, dtype: str, codec: str, tokens: int) -> Geometry:
 
 
 @lru_cache(maxsize=4096)
-def _places_of(geometries: tuple[Geometry, ...]) -> tuple[Place, ...]:
+def _places_of(geometries: tuple[Geometry, ...]) -> tuple[RecordPlace, ...]:
     """The places of the blocks of a file that have these geometries."""
     begins: list[list[int]] = [[] for _ in geometries]
     end = 0
@@ -137,7 +137,7 @@ def _places_of(geometries: tuple[Geometry, ...]) -> tuple[Place, ...]:
         for own, each in zip(begins, geometries, strict=True):
             own.append(end)
             end += each.offsets[layer + 1] - each.offsets[layer]
-    return tuple(Place(tuple(own), end) for own in begins)
+    return tuple(RecordPlace(tuple(own), end) for own in begins)
 
 
 def encode_block(block: Block) -> list[memoryview]:

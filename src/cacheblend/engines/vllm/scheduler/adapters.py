@@ -31,7 +31,7 @@ class AdapterUnusableError(CacheBlendError):
 
 
 @dataclass
-class _Known:
+class _KnownAdapter:
     """What is known of a number.
 
     Attributes:
@@ -58,7 +58,7 @@ class RequestAdapters:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownAdapter] = {}
         self._wanted: dict[int, Any] = {}
         self._came: dict[str, float] = {}
 
@@ -102,7 +102,7 @@ class RequestAdapters:
         """A request came: has the workers asked about its adapter, where they may say something new."""
         lora = request.lora_request
         number = int(lora.lora_int_id)
-        known = self._known.setdefault(number, _Known(lora))
+        known = self._known.setdefault(number, _KnownAdapter(lora))
         is_same = (known.request.lora_name, known.request.lora_path) == (lora.lora_name, lora.lora_path)
         if not is_same or known.adapter is None or lora.load_inplace:
             known.request, known.adapter, known.error = lora, None, ""

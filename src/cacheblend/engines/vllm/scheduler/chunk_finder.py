@@ -22,7 +22,7 @@ from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.plan.recurrence import Run
 from cacheblend.engines.chunk_index import ChunkListing, ListChanges
 from cacheblend.engines.discovery import Discovery, DiscoveryFigures
-from cacheblend.engines.settings import Settings
+from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import Adapter, BlendOutcome, CaptureJob
 from cacheblend.engines.vllm.metrics import Counts
@@ -35,7 +35,7 @@ from cacheblend.engines.vllm.scheduler.load_control import LoadControl
 from cacheblend.engines.vllm.scheduler.lookups import LookUp, LookUps
 from cacheblend.engines.vllm.scheduler.options import RequestOptions
 from cacheblend.engines.vllm.scheduler.tenants import TenantPlanners
-from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, Found, Tracked
+from cacheblend.engines.vllm.scheduler.tracked_requests import NOTHING_STORED, FoundChunks, Tracked
 from cacheblend.store import KVStore
 
 LONG_PROMPT = 1024
@@ -62,7 +62,7 @@ class ChunkFinder:
     def __init__(
         self,
         config: ConnectorConfig,
-        settings: Settings,
+        settings: BlendSettings,
         planners: TenantPlanners,
         store: KVStore,
         control: LoadControl | None = None,
@@ -72,7 +72,7 @@ class ChunkFinder:
         self._settings, self._planners, self._store, self._control = settings, planners, store, control
         self._chunk_end_token_id = config.chunk_end_token_id
         given = settings.config.load_timeout_s
-        self._lookups = LookUps[Found | None](min(config.lookup_timeout_s, math.inf if given is None else given))
+        self._lookups = LookUps[FoundChunks | None](min(config.lookup_timeout_s, math.inf if given is None else given))
         self._listing: ChunkListing | None = None
         self._keeps_events = keeps_events
         if config.match_content:
@@ -94,7 +94,7 @@ class ChunkFinder:
 
     def start(
         self, token_ids: TokenIds, options: RequestOptions, cache_salt: str | None, adapter: Adapter | None = None
-    ) -> LookUp[Found | None] | str:
+    ) -> LookUp[FoundChunks | None] | str:
         """Starts a request's look-up; or says why there is none.
 
         Args:
@@ -198,9 +198,9 @@ class ChunkFinder:
         prompt: Prompt | None,
         options: RequestOptions,
         planner: Planner,
-        settings: Settings,
+        settings: BlendSettings,
         adapter: Adapter | None,
-    ) -> Found | None:
+    ) -> FoundChunks | None:
         """The request's plan; None if it has no chunks."""
         if prompt is None:
             assert self._listing is not None
@@ -223,7 +223,7 @@ class ChunkFinder:
         found = replace(found, salt=salt_of(planner, found.named_by, adapter))
         return replace(found, missed=jobs, missed_at=missed_at, is_full=is_full and bool(plan.left_out))
 
-    def _decide(self, plan: BlendPlan, options: RequestOptions, settings: Settings) -> Found:
+    def _decide(self, plan: BlendPlan, options: RequestOptions, settings: BlendSettings) -> FoundChunks:
         """What is loaded of all that is stored, and how much is recomputed."""
         selector = named_by = options.selector_of(settings)
         is_slow = False
@@ -233,9 +233,9 @@ class ChunkFinder:
             if choice.ratio is not None:
                 selector = settings.at_least(choice.ratio)
         # A raised ratio makes KV more exact: its blocks serve the others as well.
-        return Found(plan, selector, b"", named_by, is_slow=is_slow)
+        return FoundChunks(plan, selector, b"", named_by, is_slow=is_slow)
 
-    def _in_time(self, found: Found, looked_up_s: float, settings: Settings) -> Found:
+    def _in_time(self, found: FoundChunks, looked_up_s: float, settings: BlendSettings) -> FoundChunks:
         """The same with the time that loading may take; nothing is loaded if the look-up took all of it."""
         seconds = settings.config.load_timeout_s
         if seconds is None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.settings import Settings
+from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.vllm.scheduler.chunks import Span, read_spans
 
 KEY = "cacheblend"
@@ -53,7 +53,7 @@ class RequestOptions:
             return self
         return replace(self, spans=tuple(span for span in self.spans if span[1] <= end))
 
-    def selector_of(self, settings: Settings) -> Selector:
+    def selector_of(self, settings: BlendSettings) -> Selector:
         """The selector of this request in an engine with these settings.
 
         Raises:

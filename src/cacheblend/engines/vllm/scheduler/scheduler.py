@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cacheblend.core.names import as_token_ids
-from cacheblend.engines.settings import Settings
+from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm.compat_prefix import PrefixCache, salt_from
@@ -78,7 +78,7 @@ class Scheduling:
     def __init__(
         self,
         config: ConnectorConfig,
-        settings: Settings,
+        settings: BlendSettings,
         finder: ChunkFinder,
         block_size: int,
         *,

@@ -32,7 +32,7 @@ _HELD = (Source.PREFIX, Source.LOADED)
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class FoundChunks:
     """What a look-up found.
 
     Attributes:
@@ -121,8 +121,8 @@ class Tracked:
     options: RequestOptions = field(default_factory=RequestOptions)
     adapter: Adapter | None = None
     waits_for_adapter: bool = False
-    lookup: LookUp[Found | None] | None = None
-    found: Found | None = None
+    lookup: LookUp[FoundChunks | None] | None = None
+    found: FoundChunks | None = None
     missed: tuple[list[CaptureJob], float] | None = None
     reason: str = ""
     detail: str = ""

@@ -43,7 +43,7 @@ class DecoderModel(Protocol):
         ...
 
 
-class _ProjectedError(Exception):
+class _VllmProjectedError(Exception):
     """Leaves a layer as soon as its keys and values are known."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -80,11 +80,11 @@ class VllmLayerRunner:
         """Keys and values [kv_heads, n, head_dim], by the layer's norm and projections; `hidden` stays as it is."""
 
         def stop(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            raise _ProjectedError(_heads_first(keys), _heads_first(values))
+            raise _VllmProjectedError(_heads_first(keys), _heads_first(values))
 
         try:
             self._run(layer, hidden, rows, stop)
-        except _ProjectedError as projected:
+        except _VllmProjectedError as projected:
             return projected.keys, projected.values
         raise RuntimeError(f"layer {layer} finished without attention")
 

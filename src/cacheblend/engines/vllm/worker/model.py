@@ -18,8 +18,8 @@ from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.engines.vllm import compat, compat_cache, compat_loader, compat_lora, compat_model
 from cacheblend.engines.vllm.calls import (
     FORMS,
-    LayerCall,
     RecordedCall,
+    VllmLayerCall,
     hidden_after,
     hidden_before,
     learn_calls,
@@ -112,7 +112,7 @@ class BlendModel:
         if not any(layer.inputs for layer in self.layers):
             return [() for _ in self.layers]
 
-        def taking(layer: LayerCall) -> Callable[..., Any]:
+        def taking(layer: VllmLayerCall) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 leaves = pytree.tree_leaves((args, kwargs))
                 found.append(tuple(at.take(leaves) for at in layer.inputs))
@@ -181,7 +181,7 @@ class BlendModel:
                 f"the layers of {self._name} cannot be called one by one: {type(error).__name__}: {first_line}"
             ) from error
 
-    def _learn_layers(self) -> list[LayerCall]:
+    def _learn_layers(self) -> list[VllmLayerCall]:
         """How the layers are called; checked.
 
         Raises:
@@ -333,6 +333,6 @@ def _in_order(layers: Sequence[nn.Module], attention: Sequence[Any]) -> list[Any
     return [next(by_id[id(each)] for each in layer.modules() if id(each) in by_id) for layer in layers]
 
 
-def _returning(layer: LayerCall, hidden: torch.Tensor) -> Callable[..., Any]:
+def _returning(layer: VllmLayerCall, hidden: torch.Tensor) -> Callable[..., Any]:
     """A layer's `forward` that returns this hidden state [n, width], which is not written to."""
     return lambda *args, **kwargs: layer.returned(hidden.clone())

@@ -33,7 +33,7 @@ logger = logging.getLogger("cacheblend.vllm")
 
 
 @dataclass(eq=False)
-class Answer:
+class AnswerToCheck:
     """An answer that waits to be compared, or is.
 
     Attributes:
@@ -67,8 +67,8 @@ class AnswerChecks:
     ) -> None:
         self._opener, self._planner, self._ranks, self._device = opener, planner, ranks, device
         self._adapters = adapters
-        self._waiting: deque[Answer] = deque()
-        self._under_way: Answer | None = None
+        self._waiting: deque[AnswerToCheck] = deque()
+        self._under_way: AnswerToCheck | None = None
         self._ended: dict[int, Compared | str] = {}
         self._read: set[str] = set()
         self._seconds = 0.0
@@ -131,7 +131,7 @@ class AnswerChecks:
             with self._ranks.section():
                 self._adapters.use(job.adapter)
                 logits = self._opener.read_answer(job)
-                answer = Answer(job, logits[:1].flatten().clone(), logits.argmax(-1) if len(logits) else logits)
+                answer = AnswerToCheck(job, logits[:1].flatten().clone(), logits.argmax(-1) if len(logits) else logits)
         except Exception as error:
             self._fail(job, error)
             return
@@ -159,7 +159,7 @@ class AnswerChecks:
             self._end(answer, result)
         return rows
 
-    def _compute(self, answer: Answer) -> Compared | None:
+    def _compute(self, answer: AnswerToCheck) -> Compared | None:
         """A part of the prefill; in the end the result, None on ranks that do not sample."""
         self._adapters.use(answer.job.adapter)
         if answer.prefill is None or answer.steps is None:
@@ -176,12 +176,12 @@ class AnswerChecks:
         likeliest = answer.likeliest.tolist()
         return compare(answer.first, likeliest, full.reshape(len(likeliest), -1))
 
-    def _end(self, answer: Answer, result: Compared | str | None) -> None:
+    def _end(self, answer: AnswerToCheck, result: Compared | str | None) -> None:
         if result is not None:
             self._ended[answer.job.number] = result
         self._close(answer)
 
-    def _close(self, answer: Answer) -> None:
+    def _close(self, answer: AnswerToCheck) -> None:
         if answer is self._under_way:
             self._under_way = None
         if answer.prefill is not None:
