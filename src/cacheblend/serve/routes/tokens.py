@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 
+from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.asking import check_model
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.keys import ApiKey
-from cacheblend.serve.lengths import strings_in, texts_of_chat
+from cacheblend.serve.lengths import texts_of_chat
 from cacheblend.serve.prompts import chat_prompt
 from cacheblend.serve.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
 from cacheblend.serve.state import ServerState
