@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.tokens.builder import PromptBuilder
+from cacheblend.engines.tokens.chat import strings_in
 from cacheblend.serve.errors import ApiError
-from cacheblend.serve.lengths import strings_in
 from cacheblend.serve.tools.call_reader import CallReader
 from cacheblend.serve.tools.formats import CHOICES, FORMATS, Call, format_of
 from cacheblend.serve.tools.requests import check_tools, names_of, with_argument_objects

@@ -170,7 +170,7 @@ class Guard:
         texts: of the special tokens and the template's own markers.
         thoughts: what a model writes around its thoughts (``</think>``): templates look for it in earlier answers,
             where it stays as it is.
-        words: what a template looks up, or compares with: names, keys and values of which it makes no text.
+        words: what a template looks up, or compares with: texts beside contents that are one of these stay as they are.
 
     Attributes:
         pattern: finds one of `texts`.
@@ -472,9 +472,8 @@ class Conversation:
         titles = (content.title for content in self.contents if isinstance(content, Passage))
         beside = chain(strings_in([self._messages, self._options]), titles)
         contents = (field.guarded for field in [*self._fields, *self._documents] if field)
-        waiting = deque[
-            list[_Letter]
-        ]()  # halves of halves of these; first the letters of no word: most tokens have some
+        # Halves, and halves of these, of all letters; first those of no word, of which most special tokens have some.
+        waiting = deque[list[_Letter]]()
         for texts, is_content in ((contents, True), (beside, False)):
             letters = sorted(self._guard.letters & set[str]().union(*texts))
             for is_word in (False, True):
@@ -501,8 +500,8 @@ class Conversation:
             found = self._letters.put_right(other or "")
             return own == [found[start:stop] for start, stop in self._own(found, other or "")]
 
-        for token in {token for token in own if {*token} <= letters}:
-            if not any(map(is_rendered_without, sorted({*token}))):
+        for token in {token for token in own if {*token} & self._guard.letters <= letters}:
+            if not any(map(is_rendered_without, sorted({*token} & self._guard.letters))):
                 raise InvalidInputError(
                     f"the chat template makes {token!r}, which is a special token, of texts that are none; leave out "
                     "of the messages what it takes away or replaces"
