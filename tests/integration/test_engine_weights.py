@@ -254,18 +254,6 @@ def test_weights_that_are_handed_over_are_part_of_the_name(folder: Path) -> None
     assert fingerprint.fingerprint_folder(folder, {"state_dict": held}) != one
 
 
-def test_the_base_model_of_a_folder_with_an_adapter_is_part_of_the_name(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = shutil.copytree(folder, tmp_path / "base")
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    assert opening._changing(folder, {}) == {}  # without PEFT transformers does not look at it
-    monkeypatch.setattr(opening, "is_peft_available", lambda: True)
-    before = opening._changing(folder, {})
-    edit(base, model__norm__weight=torch.full((64,), 2.0))
-    assert before != opening._changing(folder, {}) != {}
-
-
 def test_the_weights_in_a_file_of_llama_cpp_are_part_of_the_name(folder: Path) -> None:
     (folder / "w.gguf").write_bytes(bytes(5000))
     before = opening._changing(folder, {"gguf_file": "w.gguf"})

@@ -134,6 +134,23 @@ def test_a_merge_that_is_taken_back_leaves_its_rounding() -> None:
     assert watch.look() and watch.digest not in ("", separate, merged)
 
 
+@pytest.mark.parametrize("is_opened_merged", [True, False])
+def test_weights_that_are_written_under_a_merged_adapter_are_others(is_opened_merged: bool) -> None:
+    """Training goes on with the adapter in the weights: one number of an adapted layer, which no sample shows."""
+    model = model_with("a")
+    if is_opened_merged:
+        merge(model)
+    watch = AdapterWatch(model)
+    if not is_opened_merged:
+        merge(model)
+        watch.look()
+    before = watch.digest
+    with torch.no_grad():
+        layers(model)[1].base_layer.weight[3, 5] += 1.0
+    assert watch.look() and watch.digest != before != ""
+    assert not watch.look()
+
+
 def test_weights_that_an_adapter_was_merged_into_for_good_are_not_the_models() -> None:
     model = model_with("a")
     watch = AdapterWatch(model)

@@ -157,7 +157,7 @@ def test_the_number_comes_back_whatever_fails_inside(monkeypatch: pytest.MonkeyP
 
 
 def test_engines_and_a_program_in_several_threads_keep_their_numbers() -> None:
-    """At random: some threads run layers of two engines, beside others that the program has given numbers of its own."""
+    """At random: threads run layers of two engines, some of them with numbers that the program has given them."""
     counts, ends = (busy(), busy()), list[tuple[int, int]]()
 
     def run(seed: int) -> None:

@@ -158,9 +158,12 @@ def precision_of(model: nn.Module) -> str:
     return "" if precision in ("none", "ieee") else precision
 
 
-def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and buffers without those of adapters, by the names that they have without adapters."""
-    tensors = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
+def base_tensors(model: nn.Module, *, keep: bool = False) -> dict[str, torch.Tensor]:
+    """The model's parameters and buffers without those of adapters, by the names that they have without adapters.
+
+    `keep`: the very objects that the model holds, not detached ones.
+    """
+    tensors = {name: value for name, value in model.state_dict(keep_vars=keep).items() if torch.is_tensor(value)}
     for layer, module in adapted_layers(model):
         inside = f"{layer}." if layer else ""
         base = f"{inside}{_base_name(module)}."

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.engines.adapters import base_tensors, digest_of
@@ -71,6 +74,11 @@ def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -
     config = folder / "config.json"
     options = options or {}
     files, chosen = weights_in(folder, options.get("variant"), options.get("use_safetensors"))
+    if not config.is_file() and (folder / "adapter_config.json").is_file():
+        raise InvalidInputError(
+            f"{folder} holds an adapter without the model that it belongs to; open that model's folder and put the "
+            "adapter on it (engine.model.load_adapter), or save the model with the adapter merged into it"
+        )
     if not config.is_file() or not files:
         raise InvalidInputError(f"{folder} is no model folder: it needs config.json and weights (*.safetensors)")
     try:
@@ -95,7 +103,22 @@ def fingerprint_folder(folder: Path, options: Mapping[str, Any] | None = None) -
 def fingerprint_model(model: PreTrainedModel) -> str:
     """Hex fingerprint of a model that has no folder, from its parameters and buffers; those of adapters left out."""
     tensors = sorted(base_tensors(model).items())
-    return _join(model.config.to_dict(), [(name, digest_of(tensor)) for name, tensor in tensors])
+    digests = [(name, digest_of(tensor)) for name, tensor in tensors]
+    return with_own_code(_join(model.config.to_dict(), digests), model)
+
+
+def with_own_code(fingerprint: str, model: PreTrainedModel) -> str:
+    """The fingerprint of a model whose classes were imported from beside its weights (`trust_remote_code`): of these
+    files, too. Of all other models it is the same."""
+    classes = {type(part) for part in model.modules()} | {type(model.config)}
+    names = {base.__module__ for each in classes for base in each.__mro__}
+    modules = [sys.modules.get(name) for name in names if name.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")]
+    files = {str(module.__file__) for module in modules if module is not None}
+    files |= {imported for file in files for imported in get_relative_import_files(file)}
+    if not files:
+        return fingerprint
+    code = sorted({f"{Path(file).name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}" for file in files})
+    return hashlib.sha256("\n".join([fingerprint, "code", *code]).encode()).hexdigest()
 
 
 def with_adapters(fingerprint: str, adapters: str) -> str:

@@ -36,8 +36,8 @@ def without_ambient(entry: Guarded) -> Guarded:
         if isinstance(member, staticmethod):
             setattr(entry, name, staticmethod(_guard(member.__func__)))
         elif isinstance(member, property):
-            parts = (part and _guard(part) for part in (member.fget, member.fset, member.fdel))
-            setattr(entry, name, property(*parts, doc=member.__doc__))
+            gets, sets, deletes = (part and _guard(part) for part in (member.fget, member.fset, member.fdel))
+            setattr(entry, name, property(gets, sets, deletes, member.__doc__))
         elif inspect.isfunction(member):
             setattr(entry, name, _guard(member))
     return entry

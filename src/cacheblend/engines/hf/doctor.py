@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from cacheblend.core.errors import CacheBlendError
 from cacheblend.core.kernels.rope import KeyRotation
@@ -21,7 +21,7 @@ from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.configs import check_config
 from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.live_check import LiveCheck
-from cacheblend.engines.hf.opening import class_of, loading_reason, read_weights
+from cacheblend.engines.hf.opening import class_of, loading_reason, read_config, read_weights
 from cacheblend.engines.hf.survey import Survey, survey_model
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.tokens import PromptBuilder
@@ -131,7 +131,7 @@ def _open(
     found.checks.append(Check("files", True, f"config.json, {len(weights)} weight file(s), {size:.2f} GiB"))
     try:
         json.loads(config_file.read_text())
-        opens = class_of(AutoConfig.from_pretrained(folder))
+        opens = class_of(read_config(folder))
     except Exception as error:
         raise _fail(found, "config", error) from error
     try:

@@ -5,7 +5,7 @@ noise, what PyTorch's `rms_norm` does, to the last step of the type; all others 
 """
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class _InOneCall:
 @torch.no_grad()
 def run_norms_in_one_call(layers: Iterable[nn.Module]) -> int:
     """Has the norms of some layers, which are the caller's own copies, run in one call; returns how many."""
-    kinds: dict[Hashable, type[nn.Module] | None] = {}
+    kinds: dict[tuple[Any, ...], type[nn.Module] | None] = {}
     count = 0
     for layer in layers:
         for module in layer.modules():
@@ -52,7 +52,7 @@ def run_norms_in_one_call(layers: Iterable[nn.Module]) -> int:
     return count
 
 
-def _settings_of(module: nn.Module) -> Iterator[Hashable]:
+def _settings_of(module: nn.Module) -> Iterator[tuple[Any, ...]]:
     """What a module computes with besides its class's code and its weight: modules for which this is equal compute the
     same. An object that cannot be compared by its value is only equal to itself."""
     for name, value in vars(module).items():

@@ -1,9 +1,8 @@
 """Opens a model folder: weights, tokenizer, fingerprint. A model that cannot be blended is refused before its weights
 are read, where its config shows that."""
 
-import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import is_peft_available
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError, ModelNotBlendableError
-from cacheblend.engines.adapters import plain_parts
+from cacheblend.engines.adapters import adapted_layers, base_tensors, plain_parts
 from cacheblend.engines.checkpoint import check_files, states_in
-from cacheblend.engines.fingerprint import file_digest, fingerprint_folder
-from cacheblend.engines.folders import model_folder, name_of
+from cacheblend.engines.fingerprint import file_digest, fingerprint_folder, with_own_code
+from cacheblend.engines.folders import name_of
 from cacheblend.engines.hf.configs import check_config
 
 REASON_LINES, REASON_CHARACTERS = 3, 400
@@ -67,7 +65,8 @@ class OpenedModel:
     Attributes:
         model: on its device.
         tokenizer: None if it was not requested.
-        fingerprint: of the files, and of load options that change K and V.
+        fingerprint: of the files, among them the model's own code if that was run, and of load options that change K
+            and V.
         name: the folder's.
     """
 
@@ -94,8 +93,7 @@ def open_folder(
         folder = folder / subfolder
     before = states_in(folder)
     fingerprint = fingerprint_folder(folder, _changing(folder, model_options))
-    config = AutoConfig.from_pretrained(folder, **model_options)
-    opens = class_of(config)
+    opens = class_of(read_config(folder, **model_options))
     check_files(folder, model_options.get("variant"), model_options.get("use_safetensors"))
     remote_code = {name: model_options[name] for name in ("trust_remote_code",) if name in model_options}
     tokenizer = _tokenizer(folder, **remote_code) if with_tokenizer else None
@@ -107,11 +105,15 @@ def open_folder(
         raise InvalidInputError(
             f"files in {folder} were changed while the model was opened from them; open it again once they are complete"
         )
-    return OpenedModel(model, tokenizer, fingerprint, name_of(folder))
+    return OpenedModel(model, tokenizer, with_own_code(fingerprint, model), name_of(folder))
 
 
 def _changing(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that may change K and V: that override the config (RoPE, window), quantise, or bring weights."""
+    """The options that may change K and V: that override the config (RoPE, window), quantise, or bring weights.
+
+    An adapter beside the weights (`adapter_config.json`) is none: where PEFT is installed transformers puts it on the
+    model of the same folder, whatever base it names, and engines name what is in effect (`AdapterWatch`).
+    """
     changing = {name: value for name, value in options.items() if name not in LEAVES_WEIGHTS}
     if changing.get("use_safetensors") is not False:  # the default, said or not
         changing.pop("use_safetensors", None)
@@ -120,10 +122,6 @@ def _changing(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         if found is None:
             raise InvalidInputError(f"there is no file {file} in {folder}; give gguf_file a path")
         changing["gguf_file"] = file_digest(found)
-    if (adapter := folder / "adapter_config.json").is_file() and is_peft_available():
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if base:  # whose weights transformers then loads, and those in this folder on top
-            changing["base_model"] = fingerprint_folder(model_folder(base))
     return changing
 
 
@@ -134,6 +132,19 @@ def _own_memory(model: PreTrainedModel) -> None:
         parts = [part for part in parts if type(part) in (torch.Tensor, torch.nn.Parameter)]
         if not all(part.untyped_storage().resizable() for part in parts):
             tensor.data = tensor.data.clone()
+
+
+def read_config(folder: Path, **options: Any) -> PretrainedConfig:
+    """A folder's config, as some options for transformers change it.
+
+    Raises:
+        InvalidInputError: it cannot be read; the message says why.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, **options)
+        return config
+    except Exception as error:
+        raise InvalidInputError(f"the config of {folder} cannot be opened: {loading_reason(error)}") from error
 
 
 def class_of(config: PretrainedConfig) -> Any:
@@ -168,7 +179,7 @@ def read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, **options: 
         **options: for transformers' `from_pretrained`.
 
     Raises:
-        InvalidInputError: they cannot be loaded, or not all of them are there.
+        InvalidInputError: they cannot be loaded, or not all of them are there, or on one device.
     """
     options["output_loading_info"] = True
     try:
@@ -182,6 +193,8 @@ def read_weights(opens: Any, folder: Path, dtype: str | torch.dtype, **options: 
         raise InvalidInputError(f"{folder} cannot be loaded: {loading_reason(error)}") from error
     model, found = loaded if isinstance(loaded, tuple) else (loaded, {})
     _check_complete(model, folder, found)
+    _check_device(model, folder)
+    _check_quantised(model, folder)
     evaluated: PreTrainedModel = model.eval()
     return evaluated
 
@@ -193,7 +206,7 @@ def _check_complete(model: PreTrainedModel, folder: Path, found: Mapping[str, An
     values, which do not differ from one opening to the next.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    absent = sorted({str(name) for name in found.get("missing_keys", ())})
+    absent = sorted({str(name) for name in found.get("missing_keys", ())} | set(_not_loaded(model)))
     shaped = sorted({str(each[0] if isinstance(each, tuple) else each) for each in found.get("mismatched_keys", ())})
     missing = [name for name in absent if name in parameters]
     if missing or shaped:
@@ -206,6 +219,36 @@ def _check_complete(model: PreTrainedModel, folder: Path, found: Mapping[str, An
         logger.warning("%s has no %s, which keep their initial values", folder, _named(buffers))
     if extra := sorted({str(name) for name in found.get("unexpected_keys", ())}):
         logger.warning("%s has tensors that a %s does not use: %s", folder, type(model).__name__, _named(extra))
+
+
+def _not_loaded(model: PreTrainedModel) -> Iterator[str]:
+    """Own parameters that were not read, of a model with adapters: of such a one transformers tells what was missing of
+    the adapters alone. It marks what it has read."""
+    if any(True for _ in adapted_layers(model)):
+        own = {id(tensor) for tensor in base_tensors(model, keep=True).values()}
+        for name, weight in model.named_parameters():
+            if id(weight) in own and not getattr(weight, "_is_hf_initialized", False):
+                yield name
+
+
+def _check_device(model: PreTrainedModel, folder: Path) -> None:
+    """Refuses a model whose weights are left in files or in another memory, and brought at each use."""
+    if elsewhere := [name for name, weight in model.named_parameters() if weight.is_meta]:
+        raise InvalidInputError(
+            f"of the weights in {folder} {_named(elsewhere)} would be on no device (device_map and max_memory leave "
+            "them in files or in the host's memory); blending needs the whole model on one device"
+        )
+
+
+def _check_quantised(model: PreTrainedModel, folder: Path) -> None:
+    """Refuses quantised weights whose method transformers does not know: it takes their numbers as they are."""
+    method = getattr(model.config, "quantization_config", None)
+    if method is not None and getattr(model, "hf_quantizer", None) is None:
+        name = method.get("quant_method") if isinstance(method, Mapping) else getattr(method, "quant_method", None)
+        raise InvalidInputError(
+            f"the weights in {folder} are quantised by {name}, which this version of transformers does not know, so "
+            "that it would take them for plain numbers; take a copy of the model that is not quantised so"
+        )
 
 
 def _named(tensors: Iterable[str]) -> str:
