@@ -12,7 +12,7 @@ import pytest
 from cacheblend.core.errors import StoreFullError
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore, open_store
 from cacheblend.store.format.block_file import encode_block, encode_chain
-from campaign import share
+from campaign import rotating, share
 from redis_server import needs_redis, redis_server
 from store_blocks import make_block, make_chain, same_bits
 
@@ -123,7 +123,9 @@ def bound_of(blocks: int) -> int:
     return blocks * sum(len(part) for part in encode_block(make_block(0, tokens=9)))
 
 
-@pytest.mark.parametrize(("kind", "together"), [("memory", 1), ("disk", 1), ("tiered", 3)])
+@pytest.mark.parametrize(
+    ("kind", "together"), rotating([("memory", 1), ("disk", 1), ("tiered", 3)], core=[("tiered", 3)])
+)
 def test_sixteen_threads(kind: str, together: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks in files of their own, or as many as `together` in one."""
     bound = bound_of(HELD)
@@ -136,6 +138,7 @@ def test_sixteen_threads(kind: str, together: int, tmp_path: Path, capsys: pytes
 
 
 @needs_redis
+@pytest.mark.slow
 def test_sixteen_threads_on_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     bound = bound_of(HELD)
     with redis_server() as server, open_store(f"{server.url}?max_bytes={bound}") as store:

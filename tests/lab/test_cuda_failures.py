@@ -132,6 +132,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, **options:
     return run.run(("kernels", "timeline"), dry_run=True, apart=True, **options)
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_a_process_that_crashes_takes_nothing_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = apart(tmp_path, monkeypatch, "print('here', flush=True); os.abort()")

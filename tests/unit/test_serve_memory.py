@@ -71,6 +71,7 @@ print(held() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_products_of_many_shapes_leave_little_memory_in_use() -> None:
     """Only where there are such caches: a processor without bf16 products keeps little more than its heap's holes."""
