@@ -24,6 +24,13 @@ def share(whole: int) -> int:
     return max(1, round(whole * SHARE))
 
 
+def seeds(count: int, known: int) -> list[int]:
+    """Of a campaign that has gone well with the seeds below `known`: half of these are always the first ones, the
+    others go on with this run's."""
+    core = count - count // 2
+    return [*range(core), *(core + (SEED * count + at) % (known - core) for at in range(count - core))]
+
+
 def rotating(values: Iterable[Any], core: Collection[Any] = ()) -> list[Any]:
     """Parameters, of which those outside of the core are slow and take turns; the same turn in each test, so that a
     model or a server that is made for a value serves all of its tests. A tuple is of several arguments."""
@@ -38,7 +45,7 @@ def rotating(values: Iterable[Any], core: Collection[Any] = ()) -> list[Any]:
     return found
 
 
-def leave_out(items: list[pytest.Item]) -> list[pytest.Item]:
+def leave_out(items: list[pytest.Item], seed: int = SEED, turns: int = TURNS) -> list[pytest.Item]:
     """Takes the slow tests that do not have their turn out of the list; returns them."""
     seen = dict[str, int]()
     left, kept = list[pytest.Item](), list[pytest.Item]()
@@ -49,6 +56,6 @@ def leave_out(items: list[pytest.Item]) -> list[pytest.Item]:
         test = item.nodeid.partition("[")[0]
         seen[test] = seen.get(test, -1) + 1
         turn = mark.args[0] if mark.args else crc32(test.encode()) + seen[test]
-        (kept if (turn + SEED) % TURNS == 0 else left).append(item)
+        (kept if (turn + seed) % turns == 0 else left).append(item)
     items[:] = kept
     return left

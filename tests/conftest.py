@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ settings.load_profile("campaign")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as NumPy; read when they are imported
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background: what is started would inherit it
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)  # workers share the cores
