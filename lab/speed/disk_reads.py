@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.errors import BlockLostError, InvalidInputError
-from cacheblend.core.load.read_size import ReadSize
+from cacheblend.core.load.loader import ReadSize
 from cacheblend.core.load.staging_buffers import StagingMemory, memory_of
 from cacheblend.core.names import BlockName, as_token_ids, block_name, root_name
 from cacheblend.core.plan.blocks import Block, KVLayout

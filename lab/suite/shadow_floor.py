@@ -9,7 +9,7 @@ import sys
 import time
 
 from cacheblend import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.watching import watch
+from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.engines.shadow.watch import Moment
 from cacheblend.nano import model_path

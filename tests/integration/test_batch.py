@@ -19,8 +19,8 @@ from cacheblend.engines.hf.prompts import PromptLike
 from cacheblend.engines.hf.sampling import Sampler
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import ShadowCheck
+from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.hf.text_stream import TextStream
-from cacheblend.engines.hf.watching import watch
 from cacheblend.engines.shadow import ShadowSettings
 from cacheblend.nano import model_path
 from lab.nano.questions import Prompts, draw_questions

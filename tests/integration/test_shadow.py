@@ -21,8 +21,8 @@ from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import MOST_WAITING, ShadowCheck, WatchedAnswer
+from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event, Limits
-from cacheblend.engines.hf.watching import watch
 from cacheblend.engines.shadow import ANSWER_TOKENS, Compared, Labels, ShadowSettings, ShadowWatch
 from fake_adapters import add_adapter, set_adapter
 from families import tiny_model

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine, Passage, SamplingParams
-from cacheblend.engines.hf.watching import watch
+from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.settings import PROFILE_NAME, read_profile
 from cacheblend.engines.shadow import ShadowSettings, ShadowWatch
 from cacheblend.nano import model_path

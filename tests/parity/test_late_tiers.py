@@ -13,7 +13,6 @@ import pytest
 import torch
 from cacheblend.serve.store_metrics import StoreWatch
 
-from cacheblend.core.cost.pace import Pace
 from cacheblend.core.load import budget, threads
 from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.budget import LoadBudget
@@ -22,6 +21,7 @@ from cacheblend.core.select.selectors import NoRows
 from cacheblend.engines.hf import BlendEngine, SamplingParams, prefiller, warmup
 from cacheblend.engines.hf import engine as engine_module
 from cacheblend.engines.hf.background import Background
+from cacheblend.engines.hf.prefiller import Pace
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore

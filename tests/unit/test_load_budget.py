@@ -12,19 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend.core.cost.pace import Pace
 from cacheblend.core.errors import LoadTimeoutError
 from cacheblend.core.load import budget as budget_module
 from cacheblend.core.load import loader as loader_module
-from cacheblend.core.load import read_size as read_size_module
 from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.budget import LEAST_S, LoadBudget, Reading
-from cacheblend.core.load.loader import LayerLoader
-from cacheblend.core.load.read_size import MOMENT_S, ReadSize
+from cacheblend.core.load.loader import MOMENT_S, LayerLoader, ReadSize
 from cacheblend.core.names import chain_names
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, chunk, text
+from cacheblend.engines.hf.prefiller import Pace
 from cacheblend.store import DiskStore, MemoryStore, TieredStore
 from cacheblend.store.combined.cascade import CascadeStore
 from cacheblend.store.remote import blocks as blocks_module
@@ -289,7 +287,7 @@ def test_a_store_that_is_near_is_read_while_layers_compute(monkeypatch: pytest.M
 def test_a_slow_wire_is_read_in_parts_that_take_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part by what is assumed of a wire, the others by what it took."""
     layer_bytes = LAYOUT.block_bytes(64) / LAYERS
-    monkeypatch.setattr(read_size_module, "BYTES_PER_S", layer_bytes / 0.005)
+    monkeypatch.setattr(loader_module, "BYTES_PER_S", layer_bytes / 0.005)
     far = FarObjects(0.02, bytes_per_s=layer_bytes / 0.01)  # half as fast
     prompt = filled(far)
     with RemoteStore(far) as store:  # type: ignore[arg-type]

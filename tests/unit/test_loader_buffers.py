@@ -9,7 +9,7 @@ import torch
 from cacheblend.core.kernels import kv_placement
 from cacheblend.core.kernels.kv_placement import ROWS_AT_ONCE
 from cacheblend.core.kernels.rope import Turn, reposition_keys, turn_by
-from cacheblend.core.load import read_size
+from cacheblend.core.load import loader as loader_module
 from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
@@ -23,7 +23,7 @@ from loader_sources import BOS, FULL, LAYOUT, ROOT, ROTATIONS, FakeSource, check
 @pytest.fixture(autouse=True)
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read counts as slow, so that layers are read one by one; what is fast depends on the machine."""
-    monkeypatch.setattr(read_size, "MOMENT_S", 0.0)
+    monkeypatch.setattr(loader_module, "MOMENT_S", 0.0)
 
 
 @pytest.mark.parametrize("moment_s", [0.0, 1e9])
@@ -33,7 +33,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_buffers_are_filled_in_any_order_of_reading(
     read_ahead: int, first: int, overlap: bool, moment_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_size, "MOMENT_S", moment_s)
+    monkeypatch.setattr(loader_module, "MOMENT_S", moment_s)
     plan, source = planned()
     sources = [s.source for s in plan.spans]
     assert sources == [*[Source.PREFIX] * 3, Source.TEXT, *[Source.LOADED] * 7, Source.TEXT]

@@ -11,9 +11,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.load import loader as loader_module
-from cacheblend.core.load import read_size
-from cacheblend.core.load.loader import LayerLoader
-from cacheblend.core.load.read_size import AT_ONCE, AT_ONCE_TO_DEVICE, ReadSize
+from cacheblend.core.load.loader import AT_ONCE, AT_ONCE_TO_DEVICE, LayerLoader, ReadSize
 from cacheblend.core.load.staging_buffers import Lease, StagingMemory
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName
@@ -26,7 +24,7 @@ from loader_sources import LAYOUT, PLANNER, ROTATIONS, CountingSource, FakeSourc
 @pytest.fixture(autouse=True)
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every read counts as slow, so that layers are read one by one; what is fast depends on the machine."""
-    monkeypatch.setattr(read_size, "MOMENT_S", 0.0)
+    monkeypatch.setattr(loader_module, "MOMENT_S", 0.0)
 
 
 # ---- how much at once -------------------------------------------------------------------------------------
@@ -37,7 +35,7 @@ def test_fast_reads_grow_and_slow_ones_do_not(overlap: bool, monkeypatch: pytest
     """Each layer is read once, with those behind it; never across the layer from which on chunks are read."""
     layout, plan = deep_plan(30)
     for moment_s, together in ((1e9, [1, 2, 4, 8, 13]), (0.0, [1] * 28)):
-        monkeypatch.setattr(read_size, "MOMENT_S", moment_s)
+        monkeypatch.setattr(loader_module, "MOMENT_S", moment_s)
         source = CountingSource(plan)
         options = {"first_reused_layer": 2, "read_ahead": 1, "overlap": overlap}
         with LayerLoader(plan, source, layout, [None] * 30, **options) as loader:
@@ -50,7 +48,7 @@ def test_fast_reads_grow_and_slow_ones_do_not(overlap: bool, monkeypatch: pytest
 
 
 def test_large_records_are_read_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_size, "MOMENT_S", 1e9)
+    monkeypatch.setattr(loader_module, "MOMENT_S", 1e9)
     layout, plan = deep_plan(12)
     for at_once, most in ((1, 1), (3 * 2 * 2 * 4 * 8 * 4, 3)):  # bytes of a block of 4 tokens in as many layers
         monkeypatch.setattr(loader_module, "AT_ONCE", at_once)
@@ -93,7 +91,7 @@ def test_a_device_is_given_more_of_a_block_at_once() -> None:
 def test_a_released_layer_is_freed_before_the_others_that_were_read_with_it(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_size, "MOMENT_S", 1e9)
+    monkeypatch.setattr(loader_module, "MOMENT_S", 1e9)
     layout, plan = deep_plan(12)
     source = CountingSource(plan)
     with LayerLoader(plan, source, layout, [None] * 12, overlap=overlap) as loader:

@@ -13,9 +13,8 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.names import BlockName, TokenIds, as_token_ids, chain_names, join_ids, root_name, split_blocks
 from cacheblend.core.plan.blocks import BlockEntry, BlockSource, ChunkManifest, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import BlendPlan, Source
-from cacheblend.core.plan.planner import Anchor, Planner
+from cacheblend.core.plan.planner import Anchor, Planner, guessed_size, held_size
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, run_of, text
-from cacheblend.core.plan.runs import guessed_size, held_size
 from campaign import share
 
 ROOT = root_name("model", "float32")

@@ -95,7 +95,7 @@ def test_what_was_written_is_read_back_and_others_blocks_stay(dtype: torch.dtype
 
 def test_attention_in_the_absorbed_form_is_that_over_expanded_keys_and_values() -> None:
     """With matrices of the moment: vLLM may load other weights while it serves."""
-    from cacheblend.engines.vllm.worker.attention import attention_of
+    from cacheblend.engines.vllm.worker.model import attention_of
 
     layer = layer_of()
     attention = attention_of(layer, 1e-3)
@@ -136,7 +136,7 @@ def test_attention_in_the_absorbed_form_is_that_over_expanded_keys_and_values() 
     ids=["a bias", "packed", "odd", "sparse", "indexer"],
 )
 def test_modules_that_are_not_blended_are_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
-    from cacheblend.engines.vllm.worker.attention import attention_of
+    from cacheblend.engines.vllm.worker.model import attention_of
 
     with pytest.raises(ModelNotBlendableError, match=rf"layers\.0.*{message}"):
         attention_of(layer_of(**fields), 1e-3)

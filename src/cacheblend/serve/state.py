@@ -13,8 +13,8 @@ from cacheblend.core.plan.prompt import Prompt
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.background import run_apart
 from cacheblend.engines.hf.scheduler import Scheduler
+from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.hf.tickets import QueueFullError
-from cacheblend.engines.hf.watching import watch
 from cacheblend.serve.errors import ApiError
 from cacheblend.serve.fair_queue import FairQueue, Work
 from cacheblend.serve.keys import ApiKey

@@ -7,7 +7,7 @@ with BlendEngine.from_pretrained("path/to/model", store="file:///var/cache/cache
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf.adapter_watch import AdapterFollower
 from cacheblend.engines.hf.ambient import without_ambient
-from cacheblend.engines.hf.answering import Answering
 from cacheblend.engines.hf.arguments import (
     check_ids,
     check_model,
@@ -48,7 +47,7 @@ from cacheblend.engines.hf.grammars import Grammars
 from cacheblend.engines.hf.model_loader import open_folder
 from cacheblend.engines.hf.prefiller import Mode, Prefiller, controller_for
 from cacheblend.engines.hf.prompts import PassageLike, PromptLike, PromptReader
-from cacheblend.engines.hf.request import Answer, Request
+from cacheblend.engines.hf.request import Answer, Delta, Request
 from cacheblend.engines.hf.sampling import (
     Sampler,
     SamplingOptions,
@@ -61,6 +60,7 @@ from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.shadow_check import Origin, ShadowCheck, WatchedAnswer
 from cacheblend.engines.hf.state import FollowedModel, ModelState
 from cacheblend.engines.hf.survey import survey_model
+from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.hf.tickets import Ask, Limits
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.engines.hf.warmup import ChunkWarmer, Progress
@@ -72,7 +72,7 @@ from cacheblend.store import KVStore, check_store_url, open_store
 
 
 @without_ambient
-class BlendEngine(Answering, FollowedModel):
+class BlendEngine(FollowedModel):
     """One model and one store. Requests may come from several threads.
 
     Args:
@@ -287,6 +287,64 @@ class BlendEngine(Answering, FollowedModel):
         self.close(wait=kind is None)
 
     # ---- answering --------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Answer:
+        """The whole answer.
+
+        Args:
+            prompt: see `prompt`.
+            params: how the answer is drawn.
+            ratio: overrides the configured recompute ratio for this request.
+            **options: the fields of `SamplingParams` one by one, instead of `params`.
+
+        Raises:
+            InvalidInputError: as for `prompt`; several texts without a passage, for which there is `generate_batch`;
+                or an option is unknown or out of range.
+        """
+        *_, last = self._stream(prompt, sampling_of(params, options), ratio)
+        assert last.answer is not None
+        return last.answer
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        documents: Sequence[PassageLike] = (),
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Answer:
+        """The whole answer to a message list; arguments as for `chat_prompt` and `generate`."""
+        sampling = sampling_of(params, options)
+        check_type(template_options, Mapping | None, "template_options", 'a mapping, {"enable_thinking": False}')
+        prompt = self.chat_prompt(messages, documents, **(template_options or {}))
+        *_, last = self._stream(prompt, sampling, ratio)
+        assert last.answer is not None
+        return last.answer
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        ratio: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Iterator[Delta]:
+        """The answer as it is generated; the last delta carries it whole. Arguments as for `generate`."""
+        return self._stream(prompt, sampling_of(params, options), ratio)
+
+    def _stream(self, prompt: PromptLike, params: SamplingParams, ratio: float | None) -> Iterator[Delta]:
+        text = TextStream(self.builder.detokenizer() if self.builder else None, params.stop)
+        with self.start(prompt, params, ratio=ratio) as request:  # finished also where the caller leaves early
+            yield from request.stream(text)
 
     def start(self, prompt: PromptLike, params: SamplingParams | None = None, *, ratio: float | None = None) -> Request:
         """Prefills a prompt, for callers that draw the tokens themselves; arguments as for `generate`.

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,6 @@ import torch
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import GIVEN_UP, Controller, Decision
-from cacheblend.core.cost.pace import Pace
 from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
@@ -21,9 +21,10 @@ from cacheblend.core.kernels.operations import serve
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.breaker import LateTiers
 from cacheblend.core.load.budget import LOOK_UP, BudgetedSource, LoadBudget
+from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
-from cacheblend.core.plan.blocks import EmptySource, KVLayout
+from cacheblend.core.plan.blocks import BlockSource, EmptySource, KVLayout
 from cacheblend.core.plan.codec import codec_of
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
@@ -34,12 +35,85 @@ from cacheblend.engines.hf.ambient import without_ambient
 from cacheblend.engines.hf.compilation import compile_layers
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import LayerKinds
-from cacheblend.engines.hf.sparse_loader import open_loader_of
 from cacheblend.engines.hf.state_snapshots import Resuming
 from cacheblend.engines.hf.survey import Survey
 from cacheblend.engines.hf.thread_count import ThreadCount
 from cacheblend.engines.hf.view import ModelView
 from cacheblend.store import KVStore
+
+_KEPT = 0.8  # share of what was learnt before that counts beside a new pass
+
+
+class Pace:
+    """Seconds of rows times layers. Short passes count less than long ones, which use a device better."""
+
+    def __init__(self) -> None:
+        self._row_layers = self._seconds = 0.0
+
+    def learn(self, row_layers: int, seconds: float) -> None:
+        """A pass computed so many rows times layers in so many seconds."""
+        if row_layers > 0 and seconds > 0:
+            self._row_layers = _KEPT * self._row_layers + row_layers
+            self._seconds = _KEPT * self._seconds + seconds
+
+    def seconds(self, row_layers: int) -> float | None:
+        """How long so many take; None: no pass has been computed."""
+        return row_layers * self._seconds / self._row_layers if self._row_layers else None
+
+
+class SparseLoader(LayerLoader):
+    """A loader whose layers are numbered as the model's. Layers without attention have KV of no heads.
+
+    Args:
+        kinds: of the model's layers.
+        plan, source, layout, rotations: see `LayerLoader`; layout and rotations are those of the layers with attention.
+        first_reused_layer: see `LayerLoader`; one of the model's layers.
+        **options: see `LayerLoader`.
+    """
+
+    def __init__(
+        self,
+        kinds: LayerKinds,
+        plan: BlendPlan,
+        source: BlockSource,
+        layout: KVLayout,
+        rotations: Any,
+        *,
+        first_reused_layer: int = 0,
+        **options: Any,
+    ) -> None:
+        self._numbers = {layer: number for number, layer in enumerate(kinds.kv_layers)}
+        reused = sum(layer < first_reused_layer for layer in kinds.kv_layers)
+        super().__init__(plan, source, layout, rotations, first_reused_layer=reused, **options)
+        nothing = torch.zeros(0, len(plan), 0, dtype=layout.dtype, device=self._device)
+        self._nothing = LayerKV(nothing, nothing)
+
+    def layer(self, index: int) -> LayerCache:
+        """See `LayerLoader`."""
+        number = self._numbers.get(index)
+        return self._nothing if number is None else super().layer(number)
+
+    def awaited(self, index: int) -> "Future[Any] | None":
+        """See `LayerLoader`. In front of a layer without attention the next one is read ahead."""
+        number = self._numbers.get(index)
+        if number is not None:
+            return super().awaited(number)
+        if (following := next((n for layer, n in self._numbers.items() if layer > index), None)) is not None:
+            super().awaited(following)
+        return None
+
+    def release(self, index: int) -> None:
+        """See `LayerLoader`."""
+        if (number := self._numbers.get(index)) is not None:
+            super().release(number)
+
+
+def open_loader_of(kinds: LayerKinds, *arguments: Any, **options: Any) -> LayerLoader:
+    """A loader for a model with such layers."""
+    if len(kinds.kv_layers) == kinds.num_layers:
+        return LayerLoader(*arguments, **options)
+    return SparseLoader(kinds, *arguments, **options)
+
 
 THREADS = 16
 """That ask the store. When all hang in it, further prompts wait for one as long as their budget lasts."""

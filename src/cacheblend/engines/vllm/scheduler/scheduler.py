@@ -11,11 +11,14 @@ vLLM itself computes the last token, and a request that has nothing to load. No 
 An error in one request disables blending for this request only.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.names import as_token_ids
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.shadow import ShadowWatch
@@ -24,12 +27,11 @@ from cacheblend.engines.vllm.compat_prefix import PrefixCache, salt_from
 from cacheblend.engines.vllm.config import ConnectorConfig
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
-from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS, SLOW_STORE
-from cacheblend.engines.vllm.scheduler.adapters import RequestAdapters
+from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
+from cacheblend.engines.vllm.scheduler.adapters import AdapterUnusableError, RequestAdapters
 from cacheblend.engines.vllm.scheduler.block_names import ComingBlocks, blended_before
 from cacheblend.engines.vllm.scheduler.capture_queue import CaptureQueue, tokens_within
 from cacheblend.engines.vllm.scheduler.chunk_finder import ChunkFinder
-from cacheblend.engines.vllm.scheduler.failing import failure_of
 from cacheblend.engines.vllm.scheduler.lookups import LookUp
 from cacheblend.engines.vllm.scheduler.options import read_options
 from cacheblend.engines.vllm.scheduler.shadow_answers import AnswerDraws
@@ -43,6 +45,43 @@ from cacheblend.engines.vllm.scheduler.tracked_requests import (
     SLOWER_TO_LOAD,
     Tracked,
 )
+
+logger = logging.getLogger("cacheblend.vllm")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request is left to vLLM.
+
+    Attributes:
+        label: in `fallbacks`.
+        reason: one of few, in the answer and in `not_blended`.
+        detail: what is wrong, for the client.
+    """
+
+    label: str
+    reason: str
+    detail: str = ""
+
+
+def failure_of(error: Exception, request_id: str) -> Failure:
+    """Names and logs an error."""
+    where = f"request {request_id} is not blended"
+    if isinstance(error, InvalidInputError):
+        logger.warning("%s: %s", where, error)
+        return Failure(BAD_SPANS, "bad parameters", str(error))
+    if isinstance(error, AdapterUnusableError):
+        logger.warning("%s: its LoRA adapter: %s", where, error)
+        return Failure(error.reason, error.reason, str(error))
+    if isinstance(error, TimeoutError):
+        logger.warning("%s: the store did not answer in time", where)
+        return Failure(SLOW_STORE, SLOW_STORE)
+    if isinstance(error, StoreError | OSError):
+        logger.warning("%s: %s", where, error)
+        return Failure(UNREADABLE, UNREADABLE)
+    logger.error(where, exc_info=error)
+    return Failure(type(error).__name__, type(error).__name__)
+
 
 MOST_OUTSTANDING = 8
 """Requests that hold blocks while the workers fill them: more would take memory without being faster."""

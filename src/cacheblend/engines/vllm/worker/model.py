@@ -5,6 +5,7 @@ Does not know prompts, stores or the paged cache.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
-from cacheblend.core.plan.blocks import KVLayout
-from cacheblend.engines.vllm import compat, compat_cache, compat_loader, compat_lora, compat_model
+from cacheblend.core.plan.blocks import KVLayout, LayerShape
+from cacheblend.engines.vllm import compat, compat_cache, compat_latent, compat_loader, compat_lora, compat_model
 from cacheblend.engines.vllm.calls import (
     FORMS,
     RecordedCall,
@@ -24,9 +26,53 @@ from cacheblend.engines.vllm.calls import (
     hidden_before,
     learn_calls,
 )
-from cacheblend.engines.vllm.compat_shim import AttentionAnswer
-from cacheblend.engines.vllm.worker.attention import attention_of
+from cacheblend.engines.vllm.compat_shim import AttentionAnswer, AttentionShim
 from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """One layer's attention, on this rank.
+
+    Attributes:
+        shim: takes the place of vLLM's module while the layer is run.
+        spec: how it attends.
+        kept: shape of its records.
+        heads: of queries, and of what they attend to.
+    """
+
+    shim: AttentionShim
+    spec: AttentionSpec
+    kept: LayerShape
+    heads: HeadShape
+
+
+def attention_of(layer: Any, tolerance: float) -> LayerAttention:
+    """Of one of vLLM's attention modules.
+
+    Args:
+        layer: the module.
+        tolerance: of sums in another order, as a share.
+
+    Raises:
+        ModelNotBlendableError: it attends in a way that is not blended.
+    """
+    return _of_latents(layer, tolerance) if compat_latent.is_latent(layer) else _of_heads(layer)
+
+
+def _of_heads(layer: Any) -> LayerAttention:
+    spec = compat_model.attention_spec(layer)
+    kept = LayerShape(int(layer.num_kv_heads), int(layer.head_size))
+    heads = HeadShape(int(layer.num_heads), kept.kv_heads, kept.head_dim, spec.window)
+    return LayerAttention(AttentionShim(layer), spec, kept, heads)
+
+
+def _of_latents(layer: Any, tolerance: float) -> LayerAttention:
+    spec, width = compat_latent.latent_spec(layer), compat_latent.kept_width(layer)
+    compat_latent.check_expansion(layer, tolerance)
+    heads = HeadShape(int(layer.num_heads), 1, width, spec.window, is_latent=True)
+    return LayerAttention(compat_latent.LatentShim(layer), spec, LayerShape(1, heads.placed_dim), heads)
+
 
 _PROBE_ROWS, _PROBE_SHIFT = 11, 37
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}

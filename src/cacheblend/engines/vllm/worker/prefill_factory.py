@@ -5,6 +5,7 @@ Opening reads neither the store nor the paged cache.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, RowAttention
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_rows, serve
@@ -21,21 +23,118 @@ from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.plan.blocks import BlockSource, EmptySource
-from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.plan.plan import RESIDENT, BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
+from cacheblend.engines.vllm.compat_lora import NO_ADAPTER, LoadedAdapters
+from cacheblend.engines.vllm.compat_shim import AttentionAnswer
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, CheckJob
-from cacheblend.engines.vllm.worker.adapted import AdaptedModels
 from cacheblend.engines.vllm.worker.groups import GroupRows, LayerGroups, RequestRows
 from cacheblend.engines.vllm.worker.layers import CheckRunner, DecoderModel, VllmLayerRunner
-from cacheblend.engines.vllm.worker.loading import AgreedLoader
 from cacheblend.engines.vllm.worker.model import BlendModel
 from cacheblend.engines.vllm.worker.paged_attention import PagedAttention
 from cacheblend.engines.vllm.worker.paged_cache import PagedLayer
 from cacheblend.engines.vllm.worker.paged_kv import PagedKV, open_pages
-from cacheblend.engines.vllm.worker.ranks import Ranks
+from cacheblend.engines.vllm.worker.ranks import FINE, LOST, Ranks
 from cacheblend.engines.vllm.workspace import READ_AHEAD, READ_AHEAD_BYTES
+
+
+class AdaptedModels:
+    """One model with each of its adapters.
+
+    Args:
+        model: without any.
+        loaded: its adapters; None: vLLM was started without LoRA.
+        tile_rows: tokens that are embedded at once.
+    """
+
+    def __init__(self, model: DecoderModel, loaded: LoadedAdapters | None, tile_rows: int) -> None:
+        self._model, self._loaded, self._tile_rows = model, loaded, tile_rows
+        self._inside = [loaded.modules_of(layer.module) for layer in model.layers] if loaded else []
+        self._beside = loaded.modules_beside([layer.module for layer in model.layers]) if loaded else []
+
+    def of(self, adapter: int = NO_ADAPTER) -> DecoderModel:
+        """The model with an adapter, which has to be in a slot when its rows are computed."""
+        if self._loaded is None:
+            return self._model
+        return AdaptedModel(self._model, self._loaded, adapter, self._inside, self._beside, self._tile_rows)
+
+
+class AdaptedModel:
+    """See the module; made by `AdaptedModels`."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        loaded: LoadedAdapters,
+        adapter: int,
+        inside: Sequence[Sequence[Any]],
+        beside: Sequence[Any],
+        tile_rows: int,
+    ) -> None:
+        self._model, self._loaded, self._adapter = model, loaded, adapter
+        self._beside, self._tile_rows = beside, tile_rows
+        self.layers = [partial(self._run, *each) for each in zip(model.layers, inside, strict=True)]
+        self.specs = model.specs
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `DecoderModel.embed`; some rows at a time, as vLLM's LoRA layers take memory by rows."""
+        parts = []
+        for tile in torch.split(token_ids, self._tile_rows):
+            with self._loaded.applied(self._adapter, len(tile), self._beside):
+                parts.append(self._model.embed(tile))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def row_inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
+        """See `DecoderModel.row_inputs`."""
+        with self._loaded.applied(self._adapter, len(token_ids), self._beside):
+            return self._model.row_inputs(token_ids, positions)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DecoderModel.logits`."""
+        with self._loaded.applied(self._adapter, len(hidden), self._beside):
+            return self._model.logits(hidden)
+
+    def answering(self, layer: int, answer: AttentionAnswer) -> AbstractContextManager[None]:
+        """See `DecoderModel.answering`."""
+        return self._model.answering(layer, answer)
+
+    def _run(self, layer: Callable[..., Any], modules: Sequence[Any], positions: torch.Tensor, *rest: Any) -> Any:
+        with self._loaded.applied(self._adapter, positions.shape[-1], modules):
+            return layer(positions, *rest)
+
+
+class AgreedLoader(LayerLoader):
+    """A loader that gives a layer on all ranks or on none: a rank that continued alone would wait for the others.
+
+    Args:
+        ranks: that must agree.
+        args, options: see `LayerLoader`.
+    """
+
+    def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ranks = ranks
+
+    def layer(self, index: int) -> LayerCache:
+        """See `LayerLoader.layer`; where one rank lost a block, every rank loses all of them.
+
+        Raises:
+            RankFailedError: another rank failed.
+        """
+        if index in self._given:
+            return super().layer(index)
+        kv, reason = None, "another rank lost a block"
+        try:
+            kv = super().layer(index)
+        except BlockLostError as error:
+            reason = error.reason
+        if self._ranks.agree(LOST if kv is None else FINE, f"layer {index} is loaded") == LOST or kv is None:
+            names = list({span.name for span in self._plan.spans if span.name != RESIDENT})
+            raise BlockLostError(names, reason)
+        return kv
+
 
 SentenceEnds = Callable[[], npt.NDArray[np.int64] | None]
 
