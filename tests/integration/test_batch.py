@@ -22,7 +22,6 @@ from cacheblend.engines.hf.shadow_check import ShadowCheck
 from cacheblend.engines.hf.shadow_start import watch
 from cacheblend.engines.hf.text_stream import TextStream
 from cacheblend.engines.shadow import ShadowSettings
-from cacheblend.nano import model_path
 from lab.nano.questions import Prompts, draw_questions
 from serving import shallow
 
@@ -202,7 +201,7 @@ ON_THE_WAY: list[tuple[type, str]] = [
 ]
 
 
-@pytest.mark.may_fail("scheduler", "background work")
+@pytest.mark.may_fail("scheduler", "background work", "shadow check")
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_fails_no_answer_is_lost_and_none_is_waited_for(
     alone: list[list[int]], seed: int, monkeypatch: pytest.MonkeyPatch
@@ -210,7 +209,7 @@ def test_whatever_fails_no_answer_is_lost_and_none_is_waited_for(
     """At random, a step of a request's end or way fails, after it was taken: what was computed is returned, the rest
     has its error, and nothing stays behind."""
     draw, places = random.Random(seed), AT_THE_END if seed % 2 else ON_THE_WAY
-    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+    with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
         watch(engine, ShadowSettings(share=1.0), seed=seed)
         engine.warm(part for prompt in PROMPTS for part in prompt if isinstance(part, Passage))  # type: ignore[union-attr]
         with monkeypatch.context() as patched:
@@ -264,7 +263,7 @@ def test_a_prompt_whose_end_is_never_told_is_an_error(engine: BlendEngine, monke
 
 @pytest.mark.parametrize("place", ["store_missed", "submit", "begin"])
 def test_a_single_request_that_fails_at_its_end_has_ended(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
+    with BlendEngine.from_pretrained(shallow(), store="memory") as engine:
         watch(engine, ShadowSettings(share=1.0), seed=1)
         engine.warm(part for part in PROMPTS[0] if isinstance(part, Passage))  # type: ignore[union-attr]
 

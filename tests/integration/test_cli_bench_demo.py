@@ -93,7 +93,7 @@ def test_the_bench_table_fits_80_columns(seconds: float) -> None:
 def small_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A demo of few and short passages, in a folder of its own."""
     file = tmp_path / "demo.jsonl"
-    write(file, [record(1, 1, 0, Style(3, 60, dense=1.0, hard=0.4, chains=0.9))])
+    write(file, [record(1, 2, 0, Style(3, 60, dense=1.0, hard=0.4, chains=0.9))])
     monkeypatch.setattr("cacheblend.evaluation.demo.DATA", file)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
