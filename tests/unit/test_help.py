@@ -8,6 +8,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from cacheblend.cli import app
+from lab.cli import app as lab_app
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -16,15 +17,22 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
         yield from commands(each, (*path, name))
 
 
-ALL = dict(commands(typer.main.get_command(app)))
+APPS = {"cacheblend": app, "lab": lab_app}
+ALL = {
+    (name, *path): command for name, each in APPS.items() for path, command in commands(typer.main.get_command(each))
+}
+
+
+def test_commands_are_few() -> None:
+    assert len(ALL["cacheblend",].commands) <= 14
 
 
 @pytest.mark.parametrize("path", ALL, ids=" ".join)
 def test_help_is_whole_at_80_columns(path: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"})
+    result = CliRunner().invoke(APPS[path[0]], [*path[1:], "--help"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    assert lines[0].startswith("Usage: ") and all(name in lines[0].split() for name in path)
+    assert lines[0].startswith("Usage: ") and all(name in lines[0].split() for name in path[1:])
     assert max(map(len, lines)) <= 80 and "\u2026" not in result.output
     words = result.output.replace(",", " ").split()
     for each in ALL[path].params:
