@@ -279,7 +279,7 @@ class Engine:
         """Where objects of this package in this process still hold a name with one of these beginnings."""
         roots = [self.mine]
         if not self.has_worker_processes:
-            from cacheblend.engines.vllm.compat import connector_of_worker
+            from cacheblend.engines.vllm.internals.interface import connector_of_worker
 
             roots.append(_mine(connector_of_worker()))
         return found_in(roots, tuple(marks))

@@ -33,7 +33,7 @@ def vllm_without_internals(monkeypatch: pytest.MonkeyPatch, version: str) -> lis
     """A vLLM whose modules are elsewhere; returns the names of the models that will be registered with it."""
     registered: list[str] = []
     registry = SimpleNamespace(register_model=lambda name, path: registered.append(name))
-    for name in [name for name in sys.modules if name.startswith(("vllm.", "cacheblend.engines.vllm.compat"))]:
+    for name in [name for name in sys.modules if name.startswith(("vllm.", "cacheblend.engines.vllm.internals"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version, ModelRegistry=registry))
     return registered

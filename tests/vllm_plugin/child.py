@@ -59,13 +59,13 @@ def replace_late(model: str, by: str) -> None:
 
     Sizes and times of writing stay.
     """
-    from cacheblend.engines.vllm import compat
     from cacheblend.engines.vllm.connector import CacheBlendConnector
+    from cacheblend.engines.vllm.internals import interface
 
     real = CacheBlendConnector.__init__
 
     def init(self: CacheBlendConnector, vllm_config: Any, role: Any, *rest: Any, **named: Any) -> None:
-        if role == compat.KVConnectorRole.SCHEDULER:
+        if role == interface.KVConnectorRole.SCHEDULER:
             for file in Path(by).glob("*.safetensors"):
                 target = Path(model, file.name)
                 before = target.stat()

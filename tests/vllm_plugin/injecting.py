@@ -18,9 +18,9 @@ from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.selectors import Hkvd
-from cacheblend.engines.vllm.compat import connector_of_worker
-from cacheblend.engines.vllm.compat_ranks import TensorParallel
-from cacheblend.engines.vllm.compat_shim import AttentionShim
+from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
+from cacheblend.engines.vllm.internals.interface import connector_of_worker
+from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
 from cacheblend.engines.vllm.worker import paged_attention, shadow_prefills
 from cacheblend.engines.vllm.worker.capture_writer import CaptureWriter
 from cacheblend.engines.vllm.worker.layers import CheckRunner, VllmLayerRunner

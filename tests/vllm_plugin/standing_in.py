@@ -10,7 +10,7 @@ import torch
 from injecting import Injecting
 
 from cacheblend.engines.vllm import stores
-from cacheblend.engines.vllm.compat import connector_of_worker
+from cacheblend.engines.vllm.internals.interface import connector_of_worker
 from cacheblend.store import MemoryStore
 from cacheblend.store.places import DevicePlace
 from cacheblend.store.residence import OnDevice

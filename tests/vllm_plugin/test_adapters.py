@@ -81,7 +81,7 @@ class Files:
 
 
 def make_loaded(slots: int = 1, capacity: int = 0, files: Any = None, modules: Any = ()) -> Any:
-    from cacheblend.engines.vllm.compat_lora import LoadedAdapters
+    from cacheblend.engines.vllm.internals.lora import LoadedAdapters
 
     model = SimpleNamespace(lora_manager=make_manager(slots, capacity or slots, modules))
     config = SimpleNamespace(

@@ -39,7 +39,7 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
     ],
 )
 def test_by_the_configuration(cache_dtype: str, stored: Any, found: str) -> None:
-    from cacheblend.engines.vllm import compat
+    from cacheblend.engines.vllm.internals import interface
 
     parallel = SimpleNamespace(
         pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="uni", world_size=1
@@ -57,7 +57,7 @@ def test_by_the_configuration(cache_dtype: str, stored: Any, found: str) -> None
         lora_config=None,
         speculative_config=None,
     )
-    refused = compat.refusals(config)
+    refused = interface.refusals(config)
     if not found:
         assert refused == []
     else:
@@ -67,7 +67,7 @@ def test_by_the_configuration(cache_dtype: str, stored: Any, found: str) -> None
 
 def test_scales_that_change_while_serving_are_refused() -> None:
     """They would be 1 when blending reads them, and others later."""
-    from cacheblend.engines.vllm.compat_cache import refused_cache
+    from cacheblend.engines.vllm.internals.kv_cache import refused_cache
 
     hf = SimpleNamespace()
     assert "calculate_kv_scales" in refused_cache(SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True), hf)
@@ -83,7 +83,7 @@ def layers_of(cache_dtype: str, scale: Any = 1.0) -> list[Any]:
 
 def test_by_the_layers_that_were_made() -> None:
     """Which is the last word: a layer may have taken another type than the configuration names."""
-    from cacheblend.engines.vllm.compat_cache import check_caches, fp8_scales
+    from cacheblend.engines.vllm.internals.kv_cache import check_caches, fp8_scales
 
     fitting = [*layers_of("fp8", 0.25), SimpleNamespace(layer_name="old")]
     check_caches(fitting)
@@ -111,7 +111,7 @@ def test_by_the_layers_that_were_made() -> None:
     ],
 )
 def test_both_sides_know_whether_a_cache_is_fp8(cache_dtype: str, stored: Any, expected: bool) -> None:
-    from cacheblend.engines.vllm.compat_cache import is_fp8
+    from cacheblend.engines.vllm.internals.kv_cache import is_fp8
 
     hf = SimpleNamespace(**({} if stored is None else {"quantization_config": stored}))
     assert is_fp8(SimpleNamespace(cache_dtype=cache_dtype), hf) is expected
@@ -119,8 +119,8 @@ def test_both_sides_know_whether_a_cache_is_fp8(cache_dtype: str, stored: Any, e
 
 def test_queries_are_not_quantised_while_layers_run_for_a_blend() -> None:
     """As FlashAttention has them beside FP8 caches; afterwards vLLM's own passes have them quantised again."""
-    from cacheblend.engines.vllm.compat_cache import plain_queries
-    from cacheblend.engines.vllm.compat_shim import AttentionShim
+    from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
+    from cacheblend.engines.vllm.internals.kv_cache import plain_queries
 
     quantiser = torch.nn.Identity()
     with_one, without = torch.nn.Module(), SimpleNamespace()

@@ -65,7 +65,7 @@ def call(layer: nn.Module, kind: str, positions: torch.Tensor, handed: Any) -> A
 
 
 def learn(kind: str, form: HiddenForm) -> tuple[list[VllmLayerCall], list[Any]]:
-    from cacheblend.engines.vllm.compat_model import recording_calls
+    from cacheblend.engines.vllm.internals.decoder import recording_calls
 
     layers = [Layer(kind, index) for index in range(3)]
     handed: Any = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -108,7 +108,7 @@ def test_an_unused_residual_is_no_sum() -> None:
 
 
 def test_rows_against_rows_are_refused() -> None:
-    from cacheblend.engines.vllm.compat_model import recording_calls
+    from cacheblend.engines.vllm.internals.decoder import recording_calls
 
     class Masked(nn.Module):
         def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def test_rows_against_rows_are_refused() -> None:
 
 
 def test_a_model_that_changes_what_layers_hand_on_is_refused() -> None:
-    from cacheblend.engines.vllm.compat_model import recording_calls
+    from cacheblend.engines.vllm.internals.decoder import recording_calls
 
     layers, hidden = [Layer("one", 0), Layer("one", 1)], torch.ones(ROWS, WIDTH)
     with recording_calls(layers) as recorded:

@@ -72,17 +72,17 @@ def test_a_name_of_the_hub_is_looked_for_where_vllm_downloads_to(folder: Path, t
 
 
 def test_files_that_are_written_to_while_vllm_loads_them_end_the_start(folder: Path) -> None:
-    from cacheblend.engines.vllm import compat_loader
+    from cacheblend.engines.vllm.internals import weight_loader
 
     config = config_of(str(folder))
-    compat_loader.check_files(folder)  # nothing was loaded in this process
-    compat_loader._note_files(config)
-    compat_loader.check_files(folder)
-    compat_loader._note_files(config)
+    weight_loader.check_files(folder)  # nothing was loaded in this process
+    weight_loader._note_files(config)
+    weight_loader.check_files(folder)
+    weight_loader._note_files(config)
     save_file({"w": torch.arange(50)}, folder / "fetched.safetensors")  # by vLLM itself
-    compat_loader.check_files(folder)
-    compat_loader._note_files(config)
+    weight_loader.check_files(folder)
+    weight_loader._note_files(config)
     save_file({"w": torch.arange(50) + 1}, folder / "model.safetensors")
     os.utime(folder / "model.safetensors", (1, 1))
     with pytest.raises(InvalidInputError, match=r"model\.safetensors in .* was changed while vLLM loaded .*; restart"):
-        compat_loader.check_files(folder)
+        weight_loader.check_files(folder)

@@ -153,8 +153,8 @@ def test_the_shadow_check_agrees_with_full_recompute(vllm: Vllm, latents: Any, t
 
 def test_what_is_not_blended_of_such_models_is_refused_by_name() -> None:
     """vLLM's CPU build ends with its own words at a model with an indexer, before it asks the connector."""
-    from cacheblend.engines.vllm import compat
-    from cacheblend.engines.vllm.compat_latent import latent_spec
+    from cacheblend.engines.vllm.internals import interface
+    from cacheblend.engines.vllm.internals.latent_attention import latent_spec
 
     def refused(*, cache: str = "auto", lora: Any = None, speculative: Any = None, **fields: Any) -> list[str]:
         text = SimpleNamespace(model_type="deepseek_v32", architectures=["DeepseekV3ForCausalLM"], **fields)
@@ -165,7 +165,7 @@ def test_what_is_not_blended_of_such_models_is_refused_by_name() -> None:
         model = SimpleNamespace(hf_config=text, hf_text_config=text, **common)
         others = {"cache_config": SimpleNamespace(cache_dtype=cache), "parallel_config": parallel}
         config = SimpleNamespace(model_config=model, lora_config=lora, speculative_config=speculative, **others)
-        return compat.refusals(config)
+        return interface.refusals(config)
 
     assert refused() == []
     (found,) = refused(index_topk=2048)

@@ -144,12 +144,12 @@ def test_modules_that_are_not_blended_are_refused_with_the_reason(fields: dict[s
 
 def test_rotations_of_slices_are_left_to_the_models_own_operation() -> None:
     """vLLM's CPU kernel takes them for whole rows."""
-    from cacheblend.engines.vllm import compat_model
+    from cacheblend.engines.vllm.internals import decoder
 
     rotary = type("RotaryEmbedding", (torch.nn.Module,), {"forward_cpu": None, "_forward_method": None})
     latent = type("MLAAttention", (torch.nn.Module,), {})
-    assert len(compat_model.cpu_kernels(torch.nn.ModuleList([rotary()]))) == 1
-    assert compat_model.cpu_kernels(torch.nn.ModuleList([rotary(), latent()])) == []
+    assert len(decoder.cpu_kernels(torch.nn.ModuleList([rotary()]))) == 1
+    assert decoder.cpu_kernels(torch.nn.ModuleList([rotary(), latent()])) == []
 
 
 def test_records_have_names_of_their_own(tmp_path: Path) -> None:

@@ -42,21 +42,21 @@ def config_of(connector: dict[str, Any] | None) -> Any:
 
 
 def reserved(connector: dict[str, Any] | None, device: str = "meta") -> int:
-    from cacheblend.engines.vllm import compat_loader
+    from cacheblend.engines.vllm.internals import weight_loader
 
-    compat_loader.release_reserved()
+    weight_loader.release_reserved()
     attention = nn.Linear(2, 2)
-    compat_loader._reserve(attention, config_of(connector), torch.device(device))
-    taken = compat_loader.release_reserved()
-    assert compat_loader.release_reserved() == 0
+    weight_loader._reserve(attention, config_of(connector), torch.device(device))
+    taken = weight_loader.release_reserved()
+    assert weight_loader.release_reserved() == 0
     return taken
 
 
 def test_all_that_blending_needs_is_taken_until_the_connector_starts() -> None:
-    from cacheblend.engines.vllm import compat_model
+    from cacheblend.engines.vllm.internals import decoder
     from cacheblend.engines.vllm.workspace import ModelSizes, workspace_of
 
-    sizes = compat_model.model_sizes(config_of(CONNECTOR), torch.device("meta"), {})
+    sizes = decoder.model_sizes(config_of(CONNECTOR), torch.device("meta"), {})
     assert sizes == ModelSizes(6, 256, 256, 256, 128, 32, 2, 1000, 128)
     assert reserved(CONNECTOR) == workspace_of(sizes).total
     checked = {"kv_connector": "CacheBlendConnector", "kv_connector_extra_config": {"store": "/kv", "shadow": 0.1}}
@@ -83,7 +83,7 @@ def test_the_connector_is_found_among_several() -> None:
 
 def test_a_gpu_without_that_much_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.vllm import compat_loader
+    from cacheblend.engines.vllm.internals import weight_loader
 
     attention = nn.Linear(2, 2)
 
@@ -92,7 +92,7 @@ def test_a_gpu_without_that_much_is_refused_with_a_way_out(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(InvalidInputError, match="set workspace_bytes, max_model_len or"):
-        compat_loader._reserve(attention, config_of(CONNECTOR), torch.device("meta"))
+        weight_loader._reserve(attention, config_of(CONNECTOR), torch.device("meta"))
 
 
 TIER = "cuda://?max_bytes=5MiB, file:///kv"
@@ -109,15 +109,15 @@ def test_records_that_the_device_keeps_are_taken_as_well(workspace_bytes: int | 
 
 
 def test_what_was_taken_for_records_goes_back_to_the_device_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend.engines.vllm import compat_loader
+    from cacheblend.engines.vllm.internals import weight_loader
 
     emptied: list[None] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     model = nn.Linear(2, 2).to_empty(device="meta")
     for to_device, times in ((False, 0), (True, 1)):
-        compat_loader._reserve(model, config_of(CONNECTOR), torch.device("meta"))
-        assert compat_loader.release_reserved(to_device=to_device) > 0 and len(emptied) == times
-    assert compat_loader.release_reserved(to_device=True) == 0 and len(emptied) == 1  # on a CPU nothing was taken
+        weight_loader._reserve(model, config_of(CONNECTOR), torch.device("meta"))
+        assert weight_loader.release_reserved(to_device=to_device) > 0 and len(emptied) == times
+    assert weight_loader.release_reserved(to_device=True) == 0 and len(emptied) == 1  # on a CPU nothing was taken
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_tier_that_cannot_be_is_refused_while_the_model_is_loaded(store: str, 
 
 def test_a_gpu_without_room_for_records_is_told_which_bound_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.vllm import compat_loader
+    from cacheblend.engines.vllm.internals import weight_loader
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -146,4 +146,4 @@ def test_a_gpu_without_room_for_records_is_told_which_bound_to_lower(monkeypatch
     model, extra = nn.Linear(2, 2).to_empty(device="meta"), {"store": "cuda://?max_bytes=500GiB, file:///kv"}
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(InvalidInputError, match=r"500.00 GiB of it for stored records.*max_bytes of cuda://"):
-        compat_loader._reserve(model, config_of(CONNECTOR | {"kv_connector_extra_config": extra}), torch.device("meta"))
+        weight_loader._reserve(model, config_of(CONNECTOR | {"kv_connector_extra_config": extra}), torch.device("meta"))

@@ -133,7 +133,7 @@ def test_approximate_blocks_are_not_found_with_another_item_nor_without_blending
 
 
 def test_models_of_an_encoder_and_a_decoder_are_refused_by_name() -> None:
-    from cacheblend.engines.vllm import compat
+    from cacheblend.engines.vllm.internals import interface
 
     parallel = SimpleNamespace(
         pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="uni", world_size=1
@@ -147,7 +147,7 @@ def test_models_of_an_encoder_and_a_decoder_are_refused_by_name() -> None:
         speculative_config=None,
     )
     model.is_multimodal_model, model.is_encoder_decoder = True, False
-    assert compat.refusals(config) == []
+    assert interface.refusals(config) == []
     model.is_encoder_decoder = True
-    (refused,) = compat.refusals(config)
+    (refused,) = interface.refusals(config)
     assert "encoder" in refused

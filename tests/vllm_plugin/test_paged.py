@@ -178,12 +178,12 @@ def test_rows_are_attended_to_by_products_where_they_are_faster(
     from cacheblend.core.kernels.attention import attend_rows
     from cacheblend.core.kernels.attention_spec import AttentionSpec
     from cacheblend.core.load.loader import LayerKV
-    from cacheblend.engines.vllm import compat
+    from cacheblend.engines.vllm.internals import interface
     from cacheblend.engines.vllm.worker import paged_attention
     from cacheblend.engines.vllm.worker.paged_cache import RequestBlocks
 
     monkeypatch.setattr(paged_attention, "longest_runs", lambda dtype: longest)
-    monkeypatch.setattr(compat, "sequences_metadata", lambda *_: object())
+    monkeypatch.setattr(interface, "sequences_metadata", lambda *_: object())
     backend, spec = Backend(), AttentionSpec(0.3)
     blocks = RequestBlocks.of([1, 2], 0, rows, 300)
     attention = paged_attention.PagedAttention([backend], None, blocks)  # type: ignore[list-item]

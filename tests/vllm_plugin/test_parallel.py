@@ -68,12 +68,13 @@ def test_two_engines_behind_one_server_blend_and_answer_as_without_the_plugin(
 def test_pipelines_are_refused_with_the_way_out(engine: dict[str, int]) -> None:
     """vLLM would start four processes before it asks the connector: this asks what the connector asks."""
     code = (
-        "import sys, json; from types import SimpleNamespace as N; from cacheblend.engines.vllm import compat\n"
+        "import sys, json; from types import SimpleNamespace as N\n"
+        "from cacheblend.engines.vllm.internals import interface\n"
         "parallel = N(**{'tensor_parallel_size': 1, 'data_parallel_size': 1, 'world_size': 2, "
         "'distributed_executor_backend': 'mp'} | json.loads(sys.argv[1]))\n"
         "hf = N(architectures=['LlamaForCausalLM'])\n"
         "model = N(hf_config=hf, hf_text_config=hf, use_mla=False, is_multimodal_model=False, runner_type='generate')\n"
-        "print(compat.refusals(N(parallel_config=parallel, model_config=model, lora_config=None, "
+        "print(interface.refusals(N(parallel_config=parallel, model_config=model, lora_config=None, "
         "speculative_config=None, cache_config=N(cache_dtype='auto'))))"
     )
     ran = subprocess.run([sys.executable, "-c", code, json.dumps(engine)], capture_output=True, text=True, check=True)

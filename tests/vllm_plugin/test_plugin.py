@@ -57,7 +57,7 @@ def test_a_vllm_that_lacks_what_the_plugin_needs_still_starts(
 
     from cacheblend.engines.vllm import plugin
 
-    monkeypatch.setitem(sys.modules, "cacheblend.engines.vllm.compat_loader", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "cacheblend.engines.vllm.internals.weight_loader", None)  # importing it fails
     plugin.register()
     assert "CacheBlendConnector cannot be used here" in caplog.text
 

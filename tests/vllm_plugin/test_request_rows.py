@@ -110,7 +110,7 @@ class FakePool:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_rows_behind_held_ones_see_is_kept_and_let_go(seed: int) -> None:
-    from cacheblend.engines.vllm.compat_prefix import PrefixCache, first_seen
+    from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache, first_seen
 
     rng = random.Random(seed)
     windows = [None, rng.randint(1, 100), rng.randint(1, 300)]
@@ -151,7 +151,7 @@ def test_what_rows_behind_held_ones_see_is_kept_and_let_go(seed: int) -> None:
 def test_groups_that_are_not_served_are_refused_by_name() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-    from cacheblend.engines.vllm.compat_prefix import HAS_GROUPS, groups_of, refused_groups, windows_of
+    from cacheblend.engines.vllm.internals.prefix_cache import HAS_GROUPS, groups_of, refused_groups, windows_of
 
     if not HAS_GROUPS:
         pytest.skip("this version of vLLM does not tell a connector what its groups hold")

@@ -107,10 +107,10 @@ def test_a_request_of_one_tenant_finds_nothing_of_another() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 20], ids=["no full block", "the passage begins behind the last full block"])
 def test_blocks_that_are_not_full_yet_get_other_names_too(tokens: int) -> None:
-    from cacheblend.engines.vllm import compat_prefix
+    from cacheblend.engines.vllm.internals import prefix_cache
 
     request = Request(list(range(tokens)))
-    compat_prefix.salt_from(request, tokens - 2, SIZE, b"salt")
+    prefix_cache.salt_from(request, tokens - 2, SIZE, b"salt")
     request.prompt_token_ids += [1] * 40
     request.num_tokens += 40
     request.update_block_hashes()
@@ -247,13 +247,14 @@ def test_a_request_that_ends_after_its_prompt_is_not_dropped() -> None:
 
 def test_an_untested_version_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend.core.errors import InvalidInputError
-    from cacheblend.engines.vllm import compat, versions
+    from cacheblend.engines.vllm import versions
     from cacheblend.engines.vllm.connector import CacheBlendConnector
+    from cacheblend.engines.vllm.internals import interface
 
     monkeypatch.setattr(versions, "vllm_version", lambda: "0.99.0")
     config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     with pytest.raises(InvalidInputError, match=r"this is vLLM 0\.99\.0"):
-        CacheBlendConnector(config, compat.KVConnectorRole.SCHEDULER, None)
+        CacheBlendConnector(config, interface.KVConnectorRole.SCHEDULER, None)
 
 
 def test_of_a_prompt_with_an_image_what_stands_before_it_is_claimed() -> None:

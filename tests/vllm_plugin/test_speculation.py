@@ -161,7 +161,7 @@ def test_the_shadow_check_compares_the_tokens_that_were_taken(vllm: Vllm, terse:
 def test_other_ways_to_speculate_are_refused_by_name() -> None:
     from types import SimpleNamespace
 
-    from cacheblend.engines.vllm.compat import refused_speculation
+    from cacheblend.engines.vllm.internals.interface import refused_speculation
 
     assert refused_speculation(None) == refused_speculation(SimpleNamespace(method="eagle")) == ""
     words = refused_speculation(SimpleNamespace(method="mtp"))

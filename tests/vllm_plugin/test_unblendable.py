@@ -50,9 +50,9 @@ def test_a_cache_that_cannot_be_read_is_named_or_left_to_vllm(
     monkeypatch.setattr(module, "BlendModel", lambda config: model)
     monkeypatch.setattr(module, "Worker", refuse)
     monkeypatch.setattr(module, "workspace_of", lambda sizes: "nothing")
-    monkeypatch.setattr(module.compat_model, "model_sizes", lambda *args: None)
-    monkeypatch.setattr(module.compat_prefix, "groups_of", lambda *args: [])
-    monkeypatch.setattr(module.compat_prefix, "windows_of", lambda *args: [None])
+    monkeypatch.setattr(module.decoder, "model_sizes", lambda *args: None)
+    monkeypatch.setattr(module.prefix_cache, "groups_of", lambda *args: [])
+    monkeypatch.setattr(module.prefix_cache, "windows_of", lambda *args: [None])
     connector = connector_of(on_unblendable)
     if on_unblendable == "error":
         with pytest.raises(ModelNotBlendableError, match="no known type"):
@@ -109,7 +109,7 @@ def test_memory_that_ran_out_says_nothing_of_the_model() -> None:
 
 
 def test_a_group_of_a_drafters_layers_alone_has_no_builder() -> None:
-    from cacheblend.engines.vllm.compat import metadata_builders
+    from cacheblend.engines.vllm.internals.interface import metadata_builders
 
     backend = SimpleNamespace(get_builder_cls=lambda: lambda spec, names, config, device: names)
     cache = torch.zeros(1)
@@ -121,7 +121,7 @@ def test_a_group_of_a_drafters_layers_alone_has_no_builder() -> None:
 
 
 def test_a_forward_that_vllm_has_set_is_put_back() -> None:
-    from cacheblend.engines.vllm.compat_model import computed_by
+    from cacheblend.engines.vllm.internals.decoder import computed_by
 
     own, replaced = nn.Linear(1, 1), nn.Linear(1, 1)
 

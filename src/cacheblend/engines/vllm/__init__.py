@@ -7,7 +7,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "CacheBlendConnector",
 scheduler process: connector -> scheduling (chunks, plans, claims), capture_queue (missed chunks)
 worker processes:  connector -> worker (load, fuse, write, capture), capture_writer (stores captured chunks)
                    model, layers: vLLM's own decoder layers; paged, paged_attention: its KV cache
-jobs: messages between the two; compat, compat_model: every use of vLLM's internals
+jobs: messages between the two; internals: every use of vLLM's internals
 """
 
 from typing import Any

@@ -9,9 +9,10 @@ from cacheblend.core.fuse.prefill import check_latents
 from cacheblend.engines.settings import resolve_settings
 from cacheblend.engines.shadow import ShadowWatch
 from cacheblend.engines.tokens import find_sentence_end_ids
-from cacheblend.engines.vllm import compat, compat_loader, compat_model, compat_prefix, versions
+from cacheblend.engines.vllm import versions
 from cacheblend.engines.vllm.config import read_config
 from cacheblend.engines.vllm.identity import identify, open_tokenizer
+from cacheblend.engines.vllm.internals import decoder, interface, prefix_cache, weight_loader
 from cacheblend.engines.vllm.jobs import CaptureJob, StepJobs, StepReport, Unblendable
 from cacheblend.engines.vllm.metrics import BlendPromMetrics, BlendStats
 from cacheblend.engines.vllm.reasons import OTHER_WEIGHTS
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
+class CacheBlendConnector(interface.KVConnectorBase_V1, prefix_cache.SupportsHMA):
     """See the package's docstring for how vLLM is configured to use it.
 
     Args:
@@ -48,7 +49,9 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         InvalidInputError: an unknown setting, or a combination that is not tested; the message names it.
     """
 
-    def __init__(self, vllm_config: compat.VllmConfig, role: compat.KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self, vllm_config: interface.VllmConfig, role: interface.KVConnectorRole, kv_cache_config: Any
+    ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._config = read_config(self._kv_transfer_config.kv_connector_extra_config)
         versions.check_version(versions.vllm_version(), allowed=self._config.allow_untested_version)
@@ -56,7 +59,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         self._worker: Worker | Refusal | None = None
         self._unblendable = ""  # the reason, where `on_unblendable` is "plain"
         self._is_compared = False  # the weights of this worker with those that the scheduler's side names
-        self._publishes_events = compat.publishes_events(vllm_config)
+        self._publishes_events = interface.publishes_events(vllm_config)
         try:
             self._check(vllm_config, kv_cache_config)
         except InvalidInputError as error:
@@ -69,17 +72,17 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         fields = self._config.blend_fields
         self._settings = resolve_settings(fields, self.identity.folder, self.identity.fingerprint)
         self._selector = self._settings.selector()
-        if compat.keeps_latents(vllm_config):
+        if interface.keeps_latents(vllm_config):
             check_latents(self._selector)
         self._planner = self.identity.planner(self._settings.config)
         self._block_size = int(vllm_config.cache_config.block_size)
-        is_scheduler = role == compat.KVConnectorRole.SCHEDULER
+        is_scheduler = role == interface.KVConnectorRole.SCHEDULER
         if not is_scheduler:
-            compat_loader.check_files(self.identity.folder)
+            weight_loader.check_files(self.identity.folder)
         self._store = shared_store(
             self._config.store,
             str(self._kv_transfer_config.engine_id),
-            is_one_process=compat.is_one_process(vllm_config),
+            is_one_process=interface.is_one_process(vllm_config),
             looks_up=is_scheduler,
         )
         self._kv_caches = kv_cache_config
@@ -88,23 +91,23 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduling = self._open_scheduling(vllm_config, kv_cache_config)
 
-    def _open_scheduling(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> Scheduling:
-        finder, windows = self._open_finder(), compat_prefix.windows_of(kv_cache_config)
-        limits = [window for window in (compat.sliding_window(vllm_config), *windows) if window]
+    def _open_scheduling(self, vllm_config: interface.VllmConfig, kv_cache_config: Any) -> Scheduling:
+        finder, windows = self._open_finder(), prefix_cache.windows_of(kv_cache_config)
+        limits = [window for window in (interface.sliding_window(vllm_config), *windows) if window]
         return Scheduling(
             self._config,
             self._settings,
             finder,
             self._block_size,
-            bytes_per_token=compat.kv_layout(vllm_config).block_bytes(1),
+            bytes_per_token=interface.kv_layout(vllm_config).block_bytes(1),
             windows=windows,
             watch=self._open_watch(finder),
             window=min(limits, default=None),
         )
 
-    def _check(self, vllm_config: compat.VllmConfig, kv_cache_config: Any) -> None:
-        refused = compat.refusals(vllm_config)
-        if reason := compat_prefix.refused_groups(kv_cache_config):
+    def _check(self, vllm_config: interface.VllmConfig, kv_cache_config: Any) -> None:
+        refused = interface.refusals(vllm_config)
+        if reason := prefix_cache.refused_groups(kv_cache_config):
             refused.append(reason)
         if self._kv_transfer_config.kv_role != "kv_both":
             refused.append(f"kv_role {self._kv_transfer_config.kv_role!r} (use 'kv_both')")
@@ -135,7 +138,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         return ShadowWatch(settings, self.identity.name, self._selector.share, finder.raise_by)
 
     def _open_control(self) -> LoadControl:
-        config, layout = self._settings.config, compat.kv_layout(self._vllm_config, self._settings.config.codec)
+        config, layout = self._settings.config, interface.kv_layout(self._vllm_config, self._settings.config.codec)
         return open_load_control(
             config,
             fingerprint=self.identity.fingerprint,
@@ -228,7 +231,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Creates the worker side: the model is loaded and has its cache, so that its layers can be run."""
-        reserved = compat_loader.release_reserved(to_device=device_bytes(self._config.store) > 0)
+        reserved = weight_loader.release_reserved(to_device=device_bytes(self._config.store) > 0)
         if self._unblendable:
             return
         try:
@@ -242,13 +245,15 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
         model = BlendModel(self._vllm_config)
         layers = len(model.layers)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        needed = workspace_of(compat_model.model_sizes(self._vllm_config, model.device, extra))
+        needed = workspace_of(decoder.model_sizes(self._vllm_config, model.device, extra))
         logger.info("blending takes up to %s beside vLLM's own memory; reserved for it: %s", needed, gib(reserved))
-        groups = compat_prefix.groups_of(self._kv_caches, [layer.layer_name for layer in model.attention])
+        groups = prefix_cache.groups_of(self._kv_caches, [layer.layer_name for layer in model.attention])
         # GPU kernels are not made for many short sequences, and were not measured with them; those for latents attend
         # to the cache for decoded rows only.
         by_backend = model.device.type == "cpu" and not any(shape.is_latent for shape in model.head_shapes)
-        builders = compat.metadata_builders(self._vllm_config, model.attention, self._kv_caches) if by_backend else None
+        builders = (
+            interface.metadata_builders(self._vllm_config, model.attention, self._kv_caches) if by_backend else None
+        )
         return Worker(
             model,
             self._store,
@@ -257,7 +262,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
             block_size=self._block_size,
             budget=self._config.budget_row_layers or int(rows * layers * STEP_SHARE) or 1,
             tile_rows=rows,
-            groups=LayerGroups(groups, compat_prefix.windows_of(self._kv_caches)),
+            groups=LayerGroups(groups, prefix_cache.windows_of(self._kv_caches)),
             builders=builders,
             in_pages=self._config.in_pages,
             sentence_end_ids=self._sentence_end_ids,
@@ -265,7 +270,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
             read_timeout_s=self._config.read_timeout_s,
         )
 
-    def get_handshake_metadata(self) -> compat.KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> interface.KVConnectorHandshakeMetadata | None:
         """What vLLM passes to the scheduler's side when all workers are ready: whether this one can blend."""
         return Unblendable(self._unblendable) if self._unblendable else None
 
@@ -368,7 +373,7 @@ class CacheBlendConnector(compat.KVConnectorBase_V1, compat_prefix.SupportsHMA):
     @classmethod
     def build_prom_metrics(
         cls,
-        vllm_config: compat.VllmConfig,
+        vllm_config: interface.VllmConfig,
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],

@@ -1,13 +1,13 @@
 """Which model vLLM runs, so that its blocks get the names that the embedded engine gives them."""
 
-from pathlib import Path
 from typing import Any
 
 from cacheblend.engines.fingerprint import fingerprint_folder, loaded_with
-from cacheblend.engines.folders import cached_snapshot, name_of
+from cacheblend.engines.folders import name_of
 from cacheblend.engines.identity import ModelIdentity
 from cacheblend.engines.tokens import PromptBuilder
-from cacheblend.engines.vllm.compat_cache import float32_precision, is_fp8
+from cacheblend.engines.vllm.internals.kv_cache import float32_precision, is_fp8
+from cacheblend.engines.vllm.internals.weight_loader import files_of
 
 # Formats of which vLLM takes every weight from the model's folder.
 OF_FOLDER = frozenset(
@@ -80,14 +80,3 @@ def _other_weights(load: Any) -> Any:
     if load.load_format in OF_FOLDER:
         return None
     return str(load.load_format), repr(load.model_loader_extra_config)
-
-
-def files_of(config: Any) -> Path:
-    """The model's folder: as named in vLLM's configuration, or where vLLM put the files that it fetched from the hub.
-
-    Raises:
-        InvalidInputError: they cannot be found.
-    """
-    model = config.model_config
-    folder = Path(model.model)
-    return folder if folder.is_dir() else cached_snapshot(model.model, model.revision, config.load_config.download_dir)

@@ -10,7 +10,11 @@ from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import Compared
-from cacheblend.engines.vllm.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
+from cacheblend.engines.vllm.internals.interface import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 @dataclass(frozen=True)

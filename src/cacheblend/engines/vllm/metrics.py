@@ -9,9 +9,9 @@ from cacheblend.core.failures import count_failure
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.vllm import shadow_metrics
-from cacheblend.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
-from cacheblend.engines.vllm.compat_model import connector_settings
 from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.internals.decoder import connector_settings
+from cacheblend.engines.vllm.internals.interface import KVConnectorPromMetrics, KVConnectorStats, VllmConfig
 from cacheblend.engines.vllm.jobs import BlendOutcome
 from cacheblend.engines.vllm.reasons import DECISIONS, LOST_BLOCK, NOT_WRITTEN
 

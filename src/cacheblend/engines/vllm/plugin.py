@@ -15,7 +15,7 @@ def register() -> None:
     """Begins to remember which module holds which, so that the loaded model is found. Idempotent."""
     try:
         with versions.explained_imports():
-            from cacheblend.engines.vllm.compat_loader import watch_loading
+            from cacheblend.engines.vllm.internals.weight_loader import watch_loading
     except Exception as error:
         logger.warning("CacheBlendConnector cannot be used here: %s", error)
         return

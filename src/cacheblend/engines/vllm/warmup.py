@@ -98,14 +98,14 @@ def _open_engine(model: Path, store: str, settings: dict[str, Any], options: dic
 
 def _facts(worker: Any) -> tuple[str, str]:
     """In a worker: fingerprint and dtype of the model that it runs."""
-    from cacheblend.engines.vllm import compat
+    from cacheblend.engines.vllm.internals import interface
 
-    identity = compat.connector_of_worker().identity
+    identity = interface.connector_of_worker().identity
     return identity.fingerprint, identity.dtype
 
 
 def _capture(worker: Any, jobs: "list[CaptureJob]") -> None:
     """In a worker: computes and stores chunks; returns when they are stored."""
-    from cacheblend.engines.vllm import compat
+    from cacheblend.engines.vllm.internals import interface
 
-    compat.connector_of_worker().capture(jobs)
+    interface.connector_of_worker().capture(jobs)

@@ -15,7 +15,7 @@ from typing import Any
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
-from cacheblend.engines.vllm.compat_prefix import PrefixCache
+from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache
 from cacheblend.engines.vllm.jobs import Adapter
 
 VERSION = 2

@@ -22,9 +22,9 @@ from cacheblend.core.errors import InvalidInputError, StoreError
 from cacheblend.core.names import as_token_ids
 from cacheblend.engines.settings import BlendSettings
 from cacheblend.engines.shadow import ShadowWatch
-from cacheblend.engines.vllm import compat
-from cacheblend.engines.vllm.compat_prefix import PrefixCache, salt_from
 from cacheblend.engines.vllm.config import ConnectorConfig
+from cacheblend.engines.vllm.internals import interface
+from cacheblend.engines.vllm.internals.prefix_cache import PrefixCache, salt_from
 from cacheblend.engines.vllm.jobs import BlendJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import BAD_SPANS, OTHER_WEIGHTS, SLOW_STORE, UNREADABLE
@@ -110,7 +110,7 @@ class Scheduling:
         finder: of the engine's chunks.
         block_size: of the paged cache, in tokens.
         bytes_per_token: of a chunk's KV while it is captured.
-        windows: see `compat_prefix.windows_of`.
+        windows: see `internals.prefix_cache.windows_of`.
         watch, window: see `AnswerDraws`.
     """
 
@@ -153,14 +153,14 @@ class Scheduling:
     def on_new(self, request: Any) -> None:
         """A request came: starts its look-up. Raises nothing."""
         tracked = self._requests[request.request_id] = Tracked(request, self._checks.step)
-        if reason := compat.unsuited(request):
+        if reason := interface.unsuited(request):
             tracked.leave(reason)
         else:
             self._guarded(request, tracked, self._start)
         self._may_wait &= tracked.lookup is not None
 
     def _start(self, request: Any, tracked: Tracked) -> None:
-        end = compat.text_tokens(request)
+        end = interface.text_tokens(request)
         tracked.token_ids = as_token_ids(request.prompt_token_ids[:end])
         tracked.options = read_options(request.kv_transfer_params, len(request.prompt_token_ids)).until(end)
         if tracked.options.mode == "full":
@@ -382,8 +382,8 @@ class Scheduling:
     def take_events(self) -> list[Any]:
         """vLLM's events about chunks that the store has got or lost since the last call, some at a time."""
         changes, size = self._finder.take_changes(MOST_EVENTS), self._settings.config.block_size
-        stored = [compat.stored_event(chunk, size) for chunk in changes.added]
-        return stored + [compat.removed_event(chunk) for chunk in changes.removed]
+        stored = [interface.stored_event(chunk, size) for chunk in changes.added]
+        return stored + [interface.removed_event(chunk) for chunk in changes.removed]
 
     def close(self) -> None:
         """Ends the threads; waits for nothing."""

@@ -18,8 +18,8 @@ from typing import Any
 
 from cacheblend.core.names import as_token_ids
 from cacheblend.engines.shadow import ANSWER_TOKENS, MOST_WAITING, NO_ANSWER, QUEUE_FULL, Labels, ShadowWatch
-from cacheblend.engines.vllm import compat
 from cacheblend.engines.vllm import shadow_metrics as names
+from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.jobs import Adapter, CheckJob, StepJobs, StepReport
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import RESET
@@ -92,7 +92,7 @@ class AnswerDraws:
         found, done, request = tracked.found, tracked.outcome, tracked.request
         if self.watch is None or found is None or done is None or done.failure or tracked.is_asked:
             return
-        if compat.has_images(request):  # a full prefill is computed from ids
+        if interface.has_images(request):  # a full prefill is computed from ids
             return
         tracked.is_asked = True
         is_own = tracked.options.follows_floor

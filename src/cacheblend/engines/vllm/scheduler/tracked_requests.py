@@ -138,7 +138,7 @@ class Tracked:
     cache_salt: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        salt = getattr(self.request, "cache_salt", None)  # later it may be another one, see `compat_prefix.salt_from`
+        salt = getattr(self.request, "cache_salt", None)  # it may change: `prefix_cache.salt_from`
         self.cache_salt = salt
         self.tenant = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:8] if salt else ""
 

@@ -5,7 +5,7 @@
     use    (before it computes) in a slot, and its weights are those that the chunks were named by; else the job fails
 
 vLLM replaces weights under the same number (`load_inplace`), and lets adapters go when it needs their place: so every
-use asks again. All ranks decide alike. Knows vLLM's slots through `compat_lora`; does not know jobs or layers.
+use asks again. All ranks decide alike. Knows vLLM's slots through `internals.lora`; does not know jobs or layers.
 """
 
 import logging
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cacheblend.core.errors import CacheBlendError
-from cacheblend.engines.vllm.compat_lora import NO_ADAPTER, LoadedAdapters
+from cacheblend.engines.vllm.internals.lora import NO_ADAPTER, LoadedAdapters
 from cacheblend.engines.vllm.jobs import Adapter, AdapterSeen
 from cacheblend.engines.vllm.reasons import ADAPTER_CHANGED
 from cacheblend.engines.vllm.worker.ranks import Ranks

@@ -15,7 +15,7 @@ import torch
 
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
-from cacheblend.engines.vllm.compat_prefix import NULL_BLOCK
+from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
 
 _DIGIT = 128  # bf16 holds whole numbers up to 256
 _FLOAT8_DIGIT = 8  # both types of eight bits hold them

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend.engines.vllm.compat_prefix import NULL_BLOCK, first_seen
+from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK, first_seen
 from cacheblend.engines.vllm.jobs import BlendJob
 from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 

@@ -10,7 +10,7 @@ from cacheblend.core.fuse.batching import LayerRows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.float8 import Float8
 from cacheblend.core.layers.runner import Attend
-from cacheblend.engines.vllm.compat_shim import AttentionAnswer
+from cacheblend.engines.vllm.internals.attention_shim import AttentionAnswer
 
 
 class DecoderModel(Protocol):

@@ -17,7 +17,6 @@ from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.operations import attend_rows
 from cacheblend.core.kernels.rope import KeyRotation, reposition_keys, turn_by
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
-from cacheblend.engines.vllm import compat, compat_cache, compat_latent, compat_loader, compat_lora, compat_model
 from cacheblend.engines.vllm.calls import (
     FORMS,
     RecordedCall,
@@ -26,7 +25,8 @@ from cacheblend.engines.vllm.calls import (
     hidden_before,
     learn_calls,
 )
-from cacheblend.engines.vllm.compat_shim import AttentionAnswer, AttentionShim
+from cacheblend.engines.vllm.internals import decoder, interface, kv_cache, latent_attention, lora, weight_loader
+from cacheblend.engines.vllm.internals.attention_shim import AttentionAnswer, AttentionShim
 from cacheblend.engines.vllm.worker.layers import VllmLayerRunner
 
 
@@ -57,21 +57,21 @@ def attention_of(layer: Any, tolerance: float) -> LayerAttention:
     Raises:
         ModelNotBlendableError: it attends in a way that is not blended.
     """
-    return _of_latents(layer, tolerance) if compat_latent.is_latent(layer) else _of_heads(layer)
+    return _of_latents(layer, tolerance) if latent_attention.is_latent(layer) else _of_heads(layer)
 
 
 def _of_heads(layer: Any) -> LayerAttention:
-    spec = compat_model.attention_spec(layer)
+    spec = decoder.attention_spec(layer)
     kept = LayerShape(int(layer.num_kv_heads), int(layer.head_size))
     heads = HeadShape(int(layer.num_heads), kept.kv_heads, kept.head_dim, spec.window)
     return LayerAttention(AttentionShim(layer), spec, kept, heads)
 
 
 def _of_latents(layer: Any, tolerance: float) -> LayerAttention:
-    spec, width = compat_latent.latent_spec(layer), compat_latent.kept_width(layer)
-    compat_latent.check_expansion(layer, tolerance)
+    spec, width = latent_attention.latent_spec(layer), latent_attention.kept_width(layer)
+    latent_attention.check_expansion(layer, tolerance)
     heads = HeadShape(int(layer.num_heads), 1, width, spec.window, is_latent=True)
-    return LayerAttention(compat_latent.LatentShim(layer), spec, LayerShape(1, heads.placed_dim), heads)
+    return LayerAttention(latent_attention.LatentShim(layer), spec, LayerShape(1, heads.placed_dim), heads)
 
 
 _PROBE_ROWS, _PROBE_SHIFT = 11, 37
@@ -99,19 +99,19 @@ class BlendModel:
             says why.
     """
 
-    def __init__(self, config: compat.VllmConfig) -> None:
+    def __init__(self, config: interface.VllmConfig) -> None:
         self._config = config
-        attention = list(compat_model.attention_layers(config).values())
+        attention = list(decoder.attention_layers(config).values())
         if not attention:
             raise ModelNotBlendableError("the model has no attention module with a KV cache")
-        model = compat_loader.model_of(attention[0])
+        model = weight_loader.model_of(attention[0])
         self._model, own = model, set(model.modules())
-        self._decoder = compat_model.text_decoder(model, config)
+        self._decoder = decoder.text_decoder(model, config)
         attention = [layer for layer in attention if layer in own]  # a drafter's are not blended
-        self._modules = compat_model.layers_with(model, attention)
+        self._modules = decoder.layers_with(model, attention)
         self.attention = _in_order(self._modules, attention)
-        self.adapters = compat_lora.open_adapters(model, config)
-        compat_cache.check_caches(self.attention)
+        self.adapters = lora.open_adapters(model, config)
+        kv_cache.check_caches(self.attention)
         self.dtype = config.model_config.dtype
         quantised = _QUANTISED_TOLERANCE if config.model_config.quantization else 0.0
         self._tolerance = max(_TOLERANCE[self.dtype], quantised)
@@ -121,12 +121,12 @@ class BlendModel:
         self.specs, self.head_shapes = [kind.spec for kind in kinds], [kind.heads for kind in kinds]
         self.device = next(model.parameters()).device
         on_cpu = self.device.type == "cpu"
-        self._kernels = [compat_model.cpu_kernels(layer) if on_cpu else [] for layer in self._modules]
+        self._kernels = [decoder.cpu_kernels(layer) if on_cpu else [] for layer in self._modules]
         self.layout = KVLayout(tuple(kind.kept for kind in kinds), self.dtype)  # of this rank's heads
-        self.tp_size, self.tp_rank = compat.tp_size(), compat.tp_rank()
-        self.total_kv_heads = compat.kv_layout(config).layers[0].kv_heads
+        self.tp_size, self.tp_rank = interface.tp_size(), interface.tp_rank()
+        self.total_kv_heads = interface.kv_layout(config).layers[0].kv_heads
         self.heads = self._heads_of_rank(kinds[0].kept.kv_heads)
-        with torch.inference_mode(), compat_lora.without_adapters(self.adapters, _PROBE_ROWS):
+        with torch.inference_mode(), lora.without_adapters(self.adapters, _PROBE_ROWS):
             self._learn()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ class BlendModel:
             raise _EmbeddedError(first.state[0].take(pytree.tree_leaves((args, kwargs))))
 
         try:
-            with compat_model.computed_by(self._modules[:1], [stop]):
+            with decoder.computed_by(self._modules[:1], [stop]):
                 self._forward(token_ids, positions)
         except _EmbeddedError as embedded:
             return embedded.hidden
@@ -166,7 +166,7 @@ class BlendModel:
 
             return forward
 
-        with compat_model.computed_by(self._modules, [taking(layer) for layer in self.layers]):
+        with decoder.computed_by(self._modules, [taking(layer) for layer in self.layers]):
             self._forward(token_ids, positions)
         return found
 
@@ -174,17 +174,17 @@ class BlendModel:
         """What the model's forward makes of the last layer's output, [n, width]: it is run without its layers."""
         rows = torch.arange(len(hidden), device=hidden.device)
         functions = [_returning(layer, hidden) for layer in self.layers]
-        with compat_model.computed_by(self._modules, functions):
+        with decoder.computed_by(self._modules, functions):
             return self._forward(torch.zeros_like(rows), rows)
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with compat_model.shimmed(self._config, self._shims):
+        with decoder.shimmed(self._config, self._shims):
             out: torch.Tensor = self._decoder(token_ids, positions, None, None)
         return out
 
     def _forward_as_served(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with compat_model.shimmed(self._config, self._shims):
-            return compat_model.forward_as_served(self._model, self._config, token_ids, positions)
+        with decoder.shimmed(self._config, self._shims):
+            return decoder.forward_as_served(self._model, self._config, token_ids, positions)
 
     @contextmanager
     def answering(self, layer: int, answer: AttentionAnswer) -> Iterator[None]:
@@ -192,7 +192,7 @@ class BlendModel:
         shim = self._shims[self.attention[layer].layer_name]
         shim.answer = answer
         try:
-            with compat_model.shimmed(self._config, self._shims), compat_model.replaced(self._kernels[layer]):
+            with decoder.shimmed(self._config, self._shims), decoder.replaced(self._kernels[layer]):
                 yield
         finally:
             shim.answer = None
@@ -202,7 +202,7 @@ class BlendModel:
 
         A process that does not look them up keeps in memory only what it has read by heads (`TieredStore`).
         """
-        if compat.is_one_process(self._config):
+        if interface.is_one_process(self._config):
             return None
         first = self.tp_rank * self.total_kv_heads // self.tp_size
         return slice(first, first + kv_heads)
@@ -329,7 +329,7 @@ class BlendModel:
         for index, layer in enumerate(self.attention):
             self._shims[layer.layer_name].answer = answer_of(index)
         try:
-            with compat_model.recording_calls(self._modules) as recorded:
+            with decoder.recording_calls(self._modules) as recorded:
                 out = (forward or self._forward)(ids, positions)
         finally:
             for shim in self._shims.values():
@@ -338,7 +338,7 @@ class BlendModel:
 
     def _find_rotations(self) -> list[KeyRotation | None]:
         """The rotation of each layer's keys, found by shifting positions and trying the model's own frequencies."""
-        candidates = compat_model.candidate_rotations(self._model)
+        candidates = decoder.candidate_rotations(self._model)
         vocab = int(self._config.model_config.get_vocab_size())
         ids = (torch.arange(1, _PROBE_ROWS + 1, device=self.device) * 7919) % vocab
         rows = torch.arange(_PROBE_ROWS, device=self.device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from cacheblend.engines.vllm.compat_prefix import NULL_BLOCK
+from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
 from cacheblend.engines.vllm.jobs import BlendJob, BlendOutcome
 
 

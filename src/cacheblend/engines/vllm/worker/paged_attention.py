@@ -24,7 +24,7 @@ import torch
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.load.layer_kv import LayerCache
 from cacheblend.engines import processor
-from cacheblend.engines.vllm import compat
+from cacheblend.engines.vllm.internals import interface
 from cacheblend.engines.vllm.worker.paged_cache import PagedLayer, RequestBlocks
 
 _FEW_ROWS = 64  # less work than a call's own cost (measured with products, before float32 went to PyTorch's attention)
@@ -44,7 +44,7 @@ class PagedAttention:
 
     Args:
         layers: of the paged cache.
-        builder: of the layers' group, see `compat.metadata_builders`.
+        builder: of the layers' group, see `interface.metadata_builders`.
         blocks: of the prompt, none of them the null block.
     """
 
@@ -85,6 +85,6 @@ class PagedAttention:
         if not self._is_fp8 and _FEW_ROWS <= len(positions) < longest_runs(dtype) * len(ends):
             return None
         first_rows = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int()
-        return compat.sequences_metadata(
+        return interface.sequences_metadata(
             self._builder, first_rows, (positions[ends - 1] + 1).int(), self._block_ids, slots
         )

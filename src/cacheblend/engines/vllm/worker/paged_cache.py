@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cacheblend.core.kernels.float8 import Float8
-from cacheblend.engines.vllm.compat import attend_paged, write_paged
-from cacheblend.engines.vllm.compat_cache import fp8_scales
-from cacheblend.engines.vllm.compat_prefix import NULL_BLOCK
+from cacheblend.engines.vllm.internals.interface import attend_paged, write_paged
+from cacheblend.engines.vllm.internals.kv_cache import fp8_scales
+from cacheblend.engines.vllm.internals.prefix_cache import NULL_BLOCK
 from cacheblend.engines.vllm.worker.cache_layout import CacheLayout, LayoutFinder
 
 NO_SLOT = -1
@@ -108,7 +108,7 @@ class PagedLayer:
 
         Args:
             query, keys, values: of the rows; keys and values are in the cache already.
-            metadata: see `compat.sequences_metadata`.
+            metadata: see `interface.sequences_metadata`.
         """
         query, keys, values = (part.transpose(0, 1).contiguous() for part in (query, keys, values))
         return attend_paged(self._attention, query, keys, values, metadata)

@@ -27,8 +27,8 @@ from cacheblend.core.plan.plan import RESIDENT, BlendPlan
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.core.select.selectors import NoRows, Selector
-from cacheblend.engines.vllm.compat_lora import NO_ADAPTER, LoadedAdapters
-from cacheblend.engines.vllm.compat_shim import AttentionAnswer
+from cacheblend.engines.vllm.internals.attention_shim import AttentionAnswer
+from cacheblend.engines.vllm.internals.lora import NO_ADAPTER, LoadedAdapters
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, CheckJob
 from cacheblend.engines.vllm.worker.groups import GroupRows, LayerGroups, RequestRows
 from cacheblend.engines.vllm.worker.layers import CheckRunner, DecoderModel, VllmLayerRunner

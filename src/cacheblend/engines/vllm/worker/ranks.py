@@ -45,7 +45,7 @@ class RankFailedError(CacheBlendError):
 
 
 class Group(Protocol):
-    """The ranks of a worker (`compat_ranks.TensorParallel`)."""
+    """The ranks of a worker (`internals.tensor_parallel.TensorParallel`)."""
 
     size: int
     rank: int

@@ -26,7 +26,7 @@ from cacheblend.core.load.budget import LOAD_TIMEOUT
 from cacheblend.core.plan.planner import Planner
 from cacheblend.core.select.selectors import Selector
 from cacheblend.engines.shadow import CLOSED
-from cacheblend.engines.vllm.compat_ranks import TensorParallel
+from cacheblend.engines.vllm.internals.tensor_parallel import TensorParallel
 from cacheblend.engines.vllm.jobs import BlendJob, CaptureJob, StepJobs
 from cacheblend.engines.vllm.metrics import Counts
 from cacheblend.engines.vllm.reasons import NO_SLOT, RESET, SLOW_STORE, UNREADABLE

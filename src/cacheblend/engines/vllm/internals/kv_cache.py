@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns the type of numbers in its KV cache; the rest of them is in `compat`.
+"""Every use of vLLM's internals that concerns the type of numbers in its KV cache; the rest of them is in `internals`.
 
 vLLM's FP8 caches hold bytes (uint8); backends see them as one of torch's float8 types. Numbers are divided by a layer's
 scale when they are written, and multiplied by it when they are read; there is one for keys and one for values, from the

@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns LoRA adapters; the rest of them is in `compat`.
+"""Every use of vLLM's internals that concerns LoRA adapters; the rest of them is in `internals`.
 
 vLLM's LoRA layers read from a shared object, the punica wrapper, which adapter each row of a call has. The model runner
 sets it for the batch of its step, which may go on after ours: so our calls bring a wrapper of their own, and vLLM's is

@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns the loaded model; the rest of them is in `compat`."""
+"""Every use of vLLM's internals that concerns the loaded model; the rest of them is in `internals`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ from cacheblend.core.kernels.operations import is_served
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.engines.vllm import stores
 from cacheblend.engines.vllm.calls import RecordedCall
-from cacheblend.engines.vllm.compat_cache import is_fp8, plain_queries
-from cacheblend.engines.vllm.compat_latent import is_latent
-from cacheblend.engines.vllm.compat_shim import AttentionShim
 from cacheblend.engines.vllm.config import read_config
+from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
+from cacheblend.engines.vllm.internals.kv_cache import is_fp8, plain_queries
+from cacheblend.engines.vllm.internals.latent_attention import is_latent
 from cacheblend.engines.vllm.workspace import ModelSizes
 
 

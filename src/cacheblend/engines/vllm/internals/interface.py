@@ -1,8 +1,4 @@
-"""Every use of vLLM's internals; those of the loaded model are in `compat_model`, those of ranks in `compat_ranks`, of
-quantised caches in `compat_cache`, of groups of KV cache and of vLLM's prefix cache in `compat_prefix`.
-
-`versions.TESTED` holds the versions that the connector starts on, docs/vllm.md what was run on each.
-"""
+"""vLLM's connector interface, requests, events, and what of its configuration is refused."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from cacheblend.core.plan.blocks import ChunkManifest, KVLayout, LayerShape
-from cacheblend.engines.vllm.compat_cache import refused_cache
-from cacheblend.engines.vllm.compat_latent import is_latent, refused_latents, sparse_by_indexer, write_latents
+from cacheblend.engines.vllm.internals.kv_cache import refused_cache
+from cacheblend.engines.vllm.internals.latent_attention import (
+    is_latent,
+    refused_latents,
+    sparse_by_indexer,
+    write_latents,
+)
 
 __all__ = [
     "KVConnectorBase_V1",

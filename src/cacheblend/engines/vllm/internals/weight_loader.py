@@ -15,10 +15,10 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.engines.checkpoint import State, states_in
+from cacheblend.engines.folders import cached_snapshot
 from cacheblend.engines.vllm import stores
-from cacheblend.engines.vllm.compat_model import attention_layers, connector_settings, model_sizes
 from cacheblend.engines.vllm.config import read_config
-from cacheblend.engines.vllm.identity import files_of
+from cacheblend.engines.vllm.internals.decoder import attention_layers, connector_settings, model_sizes
 from cacheblend.engines.vllm.workspace import gib, workspace_of
 
 _parents: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
@@ -132,3 +132,14 @@ def _reserve(attention: nn.Module, config: VllmConfig, device: torch.device) -> 
             f"the GPU has no {gib(wanted)} for blending beside the weights{of_tier}; set workspace_bytes, "
             f"max_model_len{', max_bytes of cuda://' if of_tier else ''} or max_num_batched_tokens lower"
         ) from error
+
+
+def files_of(config: Any) -> Path:
+    """The model's folder: as named in vLLM's configuration, or where vLLM put the files that it fetched from the hub.
+
+    Raises:
+        InvalidInputError: they cannot be found.
+    """
+    model = config.model_config
+    folder = Path(model.model)
+    return folder if folder.is_dir() else cached_snapshot(model.model, model.revision, config.load_config.download_dir)

@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns latent attention (MLA); the rest of them is in `compat`.
+"""Every use of vLLM's internals that concerns latent attention (MLA); the rest of them is in `internals`.
 
     MLAAttention(q, latent, rotated)   [n, heads, key_dim + rotary_dim], [n, rank], [n, 1, rotary_dim]
     its cache on CPUs                  [blocks, block size, rank + rotary_dim]: latent, then rotated part
@@ -15,8 +15,8 @@ import torch
 from cacheblend.core.errors import ModelNotBlendableError
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.latent import UpProjection, attend_absorbed, parts
-from cacheblend.engines.vllm.compat_cache import is_fp8
-from cacheblend.engines.vllm.compat_shim import AttentionShim
+from cacheblend.engines.vllm.internals.attention_shim import AttentionShim
+from cacheblend.engines.vllm.internals.kv_cache import is_fp8
 
 _CHECKED_ROWS = 8
 
@@ -117,7 +117,7 @@ def check_expansion(layer: Any, tolerance: float) -> None:
 
 
 def write_latents(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes rows to a module's paged cache, in its backend's layout; see `compat.write_paged`.
+    """Writes rows to a module's paged cache, in its backend's layout; see `interface.write_paged`.
 
     Args:
         layer: vLLM's attention module.

@@ -1,4 +1,4 @@
-"""Every use of vLLM's internals that concerns groups of KV cache and vLLM's own prefix cache; the rest is in `compat`.
+"""Groups of KV cache, and vLLM's own prefix cache.
 
     group 0, all rows       | 7 | 2 | 9 | 4 | 1 | 11 |      blocks of the prompt, from one pool
     group 1, window of 40   | 0 | 0 | 0 | 3 | 8 | 5  |      0: the null block, for rows that the window has passed
@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from cacheblend.engines.vllm.compat import has_images
+from cacheblend.engines.vllm.internals.interface import has_images
 
 NULL_BLOCK = 0
 """vLLM's block that belongs to no request, and stands in tables for rows that a window has passed."""
