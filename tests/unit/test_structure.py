@@ -12,18 +12,22 @@ from lab.cli import app
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_names_every_module_and_no_other() -> None:
+def test_the_page_names_every_folder_and_fits_on_a_screen_and_a_half() -> None:
     page = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
     tree = page.split("## Folders")[1].split("```")[1].split("\nlab/")[0]
-    named = sorted(re.findall(r"[\w/]+\.py", tree))
-    modules = (ROOT / "src/cacheblend").rglob("*.py")
-    assert named == sorted(path.name for path in modules if path.name != "__init__.py")
+    named = sorted(re.findall(r"(?:^ +|\()(\w+)/", tree, re.MULTILINE))
+    package = ROOT / "src/cacheblend"
+    folders = {each.parent for each in package.rglob("*.*") if "__pycache__" not in each.parts} - {package}
+    assert named == sorted(each.name for each in folders)
+    assert len(page.splitlines()) <= 90
+    for file in re.findall(r"`([\w/]+\.py)`", page):
+        assert (package / file).is_file(), file
 
 
 def test_the_page_names_every_folder_of_the_lab_and_its_readme_every_command() -> None:
     tree = (ROOT / "docs/structure.md").read_text(encoding="utf-8").split("\nlab/")[1].split("\ntests/")[0]
     folders = [path.parent.name for path in (ROOT / "lab").glob("*/__init__.py")]
-    assert sorted(re.findall(r"^  (\w+)/", tree, re.MULTILINE)) == sorted(folders)
+    assert sorted(re.findall(r"(\w+)/", tree.split("\n", 1)[1])) == sorted(folders)
     readme = (ROOT / "lab/README.md").read_text(encoding="utf-8")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [name for name in commands if f"`{name}" not in readme] == []
