@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from cacheblend.serve.store_metrics import StoreWatch
 
 from cacheblend.core.load import budget, threads
 from cacheblend.core.load.breaker import LateTiers
@@ -24,6 +23,7 @@ from cacheblend.engines.hf.background import Background
 from cacheblend.engines.hf.prefiller import Pace
 from cacheblend.engines.hf.scheduler import Scheduler
 from cacheblend.engines.hf.tickets import Ask, DoneEvent, Event
+from cacheblend.serve.metrics import StoreWatch
 from cacheblend.store import DiskStore, KVStore, MemoryStore, TieredStore
 from families import tiny_model
 from integration.test_controller_engine import cost_model_file

@@ -46,7 +46,7 @@ class Query(Selector):
             chunk's first rows hold was computed without any text in front of it, and the rows behind build on it.
         question_rows: most rows of the question whose attention is used.
         words: weight of the question's rare words, added to its attention, see `core.select.text_cues`; 0: none.
-        hops: how often the best spans found so far are asked in turn, see `core.fuse.asking`; 0: not at all.
+        hops: how often the best spans found so far are asked in turn, see `core.fuse.question`; 0: not at all.
         hop_spans: most spans that a hop asks.
         hop_rows: most rows of a span that ask with their attention, at least 2; 0: only its rare words are looked for,
             which computes nothing.
