@@ -154,11 +154,11 @@ class Engine:
     def patient(self) -> Iterator[None]:
         """Inside, requests wait for look-ups however long a busy machine takes for them."""
         lookups = self.mine._scheduling._finder._lookups
-        kept, lookups._timeout_s = lookups._timeout_s, PATIENT_S
+        kept, lookups.timeout_s = lookups.timeout_s, PATIENT_S
         try:
             yield
         finally:
-            lookups._timeout_s = kept
+            lookups.timeout_s = kept
 
     def count_blends_beside(self) -> None:
         """From now on `beside` counts."""

@@ -18,15 +18,15 @@ _VLLM = "cacheblend.engines.vllm"
 _LOADER = "cacheblend.core.load.loader:LayerLoader"
 _DISK = "cacheblend.store.disk.store:DiskStore"
 PLACES = {
-    "open": f"{_VLLM}.worker.opening:Opener.blend",
+    "open": f"{_VLLM}.worker.prefill_factory:Opener.blend",
     "embed": f"{_VLLM}.worker.model:BlendModel.embed",
     "project": f"{_VLLM}.worker.layers:VllmLayerRunner.project",
     "layer": f"{_VLLM}.worker.layers:VllmLayerRunner.run",
     "mlp": "vllm.model_executor.models.llama:LlamaMLP.forward",
     "attention": f"{_VLLM}.internals.attention_shim:AttentionShim.opened",
-    "attend": f"{_VLLM}.worker.paged:PagedLayer.attend",
-    "read paged": f"{_VLLM}.worker.paged:PagedLayer.read",
-    "write paged": f"{_VLLM}.worker.paged:PagedLayer.write",
+    "attend": f"{_VLLM}.worker.paged_cache:PagedLayer.attend",
+    "read paged": f"{_VLLM}.worker.paged_cache:PagedLayer.read",
+    "write paged": f"{_VLLM}.worker.paged_cache:PagedLayer.write",
     "load": f"{_LOADER}.layer",
     "fill": f"{_LOADER}._fill",
     "read": f"{_LOADER}._read",
@@ -34,7 +34,7 @@ PLACES = {
     "hand out": "cacheblend.core.fuse.prefill:BlendedPrefill._hand_out",
     "finish": f"{_VLLM}.worker.worker:Worker._finish",
     "combine": f"{_VLLM}.internals.tensor_parallel:TensorParallel.combine",
-    "open capture": f"{_VLLM}.worker.opening:Opener.capture",
+    "open capture": f"{_VLLM}.worker.prefill_factory:Opener.capture",
     "gather": f"{_VLLM}.worker.capture_writer:CaptureWriter.gather",
     "gather heads": f"{_VLLM}.internals.tensor_parallel:TensorParallel.gather_heads",
     "host copy": f"{_VLLM}.worker.capture_writer:CaptureWriter._on_host",
