@@ -39,7 +39,7 @@ def play(model: Path, folder: Path, setting: str, count: int, *, mistake: bool =
     job = {"model": str(model), "store": str(folder / f"{setting} store"), "setting": setting, "seed": 11}
     path.write_text(json.dumps({**job, "count": count, "mistake": mistake}))
     known = os.environ.get("PYTHONPATH")
-    paths = os.pathsep.join([str(HERE.parent), *([known] if known else [])])
+    paths = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), *([known] if known else [])])
     ran = subprocess.run(
         [sys.executable, str(HERE / "poisoning.py"), str(path)],
         env=environment() | {"PYTHONPATH": paths},
