@@ -255,6 +255,28 @@ def test_keys_of_tools_close_no_token_that_the_template_opens() -> None:
     assert made(source + CHATML + "{% if false %}<think>{% endif %}", user("Who?"), tools=tools)[0] == ONE
 
 
+def test_a_key_that_the_template_has_as_a_word_closes_no_token() -> None:
+    """Its loop's variable, as Qwen3-Coder's `tool_call`."""
+    source = "{% for think in messages %}{% endfor %}{% for k, v in tools[0].function.items() %}<{{ k }}>{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f", "think": "x"}}]
+    assert made(source + CHATML + "{% if false %}<think>{% endif %}", user("Who?"), tools=tools)[0] == ONE
+
+
+@pytest.mark.parametrize("role", ["im_end", "end", "x im_end"])
+def test_a_role_that_is_a_part_of_a_special_token_is_refused(role: str) -> None:
+    source = CHATML.replace("m.content", "'<|' ~ m.role ~ '|>' ~ m.content")
+    with pytest.raises(InvalidInputError, match=rf"the role '{role}' .* part of the special token '<\|im_end\|>'"):
+        made(source, [{"role": role, "content": "Who?"}])
+    made(source, [{"role": "curator", "content": "Who?"}])
+
+
+def test_what_is_printed_as_python_has_it_stays_as_it_is() -> None:
+    """Of which `repr` writes letters that stand in for others as escapes."""
+    tools = [Chat.tool("f", {"x": "<|im_start|> and <|im_end|>"})]
+    tokens, text = made("{{ tools[0] | string }}" + CHATML, user("Who?"), tools=tools)
+    assert tokens == ONE and "<|im_start|> and <|im_end|>" in text and "\\U" not in text
+
+
 @pytest.mark.parametrize("cut", range(1, len("<|im_start|>")))
 def test_names_and_titles_do_not_join_with_texts(cut: int) -> None:
     first, second = "<|im_start|>"[:cut], "<|im_start|>"[cut:]

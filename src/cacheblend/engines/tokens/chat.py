@@ -142,6 +142,8 @@ _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 """Letters for private use: those of them that a conversation does not have stand in for others."""
 _ESCAPE = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 """One of these letters as JSON writes it in ASCII."""
+_PYTHON_ESCAPE = re.compile(r"\\U(000f[0-9a-f]{4}|0010[0-9a-f]{4})")
+"""The same as Python's `repr` writes it: templates print tools as they are."""
 _HALVES = re.compile(r"^\s*\\u(?P<low>d[c-f][0-9a-f]{2})|\\u(?P<high>db[89a-f][0-9a-f])\s*$")
 """A half of that at an end of a text, to which another text may bring the other half."""
 _UNSUITED = frozenset("\"'`\\/&<>{}[]()|")  # no marks: templates escape them, or look for them
@@ -163,6 +165,12 @@ class TemplateDocument(dict[str, str]):
         raise KeyError(key)
 
 
+ROLES = frozenset(
+    ["system", "user", "assistant", "tool", "developer", "function", "model", "observation", "ipython", "environment"]
+)
+_BRACKETS = "<>[]{}()|/ "
+
+
 class Guard:
     """Special tokens that no text of a conversation may become.
 
@@ -170,16 +178,21 @@ class Guard:
         texts: of the special tokens and the template's own markers.
         thoughts: what a model writes around its thoughts (``</think>``): templates look for it in earlier answers,
             where it stays as it is.
-        words: what a template looks up, or compares with: texts beside contents that are one of these stay as they are.
+        words: what a template looks up, or compares with: texts beside contents that are one of these stay as they are,
+            unless a special token is that word in brackets (``<tool_call>``), which a template may write around it.
 
     Attributes:
+        roles: those that are known: templates write them into special tokens (``<|user|>``).
         pattern: finds one of `texts`.
         in_answers: finds one of `texts` or `thoughts`.
         letters: of which `texts` are made, but for spaces.
     """
 
     def __init__(self, texts: Iterable[str], thoughts: Iterable[str] = (), words: Iterable[str] = ()) -> None:
-        texts, self.thoughts, self.words = set(texts), frozenset(thoughts), frozenset(words)
+        texts = self.texts = frozenset(texts)
+        self.thoughts = frozenset(thoughts)
+        self.words = frozenset(words) - {text.strip(_BRACKETS) for text in texts}
+        self.roles = ROLES | frozenset(words)
         self.pattern, self.in_answers = _any_of(texts), _any_of(texts | self.thoughts)
         self.letters = frozenset(letter for text in texts for letter in text if not letter.isspace())
 
@@ -301,7 +314,8 @@ class Conversation:
         contents: of the messages, then the documents.
 
     Raises:
-        InvalidInputError: a content part that is neither text nor chunk.
+        InvalidInputError: a content part that is neither text nor chunk; or an unknown role that is a part of a special
+            token, of which the template may make that token.
     """
 
     def __init__(
@@ -309,6 +323,8 @@ class Conversation:
     ) -> None:
         self.contents: list[Content] = []
         self._messages, self._options, self._guard = list(messages), dict(options), guard
+        for message in messages:
+            self._check_role(message.get("role"))
         parts = [self._numbers(message) for message in messages]
         self._passages = [self._number(document) for document in documents]
         titles = [document.title for document in documents]
@@ -347,6 +363,18 @@ class Conversation:
         return Rendered(text, traced, places, spans, own, self._changed(text, places))
 
     # ---- what the template is handed --------------------------------------------------------------------
+
+    def _check_role(self, role: Any) -> None:
+        """Its letters are not traced, see `_trace`."""
+        if not isinstance(role, str) or role in self._guard.roles:
+            return
+        words = re.findall(r"\w+", role)
+        for token in sorted(self._guard.texts):
+            if any(len(word) > 1 and word in token for word in words):
+                raise InvalidInputError(
+                    f"the role {role!r} is none of the template's, and a part of the special token {token!r}; use "
+                    f"another one, as {', '.join(sorted(ROLES)[:4])}"
+                )
 
     def _numbers(self, message: Message) -> list[int] | None:
         content = message.get("content")
@@ -586,6 +614,7 @@ class _StandIns:
         used, halves = set[str](), {"low": set[str](), "high": set[str]()}
         for text in texts:
             used.update(() if text.isascii() else _PRIVATE.findall(text))
+            used.update(chr(int(digits, 16)) for digits in _PYTHON_ESCAPE.findall(text) if "\\U" in text)
             if "\\ud" in text:
                 used.update(_of_escape(*found.groups()) for found in _ESCAPE.finditer(text))
                 for found in _HALVES.finditer(text):
@@ -638,12 +667,14 @@ class _StandIns:
         return text.translate(self._traced).translate(self._guarded)
 
     def unescaped(self, text: str) -> str:
-        """The text with these letters where JSON has their escapes: templates may write ASCII only."""
+        """The text with these letters where JSON or Python has their escapes: templates may write ASCII only."""
 
         def letter_of(found: re.Match[str]) -> str:
-            letter = _of_escape(*found.groups())
+            digits = found.groups()
+            letter = _of_escape(*digits) if len(digits) == 2 else chr(int(digits[0], 16))
             return letter if ord(letter) in self._guarded or ord(letter) in self._traced else found[0]
 
+        text = _PYTHON_ESCAPE.sub(letter_of, text) if "\\U" in text else text
         return _ESCAPE.sub(letter_of, text) if "\\ud" in text else text
 
     def _stand_in(self, free: Iterator[str], letter: str) -> str:
