@@ -291,6 +291,13 @@ def test_closing_again_after_an_interrupted_wait_closes_everything(monkeypatch: 
     assert closed == ["background", "store"]
 
 
+def test_what_a_close_gave_up_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `serve` closes its engine: in a `with` whose store may hang."""
+    with BlendEngine(tiny_model("llama"), store="memory") as engine:
+        monkeypatch.setattr(engine._warmer, "flush", lambda timeout: pytest.fail("it waits"))
+        engine.close(wait=False)
+
+
 def test_requests_in_progress_end_whole_where_another_thread_closes_the_engine(tmp_path: Path) -> None:
     engine = BlendEngine.from_pretrained(model_path(), store=str(tmp_path / "store"))
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from functools import partial
 
 import pytest
@@ -185,3 +185,16 @@ def test_a_forked_process_closes_and_uses_pools_whose_locks_another_thread_held(
     holder.join()
     pool.close()
     assert done == (child, 0)
+
+
+def test_what_waits_for_another_call_is_cancelled_with_the_pool() -> None:
+    """While it waits for that call, and while it waits for a thread."""
+    pool, gate, first = DaemonPool(1, "test"), threading.Event(), Future[None]()
+    begun = pool.submit(gate.wait)
+    behind = pool.submit_after(first, int)
+    first.set_result(None)  # `int` waits for a thread
+    pool.close()
+    with pytest.raises(CancelledError):
+        behind.result(30)
+    gate.set()
+    assert begun.result(30)

@@ -82,6 +82,7 @@ class ChunkListing:
         self._is_closed = False
         self._pool = DaemonPool(1, "cacheblend-listing")
         self._reading: Future[None] | None = None
+        self._starting = threading.Lock()  # of one reading at a time
         self._read_at = float("-inf")
         if refresh_s:
             self._start_reading()
@@ -90,13 +91,15 @@ class ChunkListing:
         """Starts a reading if one is due. True: the list is as new as it has to be; False: `update` first."""
         if self._refresh_s == 0:
             return False
-        if self._reading is not None and self._reading.done():
-            reading, self._reading = self._reading, None
-            if reading.exception() is not None:
-                logger.warning("the store's list of chunks cannot be read: %s", reading.exception())
-                count_failure("list of chunks")
-        if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
-            self._start_reading()
+        with self._starting:
+            ended = self._reading if self._reading is not None and self._reading.done() else None
+            if ended is not None:
+                self._reading = None
+            if self._reading is None and time.monotonic() - self._read_at >= self._refresh_s:
+                self._start_reading()
+        if ended is not None and ended.exception() is not None:
+            logger.warning("the store's list of chunks cannot be read: %s", ended.exception())
+            count_failure("list of chunks")
         return self._is_read and not self._is_waited_for(self._reading)
 
     def update(self) -> None:
@@ -140,9 +143,10 @@ class ChunkListing:
         waited for."""
         if self._refresh_s == 0 or self._is_read:
             return None
-        if self._reading is None:
-            self._start_reading()
-        return self._reading
+        with self._starting:
+            if self._reading is None:
+                self._start_reading()
+            return self._reading
 
     @property
     def age_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Text that recurs is stored without any mark: then the store's list (`listing`) finds it in plain text.
+"""Text that recurs is stored without any mark: then the store's list (`chunk_index`) finds it in plain text.
 
     watch     after its first token: what recurs is learnt, in a thread
     take      when there is time: the run of most worth, to be computed alone and stored

@@ -98,6 +98,8 @@ def evaluate(
         pending = [case for case in cases if case.number not in log.rows]
         progress("answering", len(log.rows), len(cases))
         for index, group in enumerate(groups_that_fit(engine, pending)):
+            if enough(len(log.rows)):
+                break
             store_passages(engine, group, progress, first=index == 0)
             for case in group:
                 if enough(len(log.rows)):

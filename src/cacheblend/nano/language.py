@@ -1,7 +1,7 @@
 """What a passage of the shipped model's language says: sentences, and the facts that they state.
 
 A pronoun refers to the last named person (or firm) of its kind, anywhere earlier in the prompt: its antecedent may be
-in the same passage, in an earlier one, or nowhere. `reading` derives facts from words.
+in the same passage, in an earlier one, or nowhere. `scene_reader` derives facts from words.
 """
 
 from collections.abc import Iterable

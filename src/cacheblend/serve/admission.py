@@ -1,6 +1,6 @@
 """From a request that its schema has checked to one that runs: the model, the prompt, sampling parameters.
 
-What every kind of answer shares; how it is written is in `responses` and `response_events`.
+What every kind of answer shares; how it is written is in `responses` and `routes.responses`.
 """
 
 import asyncio

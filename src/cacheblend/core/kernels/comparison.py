@@ -35,7 +35,7 @@ class AttendRows(Protocol):
 
 
 class PlaceOperation(Protocol):
-    """See `placing.place`."""
+    """See `kv_placement.place`."""
 
     def __call__(
         self,

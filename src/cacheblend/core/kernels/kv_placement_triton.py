@@ -1,4 +1,4 @@
-"""Placing as one Triton kernel a layer; its slow counterpart is `placing.place`.
+"""Placing as one Triton kernel a layer; its slow counterpart is `kv_placement.place`.
 
     grid         (tiles of at most `_TILE_ROWS` rows of a piece, KV heads)
     a program    loads its rows of keys and values as they are stored, decompresses, rounds, rotates and writes them;
@@ -38,7 +38,7 @@ def place(
     block_table: torch.Tensor | None = None,
     float8: Float8 | None = None,
 ) -> None:
-    """As `placing.place`; head_dim is a multiple of 4, so that scales lie at even addresses."""
+    """As `kv_placement.place`; head_dim is a multiple of 4, so that scales lie at even addresses."""
     device, head_dim = keys.device, keys.shape[-1]
     tiles = placement.tiles(_TILE_ROWS, device)
     if not len(tiles):

@@ -76,7 +76,7 @@ def place(
     block_table: torch.Tensor | None = None,
     float8: Float8 | None = None,
 ) -> None:
-    """Writes stored records into a layer's buffers, keys at their new positions; see `placing.place`.
+    """Writes stored records into a layer's buffers, keys at their new positions; see `kv_placement.place`.
 
     Does not wait for the device, so it cannot check that blocks of `block_table` are in the cache.
 

@@ -39,7 +39,7 @@ class LayerCache(Protocol):
         ...
 
     def place(self, records: Sequence[torch.Tensor], placement: Placement, rotation: KeyRotation | None = None) -> None:
-        """Overwrites rows with stored records; see `placing.place`."""
+        """Overwrites rows with stored records; see `kv_placement.place`."""
         ...
 
     def deviation(self, fresh: Sequence[torch.Tensor], measure: Measure, positions: torch.Tensor) -> torch.Tensor:

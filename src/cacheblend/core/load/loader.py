@@ -5,7 +5,8 @@ rows (keys already re-positioned); the prefill overwrites those that it recomput
 rotations; knows neither engines nor files.
 
 While a layer computes, a thread reads the records of the next layers. On CUDA that thread also copies them to the
-device, decompresses them, writes them into the buffers and re-positions their keys, on a separate stream (`staging`).
+device, decompresses them, writes them into the buffers and re-positions their keys, on a stream of its own
+(`staging_buffers`).
 On a CPU the thread only reads; the caller's thread does the rest, with all its helper threads, because a second thread
 would take processors from the layers and cost more time than it saves (docs/log.md, 2026-11-22).
 """

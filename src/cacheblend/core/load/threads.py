@@ -62,9 +62,11 @@ class DaemonPool:
                     future.set_exception(error)
             elif not future.cancelled():
                 try:
-                    self.submit(_answer, future, fn)
+                    call = self.submit(_answer, future, fn)
                 except RuntimeError:
                     future.cancel()
+                else:  # the pool may be closed before it begins
+                    call.add_done_callback(lambda ended: future.cancel() if ended.cancelled() else None)
 
         first.add_done_callback(begin)
         return future

@@ -115,7 +115,7 @@ class Recurrences:
             recently useful go first. A longer prompt is not watched.
 
     Raises:
-        InvalidInputError: `min_run_tokens` is below `matching.SHORTEST`, or `watch_tokens` below `min_run_tokens`.
+        InvalidInputError: `min_run_tokens` is below `chunk_matches.SHORTEST`, or `watch_tokens` below `min_run_tokens`.
     """
 
     def __init__(self, min_run_tokens: int = 64, watch_tokens: int = 16 * 1024 * 1024) -> None:

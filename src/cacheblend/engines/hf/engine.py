@@ -134,8 +134,9 @@ class BlendEngine(FollowedModel):
         prefiller = Prefiller(view, survey, self.store, self.config, controller, model.device, ends)
         super().__init__(adapters, ModelState(adapted, view, survey, identity, planner, prefiller, self.config))
         self.background = Background(self.config.capture_queue)
+        self._is_closed = False
         self.grammars = Grammars(tokenizer, survey.vocab_size, self.eos_ids)
-        self.shadow: ShadowCheck | None = None  # set by `watching.watch`
+        self.shadow: ShadowCheck | None = None  # set by `shadow_start.watch`
         self._listing, self.discovery = unmarked = open_unmarked(self.store, self.config, planner.anchor)
         self._warmer = ChunkWarmer(model, self.store, self.config, self.background, name, self.adapters, *unmarked)
 
@@ -262,12 +263,14 @@ class BlendEngine(FollowedModel):
         return self._warmer.flush(timeout)
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends background work; closes the store if the engine opened it. Idempotent.
+        """Ends background work; closes the store if the engine opened it. Idempotent: the first call says what is
+        waited for.
 
         Args:
             wait: for missed chunks to be captured and stored (`flush` waits with a bound), but not for a store that
                 has not answered the last requests in time; False gives them up.
         """
+        wait, self._is_closed = wait and not self._is_closed, True
         with contextlib.ExitStack() as ends:  # all of them, also where one fails or the wait is interrupted
             if self._owns_store:
                 ends.callback(self.store.close)

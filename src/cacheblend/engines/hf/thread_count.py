@@ -118,9 +118,10 @@ class _Held:
 
     def __exit__(self, *_: object) -> None:
         libraries = _libraries() if self._is_set else None
-        if libraries is not None and torch.get_num_threads() == 1:  # else the program has set another one inside
-            libraries.openmp(_OWN_THREADS)
+        if libraries is not None:
             libraries.mkl(self._mkl_before)
+            if torch.get_num_threads() == 1:  # else the program has set another one inside
+                libraries.openmp(_OWN_THREADS)
 
 
 class _Layer(_Held):

@@ -4,9 +4,9 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "CacheBlendConnector",
   "kv_connector_module_path": "cacheblend.engines.vllm", "kv_role": "kv_both",
   "kv_connector_extra_config": {"store": "file:///var/cache/cacheblend"}}'
 
-scheduler process: connector -> scheduling (chunks, plans, claims), capture_queue (missed chunks)
+scheduler process: connector -> scheduler (chunks, plans, claims), capture_queue (missed chunks)
 worker processes:  connector -> worker (load, fuse, write, capture), capture_writer (stores captured chunks)
-                   model, layers: vLLM's own decoder layers; paged, paged_attention: its KV cache
+                   model, layers: vLLM's own decoder layers; paged_cache, paged_attention: its KV cache
 jobs: messages between the two; internals: every use of vLLM's internals
 """
 

@@ -118,7 +118,7 @@ class CallReader:
 
 @dataclass(frozen=True)
 class ToolChatFormat:
-    """``chat.completion`` with tool calls; the methods are those of `ResponseFormat`. For one request.
+    """``chat.completion`` with tool calls; the methods are those of `AnswerFormat`. For one request.
 
     Attributes:
         chat: what is not about calls.
@@ -133,21 +133,21 @@ class ToolChatFormat:
 
     @property
     def kind(self) -> str:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         return self.chat.kind
 
     @property
     def objects(self) -> tuple[str, str]:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         return self.chat.objects
 
     def opening(self, number: int) -> dict[str, Any] | None:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         delta = {"role": "assistant", "content": None}  # there may be none
         return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def piece(self, event: TokenEvent, offset: int) -> dict[str, Any]:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         reader = self._readers.get(event.choice) or self._readers.setdefault(event.choice, self.reader())
         first, pieces, reason = reader.calls, reader.push(event.text), event.finish_reason
         if reason is not None:
@@ -159,7 +159,7 @@ class ToolChatFormat:
         return self.chat.piece(event, offset) | {"delta": delta, "finish_reason": reason}
 
     def choice(self, number: int, choice: ResponseChoice) -> dict[str, Any]:
-        """See `ResponseFormat`."""
+        """See `AnswerFormat`."""
         reader = self.reader()
         pieces = reader.push(choice.text) + reader.finish()
         calls, text = self._calls(pieces), _text(pieces)

@@ -1,6 +1,6 @@
-"""vLLM's tensor-parallel group. With `internals`, the only module that uses vLLM's internals.
+"""vLLM's tensor-parallel group.
 
-Written for vLLM 0.28 to 0.32, in which the layers' collectives end in the methods `COLLECTIVES` of the group, called
+Written for vLLM 0.31 and 0.32, in which the layers' collectives end in the methods `COLLECTIVES` of the group, called
 directly or by the custom operations `torch.ops.vllm.*`.
 """
 
