@@ -293,7 +293,7 @@ def test_closing_again_after_an_interrupted_wait_closes_everything(monkeypatch: 
 
 def test_what_a_close_gave_up_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `serve` closes its engine: in a `with` whose store may hang."""
-    with BlendEngine(tiny_model("llama"), store="memory") as engine:
+    with BlendEngine.from_pretrained(model_path(), store="memory") as engine:
         monkeypatch.setattr(engine._warmer, "flush", lambda timeout: pytest.fail("it waits"))
         engine.close(wait=False)
 
