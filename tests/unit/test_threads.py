@@ -7,11 +7,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
+from typing import Any
 
 import pytest
 
+from cacheblend.core.load import threads as threads_module
 from cacheblend.core.load.threads import CallsInOrder, DaemonPool
 
 
@@ -139,7 +142,7 @@ import os, sys, time
 from cacheblend.core.load.threads import DaemonPool
 pool = DaemonPool(2, "test")
 assert pool.submit(lambda: 1).result() == 1
-with pool._shared.changed:  # as another thread may at the time of a fork
+with pool._shared.starting:  # as another thread may at the time of a fork
     child = os.fork()
     if not child:
         os._exit(0 if pool.submit(lambda: 7).result(timeout=20) == 7 else 3)
@@ -160,7 +163,7 @@ def test_a_forked_process_closes_and_uses_pools_whose_locks_another_thread_held(
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with pool._shared.changed, calls._lock:
+        with pool._shared.starting, calls._lock:
             held.set()
             release.wait(60)
 
@@ -191,6 +194,8 @@ def test_what_waits_for_another_call_is_cancelled_with_the_pool() -> None:
     """While it waits for that call, and while it waits for a thread."""
     pool, gate, first = DaemonPool(1, "test"), threading.Event(), Future[None]()
     begun = pool.submit(gate.wait)
+    while not begun.running():
+        pass
     behind = pool.submit_after(first, int)
     first.set_result(None)  # `int` waits for a thread
     pool.close()
@@ -198,3 +203,43 @@ def test_what_waits_for_another_call_is_cancelled_with_the_pool() -> None:
         behind.result(30)
     gate.set()
     assert begun.result(30)
+
+
+def interrupt_at(line: int, call: Callable[[], object]) -> bool:
+    """Calls it, with a KeyboardInterrupt in front of the so many-th line of the pool's; False: it has fewer."""
+    left, module = line, threads_module.__file__
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != module:
+            return None
+        left -= event == "line"
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_interrupt_anywhere_leaves_a_pool_that_answers(threads: int) -> None:
+    """Of a caller, at each line."""
+    line, pool = 0, DaemonPool(threads, "test")
+    while interrupt_at(line, lambda: pool.submit(time.sleep, 0.0001)):
+        line += 1
+        answers = [pool.submit(int, str(number)) for number in range(2 * threads)]
+        assert [answer.result(30) for answer in answers] == list(range(2 * threads))
+    assert line > 5
+    fresh, pools = 0, [DaemonPool(threads, "test")]  # kept, else they are closed inside of what is traced
+    while interrupt_at(fresh, lambda: pools[-1].submit(int)):
+        fresh += 1
+        pools.append(DaemonPool(threads, "test"))
+    assert fresh > line  # a thread is started

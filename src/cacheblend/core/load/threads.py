@@ -3,12 +3,14 @@
 `concurrent.futures.ThreadPoolExecutor` joins its threads when the interpreter ends, whatever they are doing.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from cacheblend.core.errors import StoreError
@@ -38,17 +40,30 @@ class DaemonPool:
             RuntimeError: the pool is closed, or the system has no more threads.
         """
         shared, future = self._own(), Future[Result]()
-        with shared.changed:
-            if shared.is_closed:
-                raise RuntimeError(f"the threads {self._name!r} are closed")
-            if len(shared.waiting) >= shared.idle and len(shared.threads) < self._most:
-                name = f"{self._name}-{len(shared.threads)}"
-                thread = threading.Thread(target=_run, args=(shared,), name=name, daemon=True)
-                thread.start()
-                shared.threads.append(thread)
-            shared.waiting.append((future, lambda: fn(*args, **kwargs)))
-            shared.changed.notify()
+        if shared.is_closed:
+            raise RuntimeError(f"the threads {self._name!r} are closed")
+        has_idle = shared.take_idle()
+        shared.calls.put((future, lambda: fn(*args, **kwargs), has_idle))
+        if shared.is_closed:  # since: nobody may take it any more
+            future.cancel()
+        elif not has_idle:
+            self._start(shared, future)
         return future
+
+    def _start(self, shared: "_Shared", future: "Future[Any]") -> None:
+        """Starts a thread, unless there are enough."""
+        with shared.starting:
+            if len(shared.threads) >= self._most:
+                return
+            name = f"{self._name}-{len(shared.threads)}"
+            thread = threading.Thread(target=_run, args=(shared,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if future.cancel():  # else another thread has it
+                    raise
+            else:
+                shared.threads.append(thread)
 
     def submit_after(self, first: "Future[Any]", fn: Callable[[], Result]) -> "Future[Result]":
         """Has `fn` called once another call has succeeded, and takes no thread until then; its error is this one's."""
@@ -83,12 +98,12 @@ class DaemonPool:
         May be called again.
         """
         shared = self._own()
-        with shared.changed:
-            shared.is_closed = True
-            waiting, shared.waiting = shared.waiting, deque()
-            shared.changed.notify_all()
-        for future, _ in waiting:
-            future.cancel()
+        shared.is_closed = True
+        with contextlib.suppress(Empty):
+            while True:
+                if (call := shared.calls.get_nowait()) is not None:
+                    call[0].cancel()
+        shared.calls.put(None)
 
     def join(self, timeout_s: float | None = None) -> None:
         """After `close`: waits for the calls that are under way, for ever or so many seconds."""
@@ -182,31 +197,56 @@ class CallsInOrder:
             del future, call
 
 
+_Call = tuple["Future[Any]", Callable[[], Any], bool]
+"""A future, what answers it, and whether an idle thread was taken for it."""
+
+
 class _Shared:
-    """What a pool and its threads share; the threads do not keep the pool itself alive."""
+    """What a pool and its threads share; the threads do not keep the pool itself alive.
+
+    Callers need a lock to start a thread only: a KeyboardInterrupt may leave a condition's lock held for ever, and a
+    pool may be deleted anywhere.
+    """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()  # re-entrant: a pool may be deleted in a thread that holds it
-        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self.calls: SimpleQueue[_Call | None] = SimpleQueue()  # None: the pool is closed
         self.threads: list[threading.Thread] = []
-        self.idle = 0
+        self.starting = threading.Lock()
         self.is_closed = False
         self.process = os.getpid()
+        self._idle = deque[None]()  # as many as threads that wait for a call and were not taken for one
+
+    def take_idle(self) -> bool:
+        """Takes an idle thread; False: there is none."""
+        try:
+            self._idle.pop()
+        except IndexError:
+            return False
+        return True
+
+    def next_call(self) -> _Call | None:
+        """The next call, for a thread that has nothing to do; None: the pool is closed."""
+        try:
+            call = self.calls.get_nowait()
+        except Empty:
+            self._idle.append(None)
+            call = self.calls.get()
+            if call is None or not call[2]:
+                self.take_idle()  # this one
+        else:
+            if call is not None and call[2]:
+                self._idle.append(None)  # the one that was taken waits yet
+        return call
 
 
 def _run(shared: _Shared) -> None:
     """The life of a thread."""
-    while True:
-        with shared.changed:
-            shared.idle += 1
-            while not shared.waiting and not shared.is_closed:
-                shared.changed.wait()
-            shared.idle -= 1
-            if not shared.waiting:
-                return
-            future, call = shared.waiting.popleft()
+    while (taken := shared.next_call()) is not None:
+        future, call, _ = taken
+        del taken
         _answer(future, call)
         del future, call  # else a waiting thread would keep the last result alive
+    shared.calls.put(None)  # for the next thread
 
 
 def _answer(future: "Future[Any]", call: Callable[[], Any]) -> None:
