@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -114,7 +115,6 @@ class Discovery(Generic[Asker]):
         self._figures, self._resets = DiscoveryFigures(), 0
         self._pool, self._behind = DaemonPool(1, "cacheblend-discovery"), 0
         self._progress_at = float("-inf")  # when a request had been watched, or the first of those that wait came
-        self._caught_up = threading.Condition(self._lock)
 
     @property
     def figures(self) -> DiscoveryFigures:
@@ -153,7 +153,7 @@ class Discovery(Generic[Asker]):
         try:
             self._pool.submit(self._watch, resets, root, prompt, plan, asker, wanted)
         except RuntimeError:  # closed while the request was answered
-            with self._caught_up:
+            with self._lock:
                 self._behind -= 1
 
     def take(self, suits: Callable[[Run], bool]) -> WantedChunks[Asker] | None:
@@ -186,15 +186,19 @@ class Discovery(Generic[Asker]):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until all requests were watched; False if that took longer than `timeout` seconds."""
-        with self._caught_up:
-            return self._caught_up.wait_for(lambda: not self._behind, timeout)
+        try:
+            self._pool.submit(int).exception(timeout)  # behind them in the one thread, whatever was interrupted
+        except TimeoutError:
+            return False
+        except (RuntimeError, CancelledError):  # closed
+            pass
+        return True
 
     def close(self) -> None:
         """Ends the thread; waits for nothing, and has nobody wait for what is not watched any more."""
         self._pool.close()
-        with self._caught_up:
+        with self._lock:
             self._behind = 0
-            self._caught_up.notify_all()
 
     # ---- in the thread ----------------------------------------------------------------------------------
 
@@ -226,9 +230,8 @@ class Discovery(Generic[Asker]):
             logger.warning("a request is not watched for recurring text; its answer is not affected", exc_info=True)
             count_failure("discovery")
         finally:
-            with self._caught_up:
+            with self._lock:
                 self._behind, self._progress_at = max(0, self._behind - 1), time.monotonic()
-                self._caught_up.notify_all()
 
     def _count_hits(self, plan: BlendPlan) -> list[ChunkManifest]:
         """Returns what is to be deleted: evicted chunks of runs that were split, which would hide their parts."""
