@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -231,7 +231,12 @@ def interrupt_at(line: int, call: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_interrupt_anywhere_leaves_a_pool_that_answers(threads: int) -> None:
-    """Of a caller, at each line."""
+    """Of a caller, at each line; in a thread of its own: Python keeps an error that a trace interrupted."""
+    with ThreadPoolExecutor(1) as caller:
+        caller.submit(interrupt_everywhere, threads).result()
+
+
+def interrupt_everywhere(threads: int) -> None:
     line, pool = 0, DaemonPool(threads, "test")
     while interrupt_at(line, lambda: pool.submit(time.sleep, 0.0001)):
         line += 1
