@@ -265,7 +265,7 @@ def test_a_request_asks_the_store_once(by: str, stored: int) -> None:
     assert store.asked == ["find"] * (by == "spans" or stored > 0)
 
 
-@pytest.mark.may_fail("store")
+@pytest.mark.may_fail("store", "list of chunks")
 def test_a_store_that_fails_disables_blending_only() -> None:
     class Broken(MemoryStore):
         def manifests(self) -> Any:
