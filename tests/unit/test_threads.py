@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -203,6 +204,39 @@ def test_what_waits_for_another_call_is_cancelled_with_the_pool() -> None:
         behind.result(30)
     gate.set()
     assert begun.result(30)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_calls_that_hang_hold_up_no_other_while_there_are_threads(seed: int) -> None:
+    """Callers come at the same moment, as threads become idle; some calls never end."""
+    rng, most = random.Random(seed), 6
+    for _ in range(20):
+        pool, gate, hanging = DaemonPool(most, "test"), threading.Event(), rng.randrange(most)
+        at_once = threading.Barrier(3 + hanging)
+
+        def hang(pool: DaemonPool = pool, gate: threading.Event = gate, at_once: threading.Barrier = at_once) -> None:
+            at_once.wait(30)
+            pool.submit(gate.wait)
+
+        def ask(pool: DaemonPool = pool, at_once: threading.Barrier = at_once) -> list[int]:
+            at_once.wait(30)
+            return [pool.submit(int, str(number)).result(30) for number in range(15)]
+
+        with ThreadPoolExecutor(3 + hanging) as callers:
+            hung = [callers.submit(hang) for _ in range(hanging)]
+            asked = [callers.submit(ask) for _ in range(3)]
+            assert [each.result() for each in asked] == [list(range(15))] * 3
+            assert [each.result() for each in hung] == [None] * hanging
+        assert len(pool._shared.threads) <= most
+        gate.set()
+        pool.close()
+
+
+def test_one_call_after_the_other_takes_one_thread() -> None:
+    pool = DaemonPool(4, "test")
+    for number in range(200):
+        assert pool.submit(int, str(number)).result(30) == number
+    assert len(pool._shared.threads) == 1
 
 
 def interrupt_at(line: int, call: Callable[[], object]) -> bool:

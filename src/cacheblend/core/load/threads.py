@@ -42,18 +42,18 @@ class DaemonPool:
         shared, future = self._own(), Future[Result]()
         if shared.is_closed:
             raise RuntimeError(f"the threads {self._name!r} are closed")
-        has_idle = shared.take_idle()
-        shared.calls.put((future, lambda: fn(*args, **kwargs), has_idle))
+        shared.outstanding.append(None)
+        shared.calls.put((future, lambda: fn(*args, **kwargs)))
         if shared.is_closed:  # since: nobody may take it any more
             future.cancel()
-        elif not has_idle:
+        elif len(shared.threads) < min(self._most, len(shared.outstanding)):
             self._start(shared, future)
         return future
 
     def _start(self, shared: "_Shared", future: "Future[Any]") -> None:
-        """Starts a thread, unless there are enough."""
+        """Starts a thread, unless there are enough meanwhile."""
         with shared.starting:
-            if len(shared.threads) >= self._most:
+            if len(shared.threads) >= min(self._most, len(shared.outstanding)):
                 return
             name = f"{self._name}-{len(shared.threads)}"
             thread = threading.Thread(target=_run, args=(shared,), name=name, daemon=True)
@@ -197,10 +197,6 @@ class CallsInOrder:
             del future, call
 
 
-_Call = tuple["Future[Any]", Callable[[], Any], bool]
-"""A future, what answers it, and whether an idle thread was taken for it."""
-
-
 class _Shared:
     """What a pool and its threads share; the threads do not keep the pool itself alive.
 
@@ -209,52 +205,38 @@ class _Shared:
     """
 
     def __init__(self) -> None:
-        self.calls: SimpleQueue[_Call | None] = SimpleQueue()  # None: the pool is closed
+        self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # None: it is closed
+        self.outstanding = deque[None]()  # as many as calls that have not ended; each is to have a thread
         self.threads: list[threading.Thread] = []
         self.starting = threading.Lock()
         self.is_closed = False
         self.process = os.getpid()
-        self._idle = deque[None]()  # as many as threads that wait for a call and were not taken for one
-
-    def take_idle(self) -> bool:
-        """Takes an idle thread; False: there is none."""
-        try:
-            self._idle.pop()
-        except IndexError:
-            return False
-        return True
-
-    def next_call(self) -> _Call | None:
-        """The next call, for a thread that has nothing to do; None: the pool is closed."""
-        try:
-            call = self.calls.get_nowait()
-        except Empty:
-            self._idle.append(None)
-            call = self.calls.get()
-            if call is None or not call[2]:
-                self.take_idle()  # this one
-        else:
-            if call is not None and call[2]:
-                self._idle.append(None)  # the one that was taken waits yet
-        return call
 
 
 def _run(shared: _Shared) -> None:
     """The life of a thread."""
-    while (taken := shared.next_call()) is not None:
-        future, call, _ = taken
+    while (taken := shared.calls.get()) is not None:
+        future, call = taken
         del taken
-        _answer(future, call)
+        _answer(future, call, shared.outstanding.pop)
         del future, call  # else a waiting thread would keep the last result alive
     shared.calls.put(None)  # for the next thread
 
 
-def _answer(future: "Future[Any]", call: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+def _answer(future: "Future[Any]", call: Callable[[], Any], ended: Callable[[], Any] = lambda: None) -> None:
+    """Calls `ended` before anybody has the answer, who may ask again at once."""
     try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
+        if not future.set_running_or_notify_cancel():
+            ended()
+            return
+        try:
+            result = call()
+        except BaseException as error:
+            ended()
+            future.set_exception(error)
+        else:
+            ended()
+            future.set_result(result)
+            del result
     finally:
         del future, call  # else an error, whose traceback has this frame, and the future would keep each other alive
