@@ -7,11 +7,12 @@ list, `{surrogate}` rows with a lone surrogate, `{busy}` a port that is taken.
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import typer
+from hypothesis import strategies as st
 
 from cacheblend.serve.keys import add_key
 from cacheblend.store import open_store
@@ -484,3 +485,17 @@ def commands_of(app: typer.Typer) -> list[tuple[tuple[str, ...], list[str]]]:
 
     visit(typer.main.get_command(app), ())
     return found
+
+
+def check_junk(
+    app: typer.Typer, main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], data: st.DataObject
+) -> None:
+    """Junk in any option is no traceback. The command does not get as far as its work: an option that does not exist
+    follows."""
+    names, options = data.draw(st.sampled_from(commands_of(app)))
+    value = data.draw(st.one_of(st.sampled_from(JUNK), st.text(max_size=20)))
+    option = data.draw(st.sampled_from([*options, "--nonsense"]))
+    with pytest.raises(SystemExit) as left:
+        main([*names, f"{option}={value}", "--no-such-option"])
+    captured = capsys.readouterr()
+    check(int(left.value.code or 0), captured.out, captured.err)

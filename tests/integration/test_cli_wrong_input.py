@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cacheblend.cli import app, main
 from campaign import rotating, share
 from command_line import Run, runner
-from wrong_invocations import ASK, EVALUATE, JUNK, TTFT, WRONG, check, commands_of, filled, places
+from wrong_invocations import ASK, EVALUATE, TTFT, WRONG, check, check_junk, commands_of, filled, places
 
 __all__ = ["places"]  # a fixture
 
@@ -190,11 +190,4 @@ def test_help_speaks_of_its_own_command(run: Run, command: str, wrong: str) -> N
 @settings(max_examples=share(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_junk_in_any_option_is_no_traceback(capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:
-    """A command never gets as far as its work: an option that does not exist follows the junk."""
-    names, options = data.draw(st.sampled_from(commands_of(app)))
-    value = data.draw(st.one_of(st.sampled_from(JUNK), st.text(max_size=20)))
-    option = data.draw(st.sampled_from([*options, "--nonsense"]))
-    with pytest.raises(SystemExit) as left:
-        main([*names, f"{option}={value}", "--no-such-option"])
-    captured = capsys.readouterr()
-    check(int(left.value.code or 0), captured.out, captured.err)
+    check_junk(app, main, capsys, data)

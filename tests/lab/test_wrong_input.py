@@ -12,7 +12,7 @@ from cacheblend.cli.errors import MOVED
 from campaign import share
 from command_line import Run, runner
 from lab.cli import app, main
-from wrong_invocations import JUNK, WRONG_LAB, check, commands_of, filled, places
+from wrong_invocations import WRONG_LAB, check, check_junk, commands_of, filled, places
 
 __all__ = ["places"]  # a fixture
 CASES = [(line.split(" "), kind) for kind, lines in WRONG_LAB.items() for line in lines]
@@ -82,11 +82,4 @@ def test_what_moved_says_where_it_is(capsys: pytest.CaptureFixture[str], old: st
 @settings(max_examples=share(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_junk_in_any_option_is_no_traceback(capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:
-    """A command never gets as far as its work: an option that does not exist follows the junk."""
-    names, options = data.draw(st.sampled_from(commands_of(app)))
-    value = data.draw(st.one_of(st.sampled_from(JUNK), st.text(max_size=20)))
-    option = data.draw(st.sampled_from([*options, "--nonsense"]))
-    with pytest.raises(SystemExit) as left:
-        main([*names, f"{option}={value}", "--no-such-option"])
-    captured = capsys.readouterr()
-    check(int(left.value.code or 0), captured.out, captured.err)
+    check_junk(app, main, capsys, data)

@@ -67,9 +67,9 @@ class WaitedTime:
             self._changed.wait_for(lambda: self._is_over or self.now >= end)
             del self._ends[self._call.own]
 
-    def _answered(self, future: "Future[Any]", call: Callable[[], Any]) -> None:
+    def _answered(self, future: "Future[Any]", call: Callable[[], Any], *ended: Callable[[], Any]) -> None:
         self._call.own = future
-        self._answer(future, call)
+        self._answer(future, call, *ended)
 
     def _wait(self, calls: Sequence["Future[Any]"], timeout: float) -> None:
         (call,) = calls
@@ -251,7 +251,7 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(
     """Whose blocks the loading controller left out, so that they are being promoted."""
     gate, promoted = threading.Event(), list[int]()
     monkeypatch.setattr(engine_module, "CLOSE_S", 0.1)
-    monkeypatch.setattr(warmup, "PROMOTE_S", 0.1)
+    monkeypatch.setattr(warmup, "STORE_S", 0.1)
     store = MemoryStore()
     monkeypatch.setattr(store, "promote", lambda names: (promoted.append(len(names)), gate.wait()))
     with open_engine(tiny_model("llama"), store=store) as engine:
@@ -269,6 +269,37 @@ def test_closing_does_not_wait_for_a_tier_that_hangs(
         assert not closing.is_alive()
     finally:
         gate.set()
+
+
+@pytest.mark.may_fail("background work")
+@pytest.mark.parametrize("call", ["find", "write_all", "put_manifest"])
+def test_requests_do_not_wait_for_captures_that_hang_in_the_store(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that always has requests does them in its own thread."""
+    gate, called, store = threading.Event(), list[str](), MemoryStore()
+    monkeypatch.setattr(warmup, "STORE_S", 1.0)  # a busy machine is not mistaken for a store that hangs
+    with open_engine(tiny_model("llama"), [], store=store, capture=True) as engine:
+        engine.background.begin_request()
+        engine.generate(RAG, SamplingParams(max_new_tokens=1))
+        real = getattr(store, call)
+
+        def hung(*given: Any) -> Any:
+            if threading.current_thread().name.startswith("cacheblend-keeper"):  # not what is written behind
+                called.append(call)
+            gate.wait(60)
+            return real(*given)
+
+        monkeypatch.setattr(store, call, hung)
+        try:
+            rounds = 0
+            while engine.background.catch_up(0.0):
+                rounds += 1
+            assert rounds > 1 and len(called) == 1  # it is left alone while it does not answer
+        finally:
+            gate.set()
+            engine.background.end_request()
+        engine.generate(RAG, SamplingParams(max_new_tokens=1))
+        assert engine.flush(60)
+    assert store.manifests()
 
 
 def test_what_a_hung_tier_has_is_not_promoted(

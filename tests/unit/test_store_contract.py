@@ -70,6 +70,7 @@ def test_a_block_unused_for_its_time_to_live_is_removed(kind: str, tmp_path: Pat
         assert store.find([unused.name, used.name])[0] is None
         assert holds(store, used) and holds(store, pinned)
         assert store.write(unused)  # it may come back
+        store.flush()  # to farther stores, too, before time goes on
         clock.pass_by(1200)
         store.write(new)
         store.flush()

@@ -69,6 +69,7 @@ class Background:
 
     Attributes:
         idle_work: what is done when nothing else is; None: nothing. Whoever sets it calls `wake` when there is some.
+        holds_up_requests: the work that is being done is done in their thread.
     """
 
     def __init__(self, limit: int) -> None:
@@ -83,6 +84,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._quiet_since = time.monotonic()
         self.idle_work: IdleWork | None = None
+        self.holds_up_requests = False
         self.dropped = 0
         self.failed = 0
 
@@ -148,7 +150,7 @@ class Background:
             if key is None or self._working or time.monotonic() - self._jobs[key].since < after_s:
                 return False
             job = self._take(key)
-        self._run(job.work)
+        self._hold_up(job.work)
         return True
 
     def advance_idle(self) -> bool:
@@ -161,8 +163,15 @@ class Background:
             if self._working or self._closed or work is None or not work.has_work:
                 return False
             self._working, self._running = True, None
-        self._run(work.advance)
+        self._hold_up(work.advance)
         return True
+
+    def _hold_up(self, work: Callable[[], Any]) -> None:
+        self.holds_up_requests = True
+        try:
+            self._run(work)
+        finally:
+            self.holds_up_requests = False
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until every queued job is done, running jobs even during requests; False after `timeout` seconds. Idle

@@ -281,7 +281,8 @@ class BlendEngine(FollowedModel):
                 ends.callback(self.shadow.close)
             ends.callback(self.background.close)
             if wait:
-                self._warmer.flush(CLOSE_S if self.prefiller.late_tiers.silent else None)
+                is_silent = self.prefiller.late_tiers.silent or self._warmer.is_stuck
+                self._warmer.flush(CLOSE_S if is_silent else None)
 
     def __enter__(self) -> "BlendEngine":
         return self

@@ -11,12 +11,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError, ModelChangedError
+from cacheblend.core.errors import InvalidInputError, ModelChangedError, StoreUnreachableError
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
 from cacheblend.core.load.threads import DaemonPool
@@ -93,12 +94,13 @@ def has_snapshots(planner: Planner) -> bool:
 
 
 Progress = Callable[[int, int], None]
+Answered = TypeVar("Answered")
 logger = logging.getLogger("cacheblend.engine")
 MOST_BEGUN = 1 << 16
 """Names of blocks that are remembered to see whether prompts begin alike."""
 
-PROMOTE_S = 10.0
-"""Seconds that background work waits for blocks to be promoted, which then goes on beside it."""
+STORE_S = 10.0
+"""Seconds that background work waits for the store where requests wait for it, and for blocks to be promoted."""
 
 HOLD_UP_TOKENS = 2048
 """A longer chunk is captured only while there are no requests."""
@@ -150,8 +152,8 @@ class ChunkWarmer:
         if listing is not None:  # found in plain text, too
             self.keeper.listeners.append(lambda manifest: listing.add([manifest]))
         self._discovery, self._queued, self._lock = discovery, set[bool](), threading.Lock()
-        self._promoter = DaemonPool(1, "cacheblend-promoter")
-        self._promoting: Future[None] | None = None
+        self._store_thread = DaemonPool(1, "cacheblend-keeper")
+        self._asked: tuple[Future[Any], float] | None = None  # what the store was asked last in that thread, and when
         self._begun: dict[BlockName, None] = {}  # blocks that prompts without chunks begin with, the newest last
 
     def warm(
@@ -249,27 +251,53 @@ class ChunkWarmer:
 
     def close(self) -> None:
         """Ends writing and discovery. The background queue is closed by its owner."""
-        self._promoter.close()
+        self._store_thread.close()
         self._writer.close(CLOSE_S)
         if self._discovery is not None:
             self._discovery.close()
         if self._listing is not None:
             self._listing.close()
 
+    @property
+    def is_stuck(self) -> bool:
+        """The store has not answered background work for `STORE_S`."""
+        return self._asked is not None and not self._asked[0].done() and time.monotonic() > self._asked[1] + STORE_S
+
+    @property
+    def _is_awaited(self) -> bool:
+        """The store has not answered earlier background work, which was given up: no more of it is begun."""
+        return self._asked is not None and not self._asked[0].done()
+
+    def _ask_store(self, call: Callable[[], Answered]) -> Answered:
+        """Has the store called in a thread that may hang. Where requests wait, its answer is waited for `STORE_S`.
+
+        Raises:
+            StoreError: it does not answer in time; later work is left out until it does.
+        """
+        asked = self._store_thread.submit(call)
+        self._asked = asked, time.monotonic()
+        try:
+            return asked.result(STORE_S if self._background.holds_up_requests else None)
+        except TimeoutError:
+            if asked.done():  # it is the store's own
+                raise
+            raise StoreUnreachableError(f"the store has not answered background work for {STORE_S:g} s") from None
+
     def _promote(self, names: Sequence[BlockName]) -> None:
-        """Has blocks copied to a faster tier. Later requests, and `close`, do not wait long for a tier that hangs."""
-        if self._promoting is not None and not self._promoting.done():
+        """Has blocks copied to a faster tier; goes on beside other work where that takes longer."""
+        if self._is_awaited:
             return
-        self._promoting = self._promoter.submit(self._store.promote, names)
-        if wait([self._promoting], PROMOTE_S).done:
-            self._promoting.result()
+        asked = self._store_thread.submit(partial(self._store.promote, names))
+        self._asked = asked, time.monotonic()
+        if wait([asked], STORE_S).done:
+            asked.result()
 
     def _capture(self, state: ModelState, planner: Planner, job: ChunkJob) -> None:
         """Computes and keeps a missed chunk, unless the store has received it since or cannot take chunks now."""
-        if self.keeper.is_paused or self._is_held(job, state, planner):
+        if self.keeper.is_paused or self._is_awaited or self._ask_store(partial(self._is_held, job, state, planner)):
             return
         for each in self._compute_quietly(job, state, planner):
-            self.keeper.keep(each)
+            self._ask_store(partial(self.keeper.keep, each))
 
     def _compute_quietly(self, job: ChunkJob, state: ModelState, planner: Planner) -> list[CapturedChunk]:
         """The chunk's KV; none if the adapters were switched."""
@@ -304,13 +332,13 @@ class ChunkWarmer:
     def _keep_discovered(self, discovery: Discovery[Asker], run: Run, asker: Asker) -> None:
         job = ChunkJob(asker.anchor, run.token_ids)
         longest, manifest = asker.state.survey.max_length, manifest_of(job, asker.planner, self._name)
-        if self.keeper.is_paused or (longest is not None and len(job) > longest):
+        if self.keeper.is_paused or self._is_awaited or (longest is not None and len(job) > longest):
             return
-        if self.keeper.is_held(manifest):
+        if self._ask_store(partial(self.keeper.is_held, manifest)):
             discovery.stored(run, manifest, computed=False)
         elif asker.may_keep(len(run)):
             for captured in self._compute_quietly(job, asker.state, asker.planner):
-                if self.keeper.keep(captured):
+                if self._ask_store(partial(self.keeper.keep, captured)):
                     discovery.stored(run, manifest)
 
     def _compute(self, jobs: Sequence[ChunkJob], state: ModelState, planner: Planner) -> list[CapturedChunk]:
