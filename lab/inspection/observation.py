@@ -17,8 +17,7 @@ from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.recorder import Recorded
-from cacheblend.core.select.selectors import Selector
+from cacheblend.core.select.selectors import Recorded, Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.evaluation.compute import ComputeScale

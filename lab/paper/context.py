@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend.core.errors import CacheBlendError, InvalidInputError
-from cacheblend.core.select.checks import check_ratio
+from cacheblend.core.select.selectors import check_ratio
 from cacheblend.data import QuestionRow
 from cacheblend.engines import provenance
 from cacheblend.engines.hf import BlendEngine

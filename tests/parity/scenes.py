@@ -15,8 +15,7 @@ from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.report import BlendReport
-from cacheblend.core.select.recorder import Recorded
-from cacheblend.core.select.selectors import Selector
+from cacheblend.core.select.selectors import Recorded, Selector
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.store import KVStore, MemoryStore

@@ -17,9 +17,8 @@ import torch
 from cacheblend.core.config import AnchorKind
 from cacheblend.core.errors import InvalidInputError, ModelNotBlendableError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
-from cacheblend.core.select.late import Late
 from cacheblend.core.select.question_selectors import Query
-from cacheblend.core.select.selectors import AllRows, Gradual, Head, Hkvd, NoRows, RandomRows, Selector
+from cacheblend.core.select.selectors import AllRows, Gradual, Head, Hkvd, Late, NoRows, RandomRows, Selector
 from cacheblend.engines.hf import BlendEngine, SamplingParams
 from cacheblend.engines.hf.baselines import finish, full_recompute, fused, prefix_caching
 from cacheblend.engines.hf.caches import kv_of_cache, whole_cache

@@ -7,7 +7,6 @@ import pytest
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.checks import check_ratio
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selection import Selection
 from cacheblend.core.select.selectors import (
@@ -18,6 +17,7 @@ from cacheblend.core.select.selectors import (
     NoRows,
     RandomRows,
     Threshold,
+    check_ratio,
 )
 
 
@@ -97,7 +97,7 @@ def test_a_bad_setting_is_refused(settings: dict[str, Any], message: str) -> Non
 def test_what_decides_quality_is_a_type_of_its_own() -> None:
     config = BlendConfig(recompute_ratio=0.1, selector="query", pool=8, block_size=64)
     assert config.selection == Selection(recompute_ratio=0.1, selector="query", pool=8)
-    assert config.selection.make_selector() == config.make_selector() == Query(0.1, 8)
+    assert config.selection.make_selector() == config.make_selector() == Query(0.1, pool=8)
     assert BlendConfig.of({"recompute_ratio": 0.1, "selector": "query", "pool": 8, "block_size": 64}) == config
     assert BlendConfig(check_layers=(1, 2), ratios=(0.5, 0.25)).selection.final_ratio == 0.25
     with pytest.raises(InvalidInputError, match="no field 'ratio'; it has recompute_ratio, selector"):

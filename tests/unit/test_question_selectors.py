@@ -66,7 +66,7 @@ def test_the_spans_found_are_those_of_highest_attention(candidates: Candidates, 
         spans.append(FoundSpan(first, first + len(attentions), max(attentions)))
         first += len(attentions)
     expected = [span for span in sorted(spans, key=lambda span: -span.attention)[:count] if span.attention > 0]
-    for selector in (Query(0.5, pool, hops=1), Hybrid(pool=pool, hops=1)):
+    for selector in (Query(0.5, pool=pool, hops=1), Hybrid(pool=pool, hops=1)):
         assert selector.found_spans(candidates, count) == expected
 
 
@@ -82,7 +82,7 @@ def test_what_hops_found_counts_where_it_is_more() -> None:
     )
     assert ranks_by_attention(candidates, 1).tolist() == [1, 0, 3, 2]
     assert ranks_by_attention(candidates, 1, words=0.5).tolist() == [2, 0, 1, 3]
-    assert Query(0.5, 1, 0, words=1.0, hops=1).found_spans(candidates, 2)[0][:2] == (2, 3)
+    assert Query(0.5, pool=1, lead=0, words=1.0, hops=1).found_spans(candidates, 2)[0][:2] == (2, 3)
 
 
 leads = st.integers(0, 3)
@@ -90,7 +90,7 @@ leads = st.integers(0, 3)
 
 @given(asked(), shares, pools, leads)
 def test_query_spends_its_budget_and_never_more(candidates: Candidates, ratio: float, pool: Pool, lead: int) -> None:
-    keep = masked(Query(ratio, pool, lead), candidates)
+    keep = masked(Query(ratio, pool=pool, lead=lead), candidates)
     n = len(candidates.positions)
     assert keep.dtype == torch.bool and keep.shape == (n,)
     assert int(keep.sum()) == min(round(ratio * candidates.total), n)
@@ -100,7 +100,7 @@ def test_query_spends_its_budget_and_never_more(candidates: Candidates, ratio: f
 def test_spans_are_taken_whole_in_order_and_one_in_part(
     candidates: Candidates, ratio: float, pool: Pool, lead: int
 ) -> None:
-    keep = masked(Query(ratio, pool, lead), candidates).tolist()
+    keep = masked(Query(ratio, pool=pool, lead=lead), candidates).tolist()
     assert candidates.attention is not None
     attention = candidates.attention.tolist()
     members: dict[tuple[int, ...], list[int]] = {}
@@ -162,8 +162,8 @@ def test_heads_of_chunks_count_half_as_much_as_what_was_found_in_them() -> None:
     assert torch.argsort(ranks_by_attention(found, 1)).tolist() == [3, 5, 4, 1, 0, 2, 6, 7]
     # of the first chunk 0 and 1 count 0.45, of the second 4 counts its own 0.2, which is more than half of 0.3
     assert torch.argsort(ranks_by_attention(found, 1, head_rows=2)).tolist() == [3, 1, 0, 5, 4, 2, 6, 7]
-    assert masked(Query(0.375, 1, lead=0, head_rows=2), found).tolist() == [True, True, False, True] + [False] * 4
-    assert masked(Query(0.5, 1, lead=0, head_rows=10**12), found).tolist() == [True] * 4 + [False] * 4
+    assert masked(Query(0.375, pool=1, lead=0, head_rows=2), found).tolist() == [True, True, False, True] + [False] * 4
+    assert masked(Query(0.5, pool=1, lead=0, head_rows=10**12), found).tolist() == [True] * 4 + [False] * 4
 
 
 @given(asked(), pools)
@@ -201,7 +201,7 @@ def test_by_deviation_alone_hybrid_is_hkvd(candidates: Candidates, ratio: float)
 @given(asked(), shares, pools)
 def test_hybrids_early_share_is_querys(candidates: Candidates, early: float, pool: Pool) -> None:
     keep = masked(Hybrid((1,), (0.0,), early=early, pool=pool), candidates)
-    assert torch.equal(keep, masked(Query(early, pool), candidates))
+    assert torch.equal(keep, masked(Query(early, pool=pool), candidates))
 
 
 @given(asked())

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.select.question_selectors import Hybrid, Query
-from cacheblend.core.select.recorder import Recorded
 from cacheblend.core.select.selectors import (
     AllRows,
     Candidates,
@@ -19,6 +18,7 @@ from cacheblend.core.select.selectors import (
     Hkvd,
     NoRows,
     RandomRows,
+    Recorded,
     Selector,
     Threshold,
     row_count,
@@ -188,10 +188,10 @@ def test_gradual_filtering_is_asked_for_a_model_first() -> None:
 
 def test_a_record_of_gradual_filtering_tells_the_ratio_that_was_asked_for() -> None:
     recorded = Recorded(Gradual(0.2))
-    assert recorded.of_model(3) is recorded
+    of_model = recorded.of_model(3)
     assert (recorded.name, recorded.share) == (Gradual(0.2).name, 0.2)
-    assert recorded.check_layers == (1, 2)
-    recorded.select(candidates([3.0, 1.0, 2.0, 0.0], layer=1))
+    assert of_model.check_layers == (1, 2)
+    of_model.select(candidates([3.0, 1.0, 2.0, 0.0], layer=1))
     recorded.inner = Head(0.5)
     assert recorded.of_model(3).check_layers == ()
     assert len(recorded.asked) == 1

@@ -27,9 +27,8 @@ from cacheblend.core.errors import InvalidInputError
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text
 from cacheblend.core.profile import quality_settings
 from cacheblend.core.report import BlendReport
-from cacheblend.core.select.checks import check_ratio
 from cacheblend.core.select.selection import Selection
-from cacheblend.core.select.selectors import NoRows
+from cacheblend.core.select.selectors import NoRows, check_ratio
 from cacheblend.engines.hf import BlendEngine
 from cacheblend.engines.hf.baselines import FirstToken, full_recompute, fused, prefix_caching
 from cacheblend.engines.hf.shapes import build_shape, check_choice

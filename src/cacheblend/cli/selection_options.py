@@ -113,7 +113,7 @@ class SelectionOptions:
             InvalidInputError: ratios and check layers do not fit each other, or are no numbers; or a threshold or hops
                 are given for another selector.
         """
-        from cacheblend.core.select.selector_choice import SelectorChoice
+        from cacheblend.core.select.selection import SelectorChoice
 
         self._check_effect("--threshold", self.threshold, "threshold")
         self._check_effect("--hops", self.hops, "query", "hybrid")

@@ -1,6 +1,6 @@
 """Quality of blending on a user's own data: methods, scorers, confidence intervals, reports."""
 
-from cacheblend.core.select.selector_choice import SelectorChoice
+from cacheblend.core.select.selection import SelectorChoice
 from cacheblend.evaluation.choices import METHODS, make_methods
 from cacheblend.evaluation.methods import Asked, Fused, Label, Method, Outcome
 from cacheblend.evaluation.records import Cell, RowResult

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.checks import check_ratio
-from cacheblend.core.select.selection import Selection
-from cacheblend.core.select.selector_choice import Ratios, SelectorChoice
-from cacheblend.core.select.selectors import Selector, scaled_shares
+from cacheblend.core.select.selection import Ratios, Selection, SelectorChoice
+from cacheblend.core.select.selectors import Selector, check_ratio, scaled_shares
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 FOLLOWING = {"question_words": 5, "lead": 0, "head_rows": 16, "hops": 2, "hop_rows": 0}

@@ -5,7 +5,7 @@ from typing import Any
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.select.selector_choice import Ratios, SelectorChoice
+from cacheblend.core.select.selection import Ratios, SelectorChoice
 from cacheblend.core.select.selectors import Gradual, NoRows, Selector
 from cacheblend.evaluation.methods import FullRecompute, Fused, Label, MapReduce, MapRerank, Method, PrefixCaching
 

@@ -6,17 +6,18 @@ because a row that is attended to is rarely the only row of its sentence that mu
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeGuard, get_args
+from typing import ClassVar, Literal
 
 import torch
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_fields
 from cacheblend.core.kernels.deviation import Measure
-from cacheblend.core.select.checks import check_measure, check_ratio, check_schedule
 from cacheblend.core.select.selectors import (
     Candidates,
     FoundSpan,
     Selector,
+    check_ratio,
+    check_schedule,
     measured,
     row_count,
 )
@@ -32,14 +33,21 @@ SPAN_WITHOUT_SENTENCES = 16  # tokens
 MOST_HOPS = 4
 MOST_HOP_SPANS = 8
 _LONGEST_SPAN = 1 << 31
+_LIMITS = {  # of whole numbers
+    "lead": (0, math.inf, "a whole number of spans, at least 0"),
+    "head_rows": (0, math.inf, "a whole number of rows, at least 0"),
+    "question_rows": (2, math.inf, "a whole number, at least 2 (the first row is generic)"),
+    "hops": (0, MOST_HOPS, f"a whole number, 0 to {MOST_HOPS} (0: only the question)"),
+    "hop_spans": (1, MOST_HOP_SPANS, f"a whole number of spans, 1 to {MOST_HOP_SPANS}"),
+    "hop_rows": (0, math.inf, "a whole number, at least 2 (the first row is generic), or 0 (words alone)"),
+}
 
 
-@dataclass(frozen=True)
-class Query(Selector):
-    """The rows that the question attends to most, span by span (ProphetKV and InfoFlow-KV select rows similarly).
+@dataclass(frozen=True, kw_only=True)
+class QuestionSelector(Selector):
+    """What selectors that use the question's attention have in common.
 
     Attributes:
-        ratio: share of all candidates that is recomputed.
         pool: see `Pool`; where sentences are unknown, spans of `SPAN_WITHOUT_SENTENCES` tokens.
         lead: spans in front of an attended span that are selected with it.
         head_rows: rows at the head of a chunk that count half as much as the chunk's most attended row; 0: none. What a
@@ -52,7 +60,6 @@ class Query(Selector):
             which computes nothing.
     """
 
-    ratio: float
     pool: Pool = "sentence"
     lead: int = 1
     head_rows: int = 0
@@ -63,22 +70,49 @@ class Query(Selector):
     hop_rows: int = 64
 
     def __post_init__(self) -> None:
-        check_ratio(self.ratio)
-        _check_question(self)
-        _check_hops(self)
+        if self.pool != "sentence" and not _is_whole(self.pool, 1, _LONGEST_SPAN):
+            raise InvalidInputError(f"pool must be 'sentence' or 1 to {_LONGEST_SPAN} tokens, got {self.pool!r}")
+        for name, (least, most, wanted) in _LIMITS.items():
+            value = getattr(self, name)
+            if not _is_whole(value, least, most) or (name == "hop_rows" and value == 1):
+                raise InvalidInputError(f"{name} must be {wanted}, got {value!r}")
+        words = self.words
+        if not isinstance(words, int | float) or isinstance(words, bool) or not (math.isfinite(words) and words >= 0):
+            raise InvalidInputError(f"question_words must be a finite weight of at least 0, got {words!r}")
+        if self.hops and not self.hop_rows and not words:
+            raise InvalidInputError(
+                "hops with hop_rows 0 look for words alone; set question_words above 0, or hop_rows"
+            )
 
     def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
         """See `Selector`."""
         return spans_by_attention(candidates, self.pool, self.words, count)
 
-    def select(self, candidates: Candidates) -> torch.Tensor:
-        """Whole spans in order of attention; of the first span that does not fit, the rows with the most attention."""
-        ranks = ranks_by_attention(candidates, self.pool, self.lead, self.words, self.head_rows)
-        return _first_rows(ranks, row_count(self.ratio, candidates.total))
+    def _by_attention(self, candidates: Candidates) -> torch.Tensor:
+        return ranks_by_attention(candidates, self.pool, self.lead, self.words, self.head_rows)
 
 
 @dataclass(frozen=True)
-class Hybrid(Selector):
+class Query(QuestionSelector):
+    """The rows that the question attends to most, span by span (ProphetKV and InfoFlow-KV select rows similarly).
+
+    Attributes:
+        ratio: share of all candidates that is recomputed.
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+        super().__post_init__()
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """Whole spans in order of attention; of the first span that does not fit, the rows with the most attention."""
+        return _first_rows(self._by_attention(candidates), row_count(self.ratio, candidates.total))
+
+
+@dataclass(frozen=True)
+class Hybrid(QuestionSelector):
     """A share selected by the question's attention before layer 0, then smaller shares at check layers.
 
     With `early` 1 and rank ``either`` it selects the union of both rankings at the check layers.
@@ -89,14 +123,6 @@ class Hybrid(Selector):
         early: share of all candidates that is active from layer 0 on, at least `ratios[0]`; 1: all candidates.
         rank: see `Rank`.
         measure: deviation over K and V, or one of them.
-        pool: see `Pool`.
-        lead: as for `Query`.
-        head_rows: as for `Query`.
-        question_rows: as for `Query`.
-        words: as for `Query`.
-        hops: as for `Query`.
-        hop_spans: as for `Query`.
-        hop_rows: as for `Query`.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -104,42 +130,28 @@ class Hybrid(Selector):
     early: float = 0.45
     rank: Rank = "either"
     measure: Measure = "kv"
-    pool: Pool = "sentence"
-    lead: int = 1
-    head_rows: int = 0
-    question_rows: int = 64
-    words: float = 0.0
-    hops: int = 0
-    hop_spans: int = 2
-    hop_rows: int = 64
     at_start: ClassVar[bool] = True  # besides the check layers
 
     def __post_init__(self) -> None:
         check_schedule(self.check_layers, self.ratios)
-        check_measure(self.measure)
+        check_fields(self, ("measure",))
         check_ratio(self.early)
-        _check_question(self)
-        _check_hops(self)
+        super().__post_init__()
         if self.early < self.ratios[0]:
             raise InvalidInputError(
                 f"the early share {self.early} is below the first check layer's ratio {self.ratios[0]}; "
                 "rows that were dropped cannot be brought back, so raise it or lower the ratios"
             )
-        if self.rank not in get_args(Rank):
-            raise InvalidInputError(f"rank must be one of {', '.join(get_args(Rank))}, got {self.rank!r}")
+        check_fields(self, ("rank",))
 
     @property
     def share(self) -> float:
         """The last check layer's ratio."""
         return self.ratios[-1]
 
-    def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
-        """See `Selector`."""
-        return spans_by_attention(candidates, self.pool, self.words, count)
-
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Before layer 0 the rows of highest attention; at check layers the rows of best rank."""
-        by_attention = ranks_by_attention(candidates, self.pool, self.lead, self.words, self.head_rows)
+        by_attention = self._by_attention(candidates)
         if candidates.layer is None:
             return _first_rows(by_attention, row_count(self.early, candidates.total))
         deviation, layer = measured(candidates)
@@ -165,15 +177,21 @@ def ranks_by_attention(
         InvalidInputError: the candidates have no attention.
     """
     attention, segments = _attention_of(candidates, words)
-    span = _span_numbers(candidates, segments, pool)
-    best = attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
-    best = _with_lead(best, torch.zeros_like(span).scatter(0, span, segments), lead)
+    span, best = _spans(candidates, segments, pool, attention)
+    of_segment = torch.zeros_like(span).scatter(0, span, segments)
+    wanted = best.clone()  # by span, with what those behind it lend
+    for ahead in range(1, min(lead, len(best) - 1) + 1):
+        more = torch.where(of_segment[ahead:] == of_segment[:-ahead], best[ahead:], -torch.inf)
+        wanted[:-ahead] = torch.maximum(wanted[:-ahead], more)
     by_row = torch.argsort(attention, descending=True, stable=True)
-    span_ranks = _ranks(torch.argsort(best, descending=True, stable=True))
+    span_ranks = _ranks(torch.argsort(wanted, descending=True, stable=True))
     order = by_row[torch.argsort(span_ranks[span[by_row]], stable=True)]
     if head_rows:
-        wanted = _with_heads(best[span], attention, segments, candidates.chunk_offsets < head_rows)
-        order = order[torch.argsort(wanted[order], descending=True, stable=True)]
+        numbers = _runs(segments)
+        most = torch.full_like(attention, -torch.inf).scatter_reduce(0, numbers, attention, "amax")[numbers]
+        by_span = wanted[span]
+        raised = torch.where(candidates.chunk_offsets < head_rows, torch.maximum(by_span, most / 2), by_span)
+        order = order[torch.argsort(raised[order], descending=True, stable=True)]
     return _ranks(order)
 
 
@@ -185,8 +203,7 @@ def spans_by_attention(candidates: Candidates, pool: Pool, words: float, count: 
         InvalidInputError: the candidates have no attention.
     """
     attention, segments = _attention_of(candidates, words)
-    span = _span_numbers(candidates, segments, pool)
-    best = attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
+    span, best = _spans(candidates, segments, pool, attention)
     order = torch.argsort(best, descending=True, stable=True)[:count]
     rows = torch.arange(len(span), device=span.device)
     first = torch.full_like(rows, len(rows)).scatter_reduce(0, span, rows, "amin")
@@ -213,40 +230,25 @@ def _attention_of(candidates: Candidates, words: float) -> tuple[torch.Tensor, t
     return attention, candidates.segments
 
 
-def _span_numbers(candidates: Candidates, segments: torch.Tensor, pool: Pool) -> torch.Tensor:
-    """Each row's span, [n] int64 from 0, ascending without gaps."""
-    spans = _spans(candidates, segments, pool)
-    numbers = torch.zeros_like(spans)
-    numbers[1:] = (spans[1:] != spans[:-1]).cumsum(0)
+def _spans(
+    candidates: Candidates, segments: torch.Tensor, pool: Pool, attention: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's span, [n] int64 from 0, ascending without gaps, none across segments; and the highest attention of
+    each span, [n], -inf behind the last one."""
+    if pool == "sentence" and candidates.sentences is not None:
+        spans = candidates.sentences
+    else:
+        tokens = SPAN_WITHOUT_SENTENCES if pool == "sentence" else pool
+        spans = segments * 2**32 + candidates.chunk_offsets // tokens
+    span = _runs(spans)
+    return span, attention.new_full((len(attention),), -torch.inf).scatter_reduce(0, span, attention, "amax")
+
+
+def _runs(values: torch.Tensor) -> torch.Tensor:
+    """The run of equal values that each belongs to, [n] int64 from 0."""
+    numbers = torch.zeros_like(values)
+    numbers[1:] = (values[1:] != values[:-1]).cumsum(0)
     return numbers
-
-
-def _with_lead(best: torch.Tensor, segment: torch.Tensor, lead: int) -> torch.Tensor:
-    """Attention of spans [n], raised to the highest of the next `lead` spans of the same segment."""
-    raised = best.clone()
-    for ahead in range(1, min(lead, len(best) - 1) + 1):
-        within = segment[ahead:] == segment[:-ahead]
-        raised[:-ahead] = torch.where(within, torch.maximum(raised[:-ahead], best[ahead:]), raised[:-ahead])
-    return raised
-
-
-def _with_heads(
-    wanted: torch.Tensor, attention: torch.Tensor, segments: torch.Tensor, heads: torch.Tensor
-) -> torch.Tensor:
-    """How much rows are wanted [n], raised for `heads` (boolean [n]) to half of their segment's highest attention."""
-    numbers = torch.zeros_like(segments)
-    numbers[1:] = (segments[1:] != segments[:-1]).cumsum(0)
-    most = torch.full_like(attention, -torch.inf).scatter_reduce(0, numbers, attention, "amax")[numbers]
-    return torch.where(heads, torch.maximum(wanted, most / 2), wanted)
-
-
-def _spans(candidates: Candidates, segments: torch.Tensor, pool: Pool) -> torch.Tensor:
-    """Each row's span, [n] int64, ascending; no span crosses segments."""
-    if pool == "sentence":
-        if candidates.sentences is not None:
-            return candidates.sentences
-        pool = SPAN_WITHOUT_SENTENCES
-    return segments * 2**32 + candidates.chunk_offsets // pool
 
 
 def _ranks(order: torch.Tensor) -> torch.Tensor:
@@ -261,36 +263,5 @@ def _first_rows(ranks: torch.Tensor, count: int) -> torch.Tensor:
     return torch.argsort(ranks)[:count].sort().values
 
 
-def _check_question(selector: Query | Hybrid) -> None:
-    pool, lead, heads = selector.pool, selector.lead, selector.head_rows
-    question_rows, words = selector.question_rows, selector.words
-    if pool != "sentence" and not (_is_whole(pool) and 1 <= pool <= _LONGEST_SPAN):
-        raise InvalidInputError(f"pool must be 'sentence' or 1 to {_LONGEST_SPAN} tokens, got {pool!r}")
-    if not _is_whole(lead) or lead < 0:
-        raise InvalidInputError(f"lead must be a whole number of spans, at least 0, got {lead!r}")
-    if not _is_whole(heads) or heads < 0:
-        raise InvalidInputError(f"head_rows must be a whole number of rows, at least 0, got {heads!r}")
-    if not _is_whole(question_rows) or question_rows < 2:
-        raise InvalidInputError(
-            f"question_rows must be a whole number, at least 2 (the first row is generic), got {question_rows!r}"
-        )
-    if not isinstance(words, int | float) or isinstance(words, bool) or not (math.isfinite(words) and words >= 0):
-        raise InvalidInputError(f"question_words must be a finite weight of at least 0, got {words!r}")
-
-
-def _check_hops(selector: Query | Hybrid) -> None:
-    hops, spans, rows = selector.hops, selector.hop_spans, selector.hop_rows
-    if not _is_whole(hops) or not 0 <= hops <= MOST_HOPS:
-        raise InvalidInputError(f"hops must be a whole number, 0 to {MOST_HOPS} (0: only the question), got {hops!r}")
-    if not _is_whole(spans) or not 1 <= spans <= MOST_HOP_SPANS:
-        raise InvalidInputError(f"hop_spans must be a whole number of spans, 1 to {MOST_HOP_SPANS}, got {spans!r}")
-    if not _is_whole(rows) or rows < 0 or rows == 1:
-        raise InvalidInputError(
-            f"hop_rows must be a whole number, at least 2 (the first row is generic), or 0 (words alone), got {rows!r}"
-        )
-    if hops and not rows and not selector.words:
-        raise InvalidInputError("hops with hop_rows 0 look for words alone; set question_words above 0, or hop_rows")
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_whole(value: object, least: int, most: float) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

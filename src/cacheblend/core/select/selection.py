@@ -1,12 +1,13 @@
-"""The settings that decide which rows are recomputed, and so the quality of an answer."""
+"""The settings that decide which rows are recomputed, and so the quality of an answer: as fields, and a selector with
+its settings as one text, as people write it: ``query:question_words=1,hops=1``."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from cacheblend.core.errors import InvalidInputError, check_fields
-from cacheblend.core.select.checks import check_ratio, check_schedule
-from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, Rank
+from cacheblend.core.select.question_selectors import Hybrid, Pool, Query, QuestionSelector, Rank
 from cacheblend.core.select.selectors import (
     AllRows,
     Gradual,
@@ -16,7 +17,14 @@ from cacheblend.core.select.selectors import (
     RandomRows,
     Selector,
     Threshold,
+    check_ratio,
+    check_schedule,
 )
+
+Ratios = tuple[float, ...]
+"""One ratio, or decreasing ones, one for each check layer."""
+
+_SEPARATE_OPTIONS = ("selector", "recompute_ratio", "ratios", "check_layers")
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,9 @@ class Selection:
         is_gradual = self.check_layers is None and self.ratios is None
         makers: dict[str, Callable[[], Selector]] = {
             "hkvd": lambda: Gradual(share, self.measure) if is_gradual else Hkvd(checks, schedule, self.measure),
-            "query": lambda: Query(share, *self._question_settings),
+            "query": lambda: Query(share, **self._of_question()),
             "hybrid": lambda: self._hybrid(checks, schedule),
-            "threshold": lambda: Threshold(self._bound(), checks, self.measure),
+            "threshold": lambda: self._threshold(checks),
             "head": lambda: Head(share),
             "random": lambda: RandomRows(share),
             "none": NoRows,
@@ -121,21 +129,70 @@ class Selection:
         early = min(1.0, 3 * ratios[-1]) if self.early_ratio is None else self.early_ratio
         check_ratio(early)
         early = max(early, ratios[0])
-        return Hybrid(checks, ratios, early, self.rank, self.measure, *self._question_settings)
+        return Hybrid(checks, ratios, early, self.rank, self.measure, **self._of_question())
 
-    @property
-    def _question_settings(self) -> tuple[Pool, int, int, int, float, int, int, int]:
-        """How the question's attention is used, in the order of the selectors' fields."""
-        asking = self.pool, self.lead, self.head_rows, self.question_rows, self.question_words
-        return *asking, self.hops, self.hop_spans, self.hop_rows
-
-    def _bound(self) -> float:
+    def _threshold(self, checks: tuple[int, ...]) -> Threshold:
         if self.threshold is None:
             raise InvalidInputError("the selector 'threshold' needs a bound; set `threshold`")
-        return self.threshold
+        return Threshold(self.threshold, checks, self.measure)
+
+    def _of_question(self) -> dict[str, Any]:
+        """The fields of `QuestionSelector`, which have the same names here, but for its `words`."""
+        names = {f.name: f.name for f in fields(QuestionSelector)} | {"words": "question_words"}
+        return {name: getattr(self, own) for name, own in names.items()}
 
 
 def selection_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values whose names are fields of `Selection`."""
     names = {f.name for f in fields(Selection)}
     return {name: value for name, value in values.items() if name in names}
+
+
+@dataclass(frozen=True)
+class SelectorChoice:
+    """A selector as requested: ``hkvd``, or with settings of `Selection`, ``hkvd:measure=v``.
+
+    Attributes:
+        text: as given by the user.
+        settings: fields for `Selection`.
+    """
+
+    text: str
+    settings: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def parse(text: str) -> "SelectorChoice":
+        """``name`` or ``name:setting=value,setting=value``.
+
+        Raises:
+            InvalidInputError: an unknown setting, or a setting without a value.
+        """
+        name, _, rest = text.partition(":")
+        known = [field.name for field in fields(Selection) if field.name not in _SEPARATE_OPTIONS]
+        settings: dict[str, Any] = {"selector": name.strip()}
+        for part in filter(None, (part.strip() for part in rest.split(","))):
+            key, equals, value = part.partition("=")
+            if equals and key not in known:
+                raise InvalidInputError(
+                    f"selector {text!r}: there is no setting {key!r} here; settings are {', '.join(known)}"
+                )
+            if not equals:
+                raise InvalidInputError(
+                    f"selector {text!r}: {part!r} is not of the form setting=value; settings are {', '.join(known)}"
+                )
+            try:
+                settings[key] = json.loads(value)
+            except ValueError:
+                settings[key] = value
+        return SelectorChoice(text.strip(), tuple(settings.items()))
+
+    def selector(self, ratios: Ratios, check_layers: tuple[int, ...] | None) -> Selector:
+        """The selector with these settings.
+
+        Raises:
+            InvalidInputError: an unknown selector, or a value outside its range.
+        """
+        settings = dict(self.settings) | {"recompute_ratio": ratios[-1], "check_layers": check_layers}
+        if len(ratios) > 1:
+            settings["ratios"] = ratios
+        return Selection(**settings).make_selector()

@@ -2,20 +2,19 @@
 
 A selector is a frozen dataclass with one method, `select`. Its properties say when it is asked (before layer 0, at the
 entrance of its `check_layers`, or both) and what it needs (deviations, the question's attention). Nobody branches on
-its type. `core.select.question_selectors` has the selectors that use the question.
+its type. `core.select.question_selectors` has the selectors that use the question; `Late` and `Recorded` wrap others.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
 
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, check_fields
 from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.upload import upload
-from cacheblend.core.select.checks import check_layer_numbers, check_measure, check_ratio, check_schedule
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class Hkvd(Selector):
 
     def __post_init__(self) -> None:
         check_schedule(self.check_layers, self.ratios)
-        check_measure(self.measure)
+        check_fields(self, ("measure",))
 
     @property
     def share(self) -> float:
@@ -185,7 +184,7 @@ class Gradual(Selector):
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        check_measure(self.measure)
+        check_fields(self, ("measure",))
 
     @property
     def name(self) -> str:
@@ -200,8 +199,9 @@ class Gradual(Selector):
     def of_model(self, layers: int) -> Selector:
         """The check layers that the model has, and their ratios, without checks that would drop nothing."""
         checks = self.check_layers[: max(1, layers - 1)]
-        ratios = zip(checks, _gradual_ratios(self.ratio, checks, layers), strict=True)
-        dropping = {check: ratio for check, ratio in ratios if ratio < 1 - 1e-9}
+        lasting = [*(1 for _ in checks[1:]), max(1, layers - checks[-1])]
+        ratios = scaled_shares(GRADUAL_SHARES[: len(checks)], lasting, self.ratio)
+        dropping = {check: ratio for check, ratio in zip(checks, ratios, strict=True) if ratio < 1 - 1e-9}
         return Hkvd(tuple(dropping), tuple(dropping.values()), self.measure) if dropping else AllRows()
 
     def select(self, candidates: Candidates) -> torch.Tensor:
@@ -211,12 +211,6 @@ class Gradual(Selector):
 
 GRADUAL_SHARES = (0.5, 0.35, 0.18, 0.05)
 """Shares that stay active after layers 1 to 4, before they are scaled (measured: docs/log.md)."""
-
-
-def _gradual_ratios(ratio: float, checks: tuple[int, ...], layers: int) -> tuple[float, ...]:
-    """A ratio for each check layer: `GRADUAL_SHARES` times one factor, at most 1, and `ratio` on average."""
-    lasting = [*(1 for _ in checks[1:]), max(1, layers - checks[-1])]
-    return scaled_shares(GRADUAL_SHARES[: len(checks)], lasting, ratio)
 
 
 def scaled_shares(shares: Sequence[float], lasting: Sequence[int], mean: float) -> tuple[float, ...]:
@@ -246,7 +240,7 @@ class Threshold(Selector):
 
     def __post_init__(self) -> None:
         check_layer_numbers(self.check_layers)
-        check_measure(self.measure)
+        check_fields(self, ("measure",))
         if not (math.isfinite(self.bound) and self.bound >= 0):
             raise InvalidInputError(f"a deviation bound is finite and at least 0, got {self.bound}")
 
@@ -334,3 +328,118 @@ def measured(candidates: Candidates) -> tuple[torch.Tensor, int]:
     if candidates.deviation is None or candidates.layer is None:
         raise InvalidInputError("this selector decides at check layers and was called without deviations")
     return candidates.deviation, candidates.layer
+
+
+def check_ratio(ratio: float) -> None:
+    """Raises `InvalidInputError` unless 0 <= ratio <= 1."""
+    is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+    if not (is_number and math.isfinite(ratio) and 0 <= ratio <= 1):
+        raise InvalidInputError(f"a recompute ratio must be in 0..1, got {ratio!r}")
+
+
+def check_schedule(layers: tuple[int, ...], ratios: tuple[float, ...]) -> None:
+    """Raises `InvalidInputError` unless every check layer has a ratio in 0..1 and the ratios do not rise."""
+    check_layer_numbers(layers)
+    if len(ratios) != len(layers):
+        raise InvalidInputError(f"{len(layers)} check layers {layers} need as many ratios, got {ratios}")
+    if any(not 0 <= ratio <= 1 for ratio in ratios):
+        raise InvalidInputError(f"recompute ratios must be in 0..1, got {ratios}")
+    if list(ratios) != sorted(ratios, reverse=True):
+        raise InvalidInputError(f"ratios must not rise from one check layer to the next, got {ratios}")
+
+
+def check_layer_numbers(layers: tuple[int, ...]) -> None:
+    """Raises `InvalidInputError` unless they are whole numbers, ascending, at least 1."""
+    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+    if not layers or not whole or list(layers) != sorted(set(layers)) or layers[0] < 1:
+        raise InvalidInputError(
+            f"check layers must be whole numbers, ascending, at least 1 (layer 0 has no deviation), got {layers}"
+        )
+
+
+# ---- in front of others -------------------------------------------------------------------------------------
+
+
+class Wrapper(Selector):
+    """Asked in place of the selector `inner`, whose every property and choice is its own unless it says otherwise."""
+
+    inner: Selector
+
+    def found_spans(self, candidates: Candidates, count: int) -> list[FoundSpan]:
+        """See `Selector`."""
+        return self.inner.found_spans(candidates, count)
+
+
+def _inner(name: str) -> property:
+    return property(lambda wrapper: getattr(wrapper.inner, name))
+
+
+for _name, _declared in vars(Selector).items():
+    if isinstance(_declared, property):
+        setattr(Wrapper, _name, _inner(_name))
+
+
+@dataclass(frozen=True)
+class Late(Wrapper):
+    """Another selector, asked later than it says because earlier layers need all rows.
+
+    Checks that fall on the same layer are made once, with what the last of them keeps.
+
+    Attributes:
+        inner: what chooses the rows; without the question's attention.
+        moved: for each layer with a check, ascending, the inner selector's own check layer.
+    """
+
+    inner: Selector
+    moved: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(selector: Selector, layers: Sequence[int]) -> Selector:
+        """The selector for a model in which only these layers, ascending, can be checked; itself if nothing changes."""
+        moved = dict[int, int]()
+        for check in selector.check_layers:
+            if (layer := next((layer for layer in layers if layer >= check), None)) is not None:
+                moved[layer] = check
+        same = tuple(moved.items()) == tuple((check, check) for check in selector.check_layers)
+        return selector if same else Late(selector, tuple(moved.items()))
+
+    @property
+    def check_layers(self) -> tuple[int, ...]:
+        """Where it is asked."""
+        return tuple(layer for layer, _ in self.moved)
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """What the inner selector chooses at its own check layer."""
+        own = None if candidates.layer is None else dict(self.moved)[candidates.layer]
+        return self.inner.select(replace(candidates, layer=own))
+
+
+@dataclass
+class Recorded(Wrapper):
+    """Selects as `inner` does, and records every call, for inspection.
+
+    Attributes:
+        inner: the selector that decides.
+        asked: candidates of each call, in order; a pass that is restarted selects again.
+        keeps: [candidates] bool of each call, True for the rows that were kept.
+    """
+
+    inner: Selector
+    asked: list[Candidates] = field(default_factory=list)
+    keeps: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[int]:
+        """Positions that the last call kept, ascending."""
+        return self.asked[-1].positions[self.keeps[-1]].tolist() if self.asked else []
+
+    def of_model(self, layers: int) -> Selector:
+        """See `Selector`; records into the same lists."""
+        return replace(self, inner=self.inner.of_model(layers))
+
+    def select(self, candidates: Candidates) -> torch.Tensor:
+        """See `Selector`."""
+        selected = self.inner.select(candidates)
+        self.asked.append(candidates)
+        self.keeps.append(as_mask(selected, len(candidates.positions)))
+        return selected

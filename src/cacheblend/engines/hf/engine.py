@@ -24,8 +24,7 @@ from cacheblend.core.fuse.prefill import BlendedPrefill
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
-from cacheblend.core.select.checks import check_ratio
-from cacheblend.core.select.selectors import Selector
+from cacheblend.core.select.selectors import Selector, check_ratio
 from cacheblend.engines.fingerprint import fingerprint_model
 from cacheblend.engines.folders import model_folder
 from cacheblend.engines.hf.adapter_watch import AdapterFollower

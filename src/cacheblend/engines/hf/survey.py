@@ -14,8 +14,7 @@ from cacheblend.core.fuse.prefill import check_latents, check_selector
 from cacheblend.core.kernels.attention_spec import HeadShape
 from cacheblend.core.kernels.rope import KeyRotation
 from cacheblend.core.plan.blocks import KVLayout
-from cacheblend.core.select.late import Late
-from cacheblend.core.select.selectors import Selector
+from cacheblend.core.select.selectors import Late, Selector
 from cacheblend.engines.hf.configs import check_config, shift_limits
 from cacheblend.engines.hf.latent import LatentShape
 from cacheblend.engines.hf.layer_probe import ROWS, Probe

@@ -21,8 +21,7 @@ from pydantic import Field
 from cacheblend.core.fuse.result import PrefillResult
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt
-from cacheblend.core.select.recorder import Recorded
-from cacheblend.core.select.selectors import Selector
+from cacheblend.core.select.selectors import Recorded, Selector
 from cacheblend.engines.hf import BlendEngine, Passage
 from cacheblend.engines.hf.baselines import agreement, full_recompute
 from cacheblend.engines.hf.prefiller import Mode
