@@ -240,7 +240,7 @@ def pretend_cuda(patch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
     from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton, operations
-    from cacheblend.core.kernels.registry import Served
+    from cacheblend.core.kernels.operations import Served
     from cacheblend.core.load import staging_buffers
     from cacheblend.core.load.loader import LayerLoader
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cacheblend.core.fuse.runner import Attend
+from cacheblend.core.kernels.attention import attention_weights
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.latent import attended
-from cacheblend.core.layers.attention_weights import attention_weights
-from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.plan import BlendPlan, Source
 from cacheblend.core.plan.prompt import Prompt

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.kernels.operations import ATTEND_ROWS, KV_DEVIATION, PLACE, attend_rows
-from cacheblend.core.kernels.registry import Operation
+from cacheblend.core.kernels.operations import ATTEND_ROWS, KV_DEVIATION, PLACE, Operation, attend_rows
 from cacheblend.core.kernels.upload import upload
 from cacheblend.core.load.staging_buffers import Staging
 from cacheblend.core.plan.prompt import Prompt, text

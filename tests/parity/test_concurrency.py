@@ -9,8 +9,8 @@ import torch
 
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.blocks import KVLayout, LayerShape
 from cacheblend.core.plan.plan import BlendPlan

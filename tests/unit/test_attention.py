@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.kernels import attention, attention_tiles
+from cacheblend.core.kernels import attention
 from cacheblend.core.kernels.attention import attend_rows
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from reference_attention import dense_attention
@@ -85,17 +85,17 @@ def test_equals_dense_attention(kind, rows, kv_heads, dtype, device):
 
 
 def _by_tiles(query, keys, values, positions, spec):
-    return attention_tiles.attend_tiles(query, keys, values, positions, positions.tolist(), spec)
+    return attention.attend_tiles(query, keys, values, positions, positions.tolist(), spec)
 
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_every_tile_boundary(kind, monkeypatch):
     """Small tiles, so that lengths, windows and groups fall on, before and after every boundary."""
-    monkeypatch.setattr(attention_tiles, "_MIN_GROUP_ROWS", 4)
-    monkeypatch.setattr(attention_tiles, "_MAX_GROUP_ROWS", 4)
-    monkeypatch.setattr(attention_tiles, "_MIN_TILE_KEYS", 8)
-    monkeypatch.setattr(attention_tiles, "_TILE_SCORES", 4 * 4 * 8)
-    monkeypatch.setattr(attention_tiles, "_END_STEP", 4)
+    monkeypatch.setattr(attention, "_MIN_GROUP_ROWS", 4)
+    monkeypatch.setattr(attention, "_MAX_GROUP_ROWS", 4)
+    monkeypatch.setattr(attention, "_MIN_TILE_KEYS", 8)
+    monkeypatch.setattr(attention, "_TILE_SCORES", 4 * 4 * 8)
+    monkeypatch.setattr(attention, "_END_STEP", 4)
     for length, step in itertools.product(range(1, 27), (1, 2, 5)):
         positions = list(range((length - 1) % step, length, step))
         for window in {SPECS[kind].get("window"), *((3, 8, 9) if "window" in SPECS[kind] else ())}:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone, run_together
+from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.layers.runner import Attend
 
 HEADS, WIDTH = 2, 8
 SPEC = AttentionSpec(scaling=1.0)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, PrefillBatcher, RunsLayer
+from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.layers.runner import Attend
 
 LAYERS, TILE = 3, 8
 

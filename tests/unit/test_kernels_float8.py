@@ -12,7 +12,7 @@ from cacheblend.core.kernels import attention, comparison, kv_placement, operati
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape
 from cacheblend.core.kernels.float8 import FLOAT8, Float8, as_bytes
 from cacheblend.core.kernels.kv_placement import Piece, Placement
-from cacheblend.core.kernels.registry import PLAIN, Kernel, Operation, Served
+from cacheblend.core.kernels.operations import PLAIN, Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation
 from campaign import share
 from kernel_cases import ATTENTION_TOLERANCE, compare, paged, records
@@ -178,8 +178,7 @@ def test_a_kernel_that_differs_in_eight_bits_serves_other_caches_only() -> None:
     assert comparison.attention_differs(without_bytes, attention.attend_rows, device, dtype) == ""
 
     def made(differs: Any) -> Operation[Any]:
-        kernels = [Kernel("ours", lambda *_: True, lambda: without_bytes)]
-        return Operation("attention", attention.attend_rows, kernels, differs)
+        return Operation("attention", attention.attend_rows, lambda: without_bytes, differs, lambda *_: True)
 
     assert made(comparison.attention_differs).on(device, dtype).is_kernel
     refused = made(attends).on(device, dtype)
@@ -195,7 +194,7 @@ def test_eight_bits_are_checked_where_they_are_used(monkeypatch: pytest.MonkeyPa
         served: Served[Any] = Served(operation._plain, "ours")
         monkeypatch.setattr(operation, "_served", {(device, torch.bfloat16): served})
         monkeypatch.setattr(operation, "confirm", lambda *args, name=operation.name: asked.append(name))
-    monkeypatch.setattr(operations, "_serves", lambda *_: True)
+    monkeypatch.setattr(operations, "_has_kernels", lambda *_: True)
     shape = HeadShape(4, 2, 64)
     operations.serve(device, torch.bfloat16, [shape])
     assert asked == ["attention of rows", "placing"]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse import question
 from cacheblend.core.fuse.question import rows_to_ask
+from cacheblend.core.kernels.attention import attention_weights
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.layers.attention_weights import attention_weights
 from cacheblend.core.names import BlockName, root_name
 from cacheblend.core.plan.blocks import BlockEntry, KVLayout, LayerShape, RecordMemory
 from cacheblend.core.plan.plan import Source

@@ -128,7 +128,7 @@ DiskStore.read_layers = _read_layers  # type: ignore[method-assign]
 
 def serve_triton() -> None:
     from cacheblend.core.kernels import attention_triton, deviation_triton, kv_placement_triton, operations
-    from cacheblend.core.kernels.registry import Operation, Served
+    from cacheblend.core.kernels.operations import Operation, Served
 
     calls: dict[Operation[Any], Any] = {
         operations.ATTEND_ROWS: attention_triton.attend_rows,

@@ -16,7 +16,7 @@ from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.attention import attend_rows
 from cacheblend.core.kernels.float8 import Float8
 from cacheblend.core.kernels.kv_placement import Piece, Placement
-from cacheblend.core.kernels.registry import PLAIN, Served
+from cacheblend.core.kernels.operations import PLAIN, Served
 from cacheblend.core.load.layer_kv import LayerKV
 from cacheblend.core.plan.plan import Source
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows

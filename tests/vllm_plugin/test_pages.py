@@ -10,7 +10,7 @@ from cacheblend.core.errors import BlockLostError, CacheBlendError
 from cacheblend.core.fuse import rows
 from cacheblend.core.kernels import operations
 from cacheblend.core.kernels.kv_placement import Piece, Placement
-from cacheblend.core.kernels.registry import Served
+from cacheblend.core.kernels.operations import Served
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.select.question_selectors import Hybrid, Query
 from cacheblend.core.select.selectors import AllRows, Hkvd, NoRows

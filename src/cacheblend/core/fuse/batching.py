@@ -23,8 +23,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from cacheblend.core.fuse.runner import Attend, LayerRunner
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.layers.runner import Attend, LayerRunner
 
 ROWS_OPEN = 32768
 """While all jobs wait for their KV, another one begins only if they have fewer rows: hidden states take memory."""

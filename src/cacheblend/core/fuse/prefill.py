@@ -27,8 +27,8 @@ from cacheblend.core.fuse.question import Asking, OverRanks
 from cacheblend.core.fuse.recurrent import Recurrence
 from cacheblend.core.fuse.result import PrefillResult, Work, report_of
 from cacheblend.core.fuse.rows import ActiveRows
+from cacheblend.core.fuse.runner import Attend, LayerRunner
 from cacheblend.core.kernels.attention_spec import AttentionSpec
-from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader

@@ -27,11 +27,11 @@ import numpy.typing as npt
 import torch
 
 from cacheblend.core.fuse.rows import ActiveRows, Cues
+from cacheblend.core.fuse.runner import Attend, LayerRunner
+from cacheblend.core.kernels.attention import attention_weights
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.latent import attended
 from cacheblend.core.kernels.upload import upload_together
-from cacheblend.core.layers.attention_weights import attention_weights
-from cacheblend.core.layers.runner import Attend, LayerRunner
 from cacheblend.core.load.layer_kv import LayerCache
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import BlendPlan

@@ -13,7 +13,7 @@ and a pass can only begin where the states of the rows in front are known. Knows
 from collections.abc import Sequence
 from typing import Any
 
-from cacheblend.core.layers.runner import LayerRunner
+from cacheblend.core.fuse.runner import LayerRunner
 from cacheblend.core.plan.plan import BlendPlan
 
 

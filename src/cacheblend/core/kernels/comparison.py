@@ -5,7 +5,7 @@ differs(kernel, plain, device, dtype, ...) -> "" if they agree, else by how much
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Protocol, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -16,43 +16,8 @@ from cacheblend.core.kernels.kv_placement import Piece, Placement
 from cacheblend.core.kernels.rope import KeyRotation, Pairing
 from cacheblend.core.plan.codec import CODECS
 
-
-class AttendRows(Protocol):
-    """See `attention.attend_rows`."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        positions: torch.Tensor,
-        spec: AttentionSpec,
-        block_table: torch.Tensor | None = None,
-        /,
-    ) -> torch.Tensor:
-        """[rows, heads, head_dim]."""
-        ...
-
-
-class PlaceOperation(Protocol):
-    """See `kv_placement.place`."""
-
-    def __call__(
-        self,
-        records: Sequence[torch.Tensor],
-        placement: Placement,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rotation: KeyRotation | None = None,
-        block_table: torch.Tensor | None = None,
-        float8: Float8 | None = None,
-        /,
-    ) -> None:
-        """Writes rows."""
-        ...
-
-
-Deviation = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Measure, torch.Tensor | None], torch.Tensor]
+Kernel = Callable[..., Any]
+"""As its slow counterpart."""
 
 _PAGE = 16  # tokens of a block in checks
 _CHECKED_KEYS = 1024  # of a window in checks; a wider one is compiled, and hides nothing
@@ -63,8 +28,8 @@ _STEPS = {torch.float8_e4m3fn: 0.13, torch.float8_e5m2: 0.26}  # by the number: 
 
 
 def attention_differs(
-    kernel: AttendRows,
-    plain: AttendRows,
+    kernel: Kernel,
+    plain: Kernel,
     device: torch.device,
     dtype: torch.dtype,
     shapes: Sequence[HeadShape] = _CHECKED,
@@ -101,16 +66,14 @@ def attention_differs(
     return ""
 
 
-def float8_attention_differs(
-    kernel: AttendRows,
-    plain: AttendRows,
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: Sequence[HeadShape] = _CHECKED,
-) -> str:
-    """`attention_differs`, over keys and values in eight bits."""
-    found = (attention_differs(kernel, plain, device, dtype, shapes, kind) for kind in FLOAT8)
-    return next((reason for reason in found if reason), "")
+def _in_float8(differs: Callable[..., str]) -> Callable[..., str]:
+    """The same comparison in each kind of eight bits."""
+
+    def differs_in_some(*args: Any) -> str:
+        found = (differs(*args, kind=kind) for kind in FLOAT8)
+        return next((reason for reason in found if reason), "")
+
+    return differs_in_some
 
 
 def _in_kind(kind: torch.dtype | None) -> str:
@@ -127,8 +90,8 @@ def _in_pages(rows: torch.Tensor) -> torch.Tensor:
 
 
 def placing_differs(
-    kernel: PlaceOperation,
-    plain: PlaceOperation,
+    kernel: Kernel,
+    plain: Kernel,
     device: torch.device,
     dtype: torch.dtype,
     heads: tuple[int, int] = (2, 64),
@@ -164,19 +127,7 @@ def placing_differs(
     return ""
 
 
-def float8_placing_differs(
-    kernel: PlaceOperation,
-    plain: PlaceOperation,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: tuple[int, int] = (2, 64),
-) -> str:
-    """`placing_differs`, in pages of eight bits."""
-    found = (placing_differs(kernel, plain, device, dtype, heads, kind) for kind in FLOAT8)
-    return next((reason for reason in found if reason), "")
-
-
-def deviation_differs(kernel: Deviation, plain: Deviation, device: torch.device, dtype: torch.dtype) -> str:
+def deviation_differs(kernel: Kernel, plain: Kernel, device: torch.device, dtype: torch.dtype) -> str:
     """Compares scattered rows, by each measure."""
     draw = torch.Generator().manual_seed(0)
     fresh = torch.randn(2, 3, 37, 96, generator=draw).to(device, dtype).unbind()
@@ -188,3 +139,6 @@ def deviation_differs(kernel: Deviation, plain: Deviation, device: torch.device,
         if not error <= _SUM_TOLERANCE:
             return f"differs from PyTorch by {error:.2g} of the sum ({measure}), more than {_SUM_TOLERANCE}"
     return ""
+
+
+float8_attention_differs, float8_placing_differs = _in_float8(attention_differs), _in_float8(placing_differs)

@@ -23,7 +23,7 @@ import torch
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec], torch.Tensor]
-"""See `core.layers.runner.Attend`."""
+"""See `core.fuse.runner.Attend`."""
 
 
 class UpProjection(NamedTuple):

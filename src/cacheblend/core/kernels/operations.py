@@ -1,7 +1,16 @@
-"""The operations, each served by whatever is fastest and right on its tensors' device."""
+"""The operations, each served by whatever is fastest and right on its tensors' device.
 
+Plain PyTorch serves everywhere. A kernel is used where it serves the device, loads, and agrees with plain PyTorch on a
+small input (`comparison`); else a warning says why not. So a driver or compiler that misbehaves costs speed, never an
+answer.
+"""
+
+import importlib
+import logging
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -10,9 +19,6 @@ from cacheblend.core.kernels import attention, deviation, kv_placement
 from cacheblend.core.kernels.attention_spec import AttentionSpec, HeadShape, check_shapes
 from cacheblend.core.kernels.comparison import (
     TOLERANCE,
-    AttendRows,
-    Deviation,
-    PlaceOperation,
     attention_differs,
     deviation_differs,
     float8_attention_differs,
@@ -23,10 +29,101 @@ from cacheblend.core.kernels.deviation import Measure
 from cacheblend.core.kernels.float8 import FLOAT8, Float8
 from cacheblend.core.kernels.kv_placement import Placement, check_records
 from cacheblend.core.kernels.latent import attended
-from cacheblend.core.kernels.registry import Kernel, Operation, Served
 from cacheblend.core.kernels.rope import KeyRotation
 
+logger = logging.getLogger("cacheblend.kernels")
+PLAIN, KERNEL = "PyTorch", "Triton"
+"""Names of what serves everywhere, and of what is faster."""
+
 _MAX_HEAD_DIM = 256  # of kernels: wider tiles do not fit
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Served(Generic[F]):
+    """What serves a device and dtype: its name, and why nothing faster does ("": nothing faster is made for it)."""
+
+    call: F
+    name: str
+    reason: str = ""
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether something faster than plain PyTorch serves."""
+        return self.name != PLAIN
+
+
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in TOLERANCE and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class Operation(Generic[F]):
+    """One operation, in plain PyTorch and as a kernel; safe to use from several threads.
+
+    Args:
+        name: for people.
+        plain: in PyTorch.
+        kernel: imports and returns the kernel; raises `ImportError` where what it is written in is not installed.
+        differs: (kernel, plain, device, dtype) to what differs between them on a small input; "" if they agree.
+        serves: whether the kernel is made for a device and dtype.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plain: F,
+        kernel: Callable[[], Any],
+        differs: Callable[[Any, Any, torch.device, torch.dtype], str],
+        serves: Callable[[torch.device, torch.dtype], bool] = _has_kernels,
+    ) -> None:
+        self.name = name
+        self._plain, self._kernel, self._differs, self._serves = plain, kernel, differs, serves
+        self._served: dict[tuple[torch.device, torch.dtype], Served[F]] = {}
+        self._lock = threading.Lock()
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Served[F]:
+        """What serves; the first call for a device and dtype loads and checks the kernel, later ones look it up."""
+        served = self._served.get((device, dtype))
+        if served is None:
+            with self._lock:
+                served = self._served.get((device, dtype))
+                if served is None:
+                    served = self._plainly()
+                    if self._serves(device, dtype):
+                        served = self._checked(self._kernel, self._differs, device, dtype)
+                self._served[device, dtype] = served
+        return served
+
+    def confirm(self, device: torch.device, dtype: torch.dtype, differs: Callable[[F, F], str]) -> Served[F]:
+        """What serves, checked once more in a caller's own case: a kernel that differs there serves nobody from now on.
+
+        Args:
+            differs: (kernel, plain) to what differs between them; "" if they agree.
+        """
+        served = self.on(device, dtype)
+        if served.is_kernel:
+            served = self._checked(lambda: served.call, lambda kernel, plain, *_: differs(kernel, plain), device, dtype)
+            with self._lock:
+                self._served[device, dtype] = served
+        return served
+
+    def _checked(
+        self, load: Callable[[], Any], differs: Callable[..., str], device: torch.device, dtype: torch.dtype
+    ) -> Served[F]:
+        try:
+            kernel = load()
+            reason = differs(kernel, self._plain, device, dtype)
+        except ImportError as error:
+            return self._plainly(str(error))
+        except Exception as error:  # of a compiler or driver: anything
+            reason = f"{type(error).__name__}: {error}"
+        if not reason:
+            return Served(kernel, KERNEL)
+        logger.warning("%s: %s is not used on %s in %s: %s", self.name, KERNEL, device, dtype, reason)
+        return self._plainly(reason)
+
+    def _plainly(self, reason: str = "") -> Served[F]:
+        return Served(self._plain, PLAIN, f"{KERNEL}: {reason}" if reason else "")
 
 
 def attend_rows(
@@ -89,7 +186,7 @@ def place(
         page, kv_heads, head_dim = keys.shape[1:]
         length = page * len(block_table)
     check_records(records, placement, keys, kv_heads, length, float8)
-    serves: PlaceOperation = kv_placement.place
+    serves = kv_placement.place
     if head_dim <= _MAX_HEAD_DIM and not head_dim % 4:
         operation, dtype = (PLACE, keys.dtype) if float8 is None else (PLACE_FLOAT8, float8.dtype)
         serves = operation.on(keys.device, dtype).call
@@ -111,35 +208,10 @@ def kv_deviation(
     asked = loaded[0].shape[1] if positions is None else len(positions)
     if loaded[0].shape[::2] != (kv_heads, head_dim) or asked != rows:
         raise InvalidInputError(f"{list(fresh[0].shape)} fresh rows, {list(loaded[0].shape)} loaded, {asked} compared")
-    serves: Deviation = deviation.kv_deviation
+    serves = deviation.kv_deviation
     if head_dim <= _MAX_HEAD_DIM:
         serves = KV_DEVIATION.on(fresh[0].device, fresh[0].dtype).call
     return serves(fresh, loaded, measure, positions)
-
-
-# ---- kernels ------------------------------------------------------------------------------------------------
-
-
-def _load_triton_attention() -> AttendRows:
-    from cacheblend.core.kernels import attention_triton
-
-    return attention_triton.attend_rows
-
-
-def _load_triton_placing() -> PlaceOperation:
-    from cacheblend.core.kernels import kv_placement_triton
-
-    return kv_placement_triton.place
-
-
-def _load_triton_deviation() -> Deviation:
-    from cacheblend.core.kernels import deviation_triton
-
-    return deviation_triton.kv_deviation
-
-
-def _serves(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in TOLERANCE and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def is_served(device: torch.device, dtype: torch.dtype, shape: HeadShape, *, float8: bool = False) -> bool:
@@ -165,7 +237,7 @@ def serve(
     operations: dict[Operation[Any], Callable[..., str]] = {ATTEND_ROWS: attention_differs, PLACE: placing_differs}
     if float8:
         operations |= {ATTEND_FLOAT8: float8_attention_differs, PLACE_FLOAT8: float8_placing_differs}
-    for operation, differs in operations.items() if _serves(device, dtype) else ():
+    for operation, differs in operations.items() if _has_kernels(device, dtype) else ():
         cases: Sequence[Any] = heads if operation in (PLACE, PLACE_FLOAT8) else (fitting,)
 
         def differs_here(kernel: Any, plain: Any, differs: Any = differs, cases: Any = cases) -> str:
@@ -176,38 +248,22 @@ def serve(
     return {operation.name: operation.on(device, dtype) for operation in (*operations, KV_DEVIATION)}
 
 
-ATTEND_ROWS: Operation[AttendRows] = Operation(
-    "attention of rows",
-    attention.attend_rows,
-    [Kernel("Triton", _serves, _load_triton_attention)],
-    attention_differs,
-)
+def _triton(name: str) -> Callable[[], Any]:
+    """Imports a kernel, ``module.function``, once it is asked for: Triton need not be installed."""
+    module, _, function = name.partition(".")
+    return lambda: getattr(importlib.import_module(f"cacheblend.core.kernels.{module}"), function)
 
-PLACE: Operation[PlaceOperation] = Operation(
-    "placing",
-    kv_placement.place,
-    [Kernel("Triton", _serves, _load_triton_placing)],
-    placing_differs,
-)
 
-KV_DEVIATION: Operation[Deviation] = Operation(
-    "deviation",
-    deviation.kv_deviation,
-    [Kernel("Triton", _serves, _load_triton_deviation)],
-    deviation_differs,
+_attend, _place, _measure = (
+    _triton("attention_triton.attend_rows"),
+    _triton("kv_placement_triton.place"),
+    _triton("deviation_triton.kv_deviation"),
 )
-
-ATTEND_FLOAT8: Operation[AttendRows] = Operation(
-    "attention in eight bits",
-    attention.attend_rows,
-    [Kernel("Triton", _serves, _load_triton_attention)],
-    float8_attention_differs,
+ATTEND_ROWS = Operation("attention of rows", attention.attend_rows, _attend, attention_differs)
+PLACE = Operation("placing", kv_placement.place, _place, placing_differs)
+KV_DEVIATION = Operation(
+    "deviation", deviation.kv_deviation, _triton("deviation_triton.kv_deviation"), deviation_differs
 )
+ATTEND_FLOAT8 = Operation("attention in eight bits", attention.attend_rows, _attend, float8_attention_differs)
 """Operations of their own: where a device cannot compile them, what serves other caches goes on."""
-
-PLACE_FLOAT8: Operation[PlaceOperation] = Operation(
-    "placing in eight bits",
-    kv_placement.place,
-    [Kernel("Triton", _serves, _load_triton_placing)],
-    float8_placing_differs,
-)
+PLACE_FLOAT8 = Operation("placing in eight bits", kv_placement.place, _place, float8_placing_differs)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_last
-from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.engines.hf.layers import HfLayerRunner
 from cacheblend.engines.hf.recurrent import States

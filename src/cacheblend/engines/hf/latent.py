@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from cacheblend.core.errors import ModelNotBlendableError
+from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels import latent as kernels
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.latent import UpProjection
-from cacheblend.core.layers.runner import Attend
 
 
 @dataclass(frozen=True)

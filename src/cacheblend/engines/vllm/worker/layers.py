@@ -1,4 +1,4 @@
-"""Runs vLLM's own decoder layers on any subset of a prompt's rows (implements `core.layers.runner.LayerRunner`)."""
+"""Runs vLLM's own decoder layers on any subset of a prompt's rows (implements `core.fuse.runner.LayerRunner`)."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -7,9 +7,9 @@ from typing import Any, Protocol, cast
 import torch
 
 from cacheblend.core.fuse.batching import LayerRows
+from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.float8 import Float8
-from cacheblend.core.layers.runner import Attend
 from cacheblend.engines.vllm.internals.attention_shim import AttentionAnswer
 
 

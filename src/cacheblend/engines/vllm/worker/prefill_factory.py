@@ -16,9 +16,9 @@ import torch
 
 from cacheblend.core.errors import BlockLostError
 from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, RowAttention
+from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.kernels.operations import attend_rows, serve
-from cacheblend.core.layers.runner import Attend
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.load.threads import DaemonPool

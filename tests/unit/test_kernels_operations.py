@@ -12,7 +12,7 @@ import torch
 
 from cacheblend.core.kernels import attention, comparison, kv_placement, operations
 from cacheblend.core.kernels.attention_spec import HeadShape
-from cacheblend.core.kernels.registry import Kernel, Operation, Served
+from cacheblend.core.kernels.operations import Operation, Served
 from cacheblend.engines.hf import prefiller
 from families import tiny_model
 from parity.scenes import open_engine
@@ -45,18 +45,13 @@ def crashing():
     raise RuntimeError("ptxas died")
 
 
-def operation(*kernels):
-    return Operation(
-        "adding",
-        plain,
-        [Kernel(f"kernel {n}", lambda d, t: t == HALF, load) for n, load in enumerate(kernels)],
-        differs,
-    )
+def operation(kernel):
+    return Operation("adding", plain, kernel, differs, lambda device, dtype: dtype == HALF)
 
 
 def test_a_kernel_that_agrees_serves_what_it_is_made_for() -> None:
     adding = operation(lambda: right)
-    assert (adding.on(CPU, HALF).call, adding.on(CPU, HALF).name) == (right, "kernel 0")
+    assert (adding.on(CPU, HALF).call, adding.on(CPU, HALF).name) == (right, "Triton")
     assert (adding.on(CPU, torch.float32).call, adding.on(CPU, torch.float32).reason) == (plain, "")
 
 
@@ -65,21 +60,19 @@ def test_a_kernel_that_agrees_serves_what_it_is_made_for() -> None:
     [(lambda: wrong, "gives 0.0"), (crashing, "RuntimeError: ptxas died"), (lambda: 3, "TypeError: .*not callable")],
 )
 def test_one_that_does_not_is_not_used_and_told_once(load, reason, caplog: pytest.LogCaptureFixture) -> None:
-    adding = operation(load, lambda: right)
+    adding = operation(load)
     with caplog.at_level(logging.WARNING, "cacheblend.kernels"):
-        for _ in range(3):
-            assert adding.on(CPU, HALF).call is right
+        served = [adding.on(CPU, HALF) for _ in range(3)][-1]
     (record,) = caplog.records
-    assert "adding: kernel 0 is not used on cpu in torch.bfloat16" in record.getMessage()
-    served = operation(load).on(CPU, HALF)
+    assert "adding: Triton is not used on cpu in torch.bfloat16" in record.getMessage()
     assert (served.call, served.name) == (plain, "PyTorch")
-    assert re.match(f"kernel 0: {reason}", served.reason)
+    assert re.match(f"Triton: {reason}", served.reason)
 
 
 def test_what_is_not_installed_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "cacheblend.kernels"):
         served = operation(missing).on(CPU, HALF)
-    assert (served.call, served.reason) == (plain, "kernel 0: No module named 'triton'")
+    assert (served.call, served.reason) == (plain, "Triton: No module named 'triton'")
     assert not caplog.records
 
 
@@ -145,11 +138,11 @@ def test_a_kernel_that_differs_in_a_models_own_shape_serves_no_longer(caplog: py
     assert adding.confirm(CPU, torch.float32, lambda kernel, slow: "never asked of PyTorch").reason == ""
     with caplog.at_level(logging.WARNING, "cacheblend.kernels"):
         served = adding.confirm(CPU, HALF, lambda kernel, slow: "is off by 3 (head_dim 80)")
-    assert (served.call, served.reason) == (plain, "kernel 0: is off by 3 (head_dim 80)")
+    assert (served.call, served.reason) == (plain, "Triton: is off by 3 (head_dim 80)")
     assert adding.on(CPU, HALF) is served
-    assert "adding: kernel 0 is not used" in caplog.text
+    assert "adding: Triton is not used" in caplog.text
     again = operation(lambda: right)
-    assert again.confirm(CPU, HALF, lambda kernel, slow: crashing()).reason == "kernel 0: RuntimeError: ptxas died"
+    assert again.confirm(CPU, HALF, lambda kernel, slow: crashing()).reason == "Triton: RuntimeError: ptxas died"
 
 
 def test_a_models_own_shapes_are_checked_of_attention_and_placing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +150,7 @@ def test_a_models_own_shapes_are_checked_of_attention_and_placing(monkeypatch: p
     kernel = Served(attention.attend_rows, "a kernel"), Served(kv_placement.place, "a kernel")
     monkeypatch.setattr(operations.ATTEND_ROWS, "_served", {(CPU, HALF): kernel[0]})
     monkeypatch.setattr(operations.PLACE, "_served", {(CPU, HALF): kernel[1]})
-    monkeypatch.setattr(operations, "_serves", lambda device, dtype: True)
+    monkeypatch.setattr(operations, "_has_kernels", lambda device, dtype: True)
     monkeypatch.setattr(operations, "attention_differs", lambda *args: seen["attention"].append(args[4]) or "")
     monkeypatch.setattr(operations, "placing_differs", lambda *args: seen["placing"].append(args[4]) or "bad scales")
     shapes = [HeadShape(8, 4, 80), HeadShape(8, 4, 80, 512), HeadShape(8, 4, 80), HeadShape(4, 4, 512)]
