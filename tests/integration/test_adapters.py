@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cacheblend.core.errors import InvalidInputError
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.plan.prompt import Prompt, chunk, text
 from cacheblend.engines.hf import SamplingParams
 from cacheblend.engines.hf import warmup as warming_module

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from cacheblend.core.config import AnchorKind, BlendConfig
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, PrefillResult
 from cacheblend.core.load.loader import LayerLoader
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt, Segment, chunk, text

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, PrefillResult
 from cacheblend.core.fuse.runner import Attend
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.load.loader import LayerLoader

@@ -1,7 +1,7 @@
 """Every error that this package raises on purpose, and checks of types. A message names the value, the limit and the
 way out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -121,8 +121,8 @@ def check_type(value: object, hint: Any, what: str, wanted: str = "") -> None:
     Raises:
         InvalidInputError: the value is not of this type.
     """
-    if not _fits(value, hint):
-        raise InvalidInputError(f"{what} must be {wanted or _described(hint)}, got {shown(value)}")
+    if not fits_type(value, hint):
+        raise InvalidInputError(f"{what} must be {wanted or type_in_words(hint)}, got {shown(value)}")
 
 
 def check_fields(settings: Any, names: Iterable[str] = ()) -> None:
@@ -147,26 +147,29 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {name: hints[name] for name in kind.__dataclass_fields__}
 
 
-def _fits(value: object, hint: Any) -> bool:
+def fits_type(value: object, hint: Any) -> bool:
+    """Whether a value is of a type, as in an annotation; see `check_type`."""
     origin, options = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in options)
+        return any(fits_type(value, option) for option in options)
     if origin is Literal:
         return isinstance(value, str) and value in options
     if origin is tuple and options[1:] == (...,):
-        return isinstance(value, tuple) and all(_fits(item, options[0]) for item in value)
+        return isinstance(value, tuple) and all(fits_type(item, options[0]) for item in value)
     if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(options) and all(map(_fits, value, options))
+        return isinstance(value, tuple) and len(value) == len(options) and all(map(fits_type, value, options))
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(fits_type(item, options[1]) for item in value.values())
     if hint in (int, float):
         return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
     return isinstance(value, origin or hint)
 
 
-def _described(hint: Any) -> str:
+def type_in_words(hint: Any) -> str:
     """A type, for messages."""
     origin, options = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(_described(option) for option in options)
+        return " or ".join(type_in_words(option) for option in options)
     if origin is Literal:
         return f"one of {', '.join(options)}" if len(options) > 1 else repr(options[0])
     if origin is tuple:

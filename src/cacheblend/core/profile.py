@@ -4,14 +4,12 @@ A profile sets only fields of `Selection`. They were measured together, so they 
 of them, no setting of the profile is used. Knows JSON's values; does not read files.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from cacheblend.core.config import BlendConfig
-from cacheblend.core.errors import InvalidInputError
+from cacheblend.core.errors import InvalidInputError, fits_type, type_in_words
 from cacheblend.core.select.selection import Selection, selection_fields
 
 FORMAT = 2
@@ -134,10 +132,10 @@ class Profile:
             )
         if not isinstance(top["fingerprint"], str) or not top["fingerprint"]:
             raise _wrong(where, "fingerprint", "a text", top["fingerprint"])
-        settings = _settings(top["settings"], where)
+        settings = _typed_fields(top["settings"], where, "settings", Selection)
         if top["format"] == _FIRST_FORMAT and settings.get("selector", "hkvd") == "hkvd":
             settings.setdefault("check_layers", (1,))
-        measured = _measurement(top["measured"], where)
+        measured = Measurement(**_typed_fields(top["measured"], where, "measured", Measurement))
         try:
             profile = Profile(top["fingerprint"], settings, measured)
         except InvalidInputError as error:
@@ -158,23 +156,16 @@ def quality_settings(selection: Selection) -> dict[str, Any]:
 # ---- from JSON --------------------------------------------------------------------------------------------
 
 
-def _settings(value: Any, where: str) -> dict[str, Any]:
-    """Fields of `Selection`, tuples for lists; which values are allowed, `Selection` decides."""
-    settings = _typed_fields(value, where, "settings", Selection)
-    return {name: tuple(found) if isinstance(found, list) else found for name, found in settings.items()}
-
-
-def _measurement(value: Any, where: str) -> Measurement:
-    return Measurement(**_typed_fields(value, where, "measured", Measurement))
-
-
 def _typed_fields(value: Any, where: str, prefix: str, kind: type) -> dict[str, Any]:
-    """`value` as an object of some of a dataclass's fields, each of its declared type."""
+    """`value` as an object of some of a dataclass's fields, each of its declared type; lists become tuples."""
     hints = get_type_hints(kind)
     found = _fields(value, where, f"{prefix}.", set(hints), optional=set(hints))
-    for name, each in found.items():
-        if not _fits(each, hints[name]):
-            raise _wrong(where, f"{prefix}.{name}", _described(hints[name]), each)
+    for name, given in found.items():
+        found[name] = each = tuple(given) if isinstance(given, list) else given
+        numbers = [item for item in (each if isinstance(each, tuple) else (each,)) if isinstance(item, int | float)]
+        if not fits_type(each, hints[name]) or not all(abs(number) <= _LARGEST for number in numbers):
+            wanted = type_in_words(hints[name]).replace("a tuple", "a list").replace("None", "null")
+            raise _wrong(where, f"{prefix}.{name}", wanted.replace("a Mapping", "an object of texts"), given)
     return found
 
 
@@ -194,36 +185,6 @@ def _fields(
         if name not in value:
             raise InvalidInputError(f"{where}, field '{prefix}{name}': it is missing")
     return dict(value)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """A JSON value is of the type that a field declares; whole numbers are numbers, lists are tuples."""
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if origin is tuple:
-        return isinstance(value, list) and all(_is_number(item) for item in value)
-    if origin is Mapping:
-        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-    if hint is float:
-        return _is_number(value)
-    if hint is int:
-        return _is_number(value) and isinstance(value, int)
-    return value is None if hint is NoneType else isinstance(value, str)
-
-
-def _described(hint: Any) -> str:
-    """A field's type, for messages."""
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(_described(option) for option in get_args(hint))
-    names = {float: "a number", int: "a whole number", NoneType: "null", str: "a text", Literal: "a text"}
-    return {tuple: "a list of numbers", Mapping: "an object of texts"}.get(origin) or names[origin or hint]
-
-
-def _is_number(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and abs(value) <= _LARGEST and math.isfinite(value)
 
 
 def _wrong(where: str, name: str, kind: str, value: Any) -> InvalidInputError:

@@ -11,7 +11,7 @@ in one process. `core.fuse.batching` runs them side by side.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +24,111 @@ from cacheblend.core.errors import BlockLostError, InvalidInputError, LoadTimeou
 from cacheblend.core.failures import LOST_BLOCK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps, run_alone
 from cacheblend.core.fuse.question import Asking, OverRanks
-from cacheblend.core.fuse.recurrent import Recurrence
-from cacheblend.core.fuse.result import PrefillResult, Work, report_of
 from cacheblend.core.fuse.rows import ActiveRows
 from cacheblend.core.fuse.runner import Attend, LayerRunner
 from cacheblend.core.kernels.attention_spec import AttentionSpec
 from cacheblend.core.load.budget import LoadBudget
 from cacheblend.core.load.layer_kv import LayerCache, LayerKV
 from cacheblend.core.load.loader import LayerLoader
-from cacheblend.core.plan.plan import BlendPlan
+from cacheblend.core.names import BlockName
+from cacheblend.core.plan.plan import BlendPlan, Source
+from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector
+
+
+@dataclass
+class PrefillResult:
+    """A finished prefill.
+
+    Attributes:
+        logits: [vocab] of the last position; [n, vocab] of the last n, if more than one was asked for; empty where the
+            engine computes them itself.
+        kv: the request's KV cache, one entry a layer; empty where it was handed out layer by layer.
+        plan: the plan that was carried out in the end.
+        report: what was reused and what it cost; times of decoding are still zero.
+        read_s: seconds of reading, by tier, in passes that were given up too.
+        states: what recurrent layers keep of the prompt, see `Recurrence.kept`; None without such layers.
+        slow: stored blocks that the loading controller left out, since computing them was expected to be faster.
+    """
+
+    logits: torch.Tensor
+    kv: list[LayerKV]
+    plan: BlendPlan
+    report: BlendReport
+    read_s: dict[str, float]
+    states: Any = None
+    slow: frozenset[BlockName] = frozenset()
+
+
+@dataclass
+class Work:
+    """What a prompt took, passes that were given up included.
+
+    Attributes:
+        row_layers: rows times layers, without the question's passes.
+        question_row_layers: those of the question's pass and its hops.
+        projected_rows: rows that went through a layer's norm and projections only.
+        busy_s: seconds of the passes, without what passes between two steps of the caller.
+        load_s, wait_s, read_s: see `LayerLoader`.
+    """
+
+    row_layers: int = 0
+    question_row_layers: int = 0
+    projected_rows: int = 0
+    busy_s: float = 0.0
+    load_s: float = 0.0
+    wait_s: float = 0.0
+    read_s: dict[str, float] = field(default_factory=dict)
+
+    def add_loads(self, loader: LayerLoader) -> None:
+        """Adds the times of a pass's loader, which loads no more."""
+        self.load_s += loader.load_s
+        self.wait_s += loader.wait_s
+        for tier, seconds in loader.read_s.items():
+            self.read_s[tier] = self.read_s.get(tier, 0.0) + seconds
+
+
+class Recurrence:
+    """What recurrent layers (state-space, linear attention, convolution) ask of a prefill; an engine's own says what.
+
+    This one asks for nothing, as of a model with attention in every layer. One object serves one prefill.
+
+    The state behind a row is a function of all rows in front of it. So such a layer needs every row's hidden state, and
+    no row can be dropped in front of it:
+
+        layer       0 ....... last recurrent | first that drops ....... last that mixes rows | ...
+        rows        all of them, exact       | selected                 K, V; then the last  | the last
+        loaded KV   the exact prefix         | all of it
+
+    and a pass can only begin where the states of the rows in front are known.
+    """
+
+    lost: Sequence[str] = ()
+    """Why states that are held could not be used, one line each."""
+
+    saveable_share: float | None = None
+    """See `BlendReport`."""
+
+    def first_to_drop(self, num_layers: int) -> int:
+        """The first layer at whose entrance rows may be dropped; `num_layers`: none."""
+        return 0
+
+    def last_to_mix(self, num_layers: int) -> int:
+        """The last layer with attention or a state: behind it only the prompt's last rows are needed."""
+        return num_layers - 1
+
+    def begin(self, plan: BlendPlan) -> BlendPlan:
+        """The plan that a pass carries out; called once a pass, before its layers are opened."""
+        return plan
+
+    def cuts(self, plan: BlendPlan) -> Sequence[int]:
+        """Positions that no tile spans, ascending, because layers keep their state there."""
+        return ()
+
+    def kept(self, runner: LayerRunner) -> Any:
+        """What the layers have kept of the prompt, for `PrefillResult.states`."""
+        return None
+
 
 RowAttention = Callable[[int, torch.Tensor, LayerCache, torch.Tensor, AttentionSpec], torch.Tensor]
 """(layer, query [heads, n, head_dim], the layer's KV with these rows' fresh KV in place, their positions [n] int64,
@@ -193,8 +288,10 @@ class BlendedPrefill:
         """The next layer, of the question's passes or of the prompt, or a restart; for `PrefillBatcher`."""
         began = time.perf_counter()
         try:
-            if self._question is not None:
-                self._ask(self._question)
+            if self._question is not None:  # a layer of its pass, or of a hop's
+                self._work.question_row_layers += len(self._question.asking)
+                if self._question.advance():
+                    self._question = None
             else:
                 yield from self._compute_layer()
         except BlockLostError as error:
@@ -223,15 +320,33 @@ class BlendedPrefill:
         self._options.synchronize()
         self._work.busy_s += (ended := time.perf_counter()) - began
         self._work.add_loads(self._loader)
-        plan_s, ttft_s = self._planned - self._started, ended - self._started
-        report = report_of(self._plan, self._work, self._rows.recomputed, plan_s, ttft_s)
-        recurrence = self._options.recurrence
-        report.fallbacks, report.saveable_share = [*self._fallbacks, *recurrence.lost], recurrence.saveable_share
-        report.load_timeouts = list(self._options.budget.timeouts)
-        if self._rows.total:
-            report.selector, report.recompute_ratio = self._named
-        states = recurrence.kept(self._runner)
-        result = PrefillResult(logits, self._kv, self._plan, report, self._work.read_s, states)
+        plan, work, recurrence = self._plan, self._work, self._options.recurrence
+        tokens = plan.tokens_by_source()
+        left_out = sum(len(span) for span in plan.spans if span.source is Source.MISS and span.name in plan.left_out)
+        selector, ratio = self._named if self._rows.total else ("", None)
+        report = BlendReport(
+            prompt_tokens=len(plan),
+            hit_tokens=plan.hit_tokens(),
+            missed_tokens=tokens["miss"] - left_out,
+            left_out_tokens=left_out,
+            text_tokens=tokens["text"],
+            recomputed_tokens=self._rows.recomputed,
+            selector=selector,
+            recompute_ratio=ratio,
+            row_layers=work.row_layers + work.question_row_layers,
+            question_row_layers=work.question_row_layers,
+            projected_rows=work.projected_rows,
+            plan_s=self._planned - self._started,
+            load_s=work.load_s,
+            wait_s=work.wait_s,
+            compute_s=work.busy_s - work.wait_s,
+            ttft_s=ended - self._started,
+            fallbacks=[*self._fallbacks, *recurrence.lost],
+            load_timeouts=list(self._options.budget.timeouts),
+            saveable_share=recurrence.saveable_share,
+            changed_contents=plan.prompt.changed_contents,
+        )
+        result = PrefillResult(logits, self._kv, plan, report, work.read_s, recurrence.kept(self._runner))
         if self._options.on_result is not None:
             self._options.on_result(result, self._is_alone)
         return result
@@ -247,12 +362,6 @@ class BlendedPrefill:
         self.close()
 
     # ---- a layer ----------------------------------------------------------------------------------------
-
-    def _ask(self, question: Asking) -> None:
-        """A layer of the question's pass, or of a hop's."""
-        self._work.question_row_layers += len(question.asking)
-        if question.advance():
-            self._question = None
 
     def _compute_layer(self) -> LayerSteps:
         layer, rows = self._layer, self._rows

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.plan import BlendPlan
 from cacheblend.core.plan.prompt import Prompt

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, check_type
-from cacheblend.core.fuse.prefill import BlendedPrefill
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.plan.blocks import ChunkManifest
 from cacheblend.core.plan.prompt import Prompt, Segment
 from cacheblend.core.select.selectors import Selector, check_ratio

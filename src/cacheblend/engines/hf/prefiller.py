@@ -15,8 +15,7 @@ import torch
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.cost.controller import GIVEN_UP, Controller, Decision
 from cacheblend.core.failures import count_failure
-from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillOptions, PrefillResult
 from cacheblend.core.kernels.operations import serve
 from cacheblend.core.kernels.upload import upload_together
 from cacheblend.core.load.breaker import LateTiers

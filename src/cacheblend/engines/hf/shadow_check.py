@@ -18,8 +18,7 @@ import torch
 
 from cacheblend.core.failures import CHECK, count_failure
 from cacheblend.core.fuse.batching import LayerRows, LayerSteps
-from cacheblend.core.fuse.prefill import BlendedPrefill
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.names import TokenIds
 from cacheblend.core.plan.prompt import Prompt, text
 from cacheblend.engines.shadow import (

@@ -16,7 +16,7 @@ import torch
 
 from cacheblend.core.errors import BlockLostError, LoadTimeoutError
 from cacheblend.core.failures import LOST_BLOCK, count_failure
-from cacheblend.core.fuse.recurrent import Recurrence
+from cacheblend.core.fuse.prefill import Recurrence
 from cacheblend.core.fuse.runner import LayerRunner
 from cacheblend.core.names import BlockName, state_name
 from cacheblend.core.plan.blocks import Block, BlockSource

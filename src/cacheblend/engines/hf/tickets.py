@@ -9,8 +9,7 @@ import torch
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import CacheBlendError, check_fields
 from cacheblend.core.fuse.batching import LayerSteps
-from cacheblend.core.fuse.prefill import BlendedPrefill
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.plan.prompt import Prompt
 from cacheblend.core.report import BlendReport
 from cacheblend.core.select.selectors import Selector

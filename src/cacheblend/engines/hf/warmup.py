@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from cacheblend.core.config import BlendConfig
 from cacheblend.core.errors import InvalidInputError, ModelChangedError, StoreUnreachableError
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.core.load.capture import CapturedChunk, ChunkJob, blocks_of, manifest_of, publish
 from cacheblend.core.load.threads import DaemonPool
 from cacheblend.core.names import BlockName, TokenIds, join_ids, state_name

@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from cacheblend.core.failures import count_failure
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import PrefillResult
 from cacheblend.engines.discovery import DiscoveryFigures
 from cacheblend.engines.vllm import shadow_metrics
 from cacheblend.engines.vllm.config import read_config

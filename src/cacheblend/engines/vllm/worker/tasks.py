@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from cacheblend.core.fuse.batching import LayerSteps
-from cacheblend.core.fuse.prefill import BlendedPrefill
-from cacheblend.core.fuse.result import PrefillResult
+from cacheblend.core.fuse.prefill import BlendedPrefill, PrefillResult
 from cacheblend.core.load.loader import LayerKV
 from cacheblend.core.plan.blocks import KVLayout
 from cacheblend.engines.vllm.jobs import Adapter, BlendJob, BlendOutcome, CaptureJob
